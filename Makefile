@@ -1,0 +1,53 @@
+# Every target sets up what it needs; `make run` and `make test` work in a fresh clone.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+MODEL := models/smollm2/model.safetensors
+
+.DEFAULT_GOAL := setup
+.PHONY: setup run demo test check lint format bench clean
+
+setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
+
+run: $(VENV)/server.stamp  ## the server with its embedded store, on port 9221
+	$(BIN)/kvpage-server conf/kvpage.conf
+
+demo: $(VENV)/dev.stamp $(MODEL)  ## a conversation that moves between two engines
+	$(BIN)/python -m engine.demo --model models/smollm2
+
+test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model
+	$(BIN)/python -m pytest
+
+check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
+	$(BIN)/python -m pytest -m "not model and not slow" -x
+
+lint: $(VENV)/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(VENV)/dev.stamp
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
+	$(BIN)/python -m benchmarks
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+$(VENV)/bin/python:
+	PYTHON=$(PYTHON) conf/venv.sh $(VENV)
+
+$(VENV)/server.stamp: pyproject.toml $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable .
+	touch $@
+
+$(VENV)/dev.stamp: pyproject.toml $(VENV)/bin/python
+	tests/install-tools.sh
+	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	touch $@ $(VENV)/server.stamp
+
+$(MODEL): | $(VENV)/dev.stamp
+	$(BIN)/kvpage-engine fetch-model smollm2 --to models/smollm2

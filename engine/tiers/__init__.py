@@ -1,0 +1,1 @@
+"""The tiers of an agent's memory below the live batch."""

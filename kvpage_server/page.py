@@ -1,0 +1,352 @@
+"""The page contract: how a KV page is named and what its 64-byte header says.
+
+Everything else imports this file; it imports nothing of ours. A *page* is a matrix
+``[page_size, head_dim]`` of one request, layer, head and plane. It is stored as a *blob*:
+a 64-byte little-endian header followed by the *body*, the tensor's bytes.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+import xxhash
+from typing_extensions import Buffer
+
+MAGIC = b"KVPG"
+VERSION = 2
+HEADER_SIZE = 64
+MAX_REQ_ID = 256
+MAX_LAYER = MAX_HEAD = 0xFFFF
+MAX_PAGE = 0xFFFF_FFFF
+MAX_KV_TYPE = 5
+MAX_U32 = 0xFFFF_FFFF
+MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
+
+_LAYOUT = struct.Struct("<4sBBBBIIIIQQQIIQ")
+assert _LAYOUT.size == HEADER_SIZE
+
+_REQ_ID = re.compile(rb"[^\x00-\x20\x7f:]{1,256}\Z")
+_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
+
+
+class PageError(ValueError):
+    """A key, header, body or argument breaks the page contract; the message names it and what is allowed."""
+
+
+class DType(IntEnum):
+    """Element types a body may hold; the value is the header's dtype byte."""
+
+    FLOAT16 = 1
+    FLOAT32 = 2
+    INT8 = 3
+    BFLOAT16 = 4
+    FLOAT8_E4M3 = 5
+    FLOAT8_E5M2 = 6
+    UINT32 = 7  # packed quantised values
+    UINT8 = 8
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return _ITEMSIZE[self]
+
+
+_ITEMSIZE = {
+    DType.FLOAT16: 2,
+    DType.FLOAT32: 4,
+    DType.INT8: 1,
+    DType.BFLOAT16: 2,
+    DType.FLOAT8_E4M3: 1,
+    DType.FLOAT8_E5M2: 1,
+    DType.UINT32: 4,
+    DType.UINT8: 1,
+}
+ALLOWED_DTYPES = ", ".join(f"{d.value} {d.name.lower()}" for d in DType)
+
+
+class KVType(IntEnum):
+    """Planes: which tensor of the layer a page belongs to."""
+
+    K = 0
+    V = 1
+    K_SCALES = 2
+    K_BIASES = 3
+    V_SCALES = 4
+    V_BIASES = 5
+
+
+def check_range(name: str, value: int, low: int, high: int) -> int:
+    """`value` when ``low <= value <= high``; PageError naming the field and the range otherwise."""
+    if not low <= value <= high:
+        raise PageError(f"{name} must be between {low} and {high}, got {value}")
+    return value
+
+
+def check_req_id(req_id: bytes) -> bytes:
+    """`req_id` when it is 1 to 256 bytes without ':', spaces or control characters; PageError otherwise."""
+    if not _REQ_ID.match(req_id):
+        raise PageError(f"req_id must be 1 to {MAX_REQ_ID} bytes without ':', spaces or control characters")
+    return req_id
+
+
+def check_dtype(value: int) -> DType:
+    """The DType of a number; PageError listing the known ones otherwise."""
+    try:
+        return DType(value)
+    except ValueError:
+        raise PageError(f"dtype must be one of {ALLOWED_DTYPES}, got {value}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class PageKey:
+    """Names one page: ``kv:{req_id}:{layer}:{head}:{page}:{kv_type}``."""
+
+    req_id: bytes
+    layer: int
+    head: int
+    page: int
+    kv_type: int
+
+    def __post_init__(self) -> None:
+        check_req_id(self.req_id)
+        check_range("layer_idx", self.layer, 0, MAX_LAYER)
+        check_range("head_idx", self.head, 0, MAX_HEAD)
+        check_range("page_id", self.page, 0, MAX_PAGE)
+        check_range("kv_type", self.kv_type, 0, MAX_KV_TYPE)
+
+    def __bytes__(self) -> bytes:
+        return b"kv:%b:%d:%d:%d:%d" % (self.req_id, self.layer, self.head, self.page, self.kv_type)
+
+    @classmethod
+    def parse(cls, key: bytes) -> PageKey:
+        """The PageKey spelt by `key`; PageError when it is not the canonical spelling of one."""
+        found = _KEY.match(key)
+        if not found:
+            raise PageError("a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}, numbers without leading zeros")
+        req_id, *numbers = found.groups()
+        return cls(req_id, *map(int, numbers))
+
+
+def index_key(req_id: bytes) -> bytes:
+    """The read-only key under which a request's page keys are listed."""
+    return b"kv:%b:index" % check_req_id(req_id)
+
+
+def checksum(body: Buffer) -> int:
+    """XXH3-64 of the body's bytes."""
+    return xxhash.xxh3_64_intdigest(body)
+
+
+def unix_ms() -> int:
+    """Now, in unix milliseconds."""
+    return time.time_ns() // 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class PageHeader:
+    """The 64 bytes before a body, field for field as they lie in memory (little-endian)."""
+
+    dtype: DType
+    kv_type: int
+    page_size: int  # token rows in this body
+    head_dim: int  # elements a row
+    layer: int
+    head: int
+    page: int
+    created_ms: int  # unix milliseconds
+    ttl: int  # seconds given at write, 0 for none; the living ttl is the store's
+    body_size: int  # bytes
+    checksum: int  # XXH3-64 of the body; 0 when it was written with checksums turned off
+    flags: int = 0
+
+    def __post_init__(self) -> None:
+        check_dtype(self.dtype)
+        check_range("kv_type", self.kv_type, 0, MAX_KV_TYPE)
+        check_range("page_size", self.page_size, 1, MAX_U32)
+        check_range("head_dim", self.head_dim, 1, MAX_U32)
+        check_range("layer_idx", self.layer, 0, MAX_LAYER)
+        check_range("head_idx", self.head, 0, MAX_HEAD)
+        check_range("page_id", self.page, 0, MAX_PAGE)
+        check_range("ttl", self.ttl, 0, MAX_TTL)
+        check_range("body length", self.body_size, 0, MAX_U32)
+        if self.flags:
+            raise PageError(f"flags must be 0, got {self.flags:#x}")
+
+    def __bytes__(self) -> bytes:
+        return _LAYOUT.pack(
+            MAGIC,
+            VERSION,
+            self.dtype,
+            self.kv_type,
+            self.flags,
+            self.page_size,
+            self.head_dim,
+            self.layer,
+            self.head,
+            self.page,
+            self.created_ms,
+            self.ttl,
+            self.body_size,
+            0,
+            self.checksum,
+        )
+
+    @classmethod
+    def parse(cls, blob: Buffer) -> PageHeader:
+        """The header that opens `blob`.
+
+        Raises PageError for a short blob, a foreign magic, another version or any field out of range.
+        """
+        view = memoryview(blob).cast("B")
+        if len(view) < HEADER_SIZE:
+            raise PageError(f"a page blob has at least {HEADER_SIZE} bytes, got {len(view)}")
+        (magic, version, dtype, kv_type, flags, *shape, created, ttl, size, reserved, digest) = _LAYOUT.unpack_from(
+            view
+        )
+        if magic != MAGIC:
+            raise PageError(f"a page blob starts with {MAGIC!r}, got {magic!r}")
+        if version != VERSION:
+            hint = " (the 32-byte header of the prototype)" if version == 1 else ""
+            raise PageError(f"page version {version}{hint} is not supported, only {VERSION}")
+        page_size, head_dim, layer, head, page, created, ttl, size, reserved, digest = rest
+        if reserved:
+            raise PageError(f"the reserved field must be 0, got {reserved}")
+        return cls(
+            dtype=check_dtype(dtype),
+            kv_type=kv_type,
+            page_size=page_size,
+            head_dim=head_dim,
+            layer=layer,
+            head=head,
+            page=page,
+            created_ms=created,
+            ttl=ttl,
+            body_size=size,
+            checksum=digest,
+            flags=flags,
+        )
+
+    @property
+    def tensor_size(self) -> int:
+        """Bytes of a body that fills the declared shape."""
+        return self.page_size * self.head_dim * self.dtype.itemsize
+
+    def names(self, key: PageKey) -> bool:
+        """Whether this header belongs to the page that `key` names (req_id is not in the header)."""
+        return (self.layer, self.head, self.page, self.kv_type) == (key.layer, key.head, key.page, key.kv_type)
+
+
+def encode_page(
+    key: PageKey,
+    body: Buffer,
+    *,
+    dtype: DType,
+    page_size: int,
+    head_dim: int,
+    ttl: int = 0,
+    created_ms: int | None = None,
+    with_checksum: bool = True,
+) -> bytes:
+    """The blob of a page: header and body in one.
+
+    `body` is the C-contiguous tensor ``[page_size, head_dim]``; `ttl` is in seconds, 0 for none.
+    Raises PageError for a field outside the contract.
+    """
+    view = memoryview(body).cast("B")
+    header = PageHeader(
+        dtype=check_dtype(dtype),
+        kv_type=key.kv_type,
+        page_size=page_size,
+        head_dim=head_dim,
+        layer=key.layer,
+        head=key.head,
+        page=key.page,
+        created_ms=unix_ms() if created_ms is None else created_ms,
+        ttl=ttl,
+        body_size=len(view),
+        checksum=checksum(view) if with_checksum else 0,
+    )
+    return b"".join((bytes(header), view))
+
+
+def decode_page(blob: Buffer, *, verify: bool = True) -> tuple[PageHeader, memoryview]:
+    """The header of a blob and a view (no copy) of its body.
+
+    Raises PageError when the header is invalid, the body's length differs from the header's,
+    or, with `verify`, the body does not hash to the header's checksum.
+    """
+    header = PageHeader.parse(blob)
+    body = memoryview(blob).cast("B")[HEADER_SIZE:]
+    if len(body) != header.body_size:
+        raise PageError(f"the header promises a body of {header.body_size} bytes, got {len(body)}")
+    if verify and header.checksum and checksum(body) != header.checksum:
+        raise PageError("the body does not match the checksum in its header")
+    return header, body
+
+
+@dataclass(frozen=True, slots=True)
+class Plane:
+    """One tensor kind of a block: ``[layers, heads, page_size, head_dim]`` of one dtype."""
+
+    kv_type: int
+    dtype: DType
+    head_dim: int
+
+    def __post_init__(self) -> None:
+        check_range("kv_type", self.kv_type, 0, MAX_KV_TYPE)
+        check_dtype(self.dtype)
+        check_range("head_dim", self.head_dim, 1, MAX_U32)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockShape:
+    """Every page of one ``(req_id, page_id)``. Body order: layer, plane, head, token, dim."""
+
+    layers: int
+    heads: int
+    page_size: int
+    planes: tuple[Plane, ...]
+
+    def __post_init__(self) -> None:
+        check_range("layers", self.layers, 1, MAX_LAYER + 1)
+        check_range("heads", self.heads, 1, MAX_HEAD + 1)
+        check_range("page_size", self.page_size, 1, MAX_U32)
+        types = [plane.kv_type for plane in self.planes]
+        if not types or types != sorted(set(types)):
+            raise PageError(f"planes must be given once each, in the order of their kv_type, got {types}")
+
+    @property
+    def pages(self) -> int:
+        """Pages a complete block has."""
+        return self.layers * len(self.planes) * self.heads
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the block's body."""
+        return self.layers * self.layer_nbytes
+
+    @property
+    def layer_nbytes(self) -> int:
+        """Bytes of one layer of the body."""
+        return self.heads * sum(map(self.page_nbytes, self.planes))
+
+    def page_nbytes(self, plane: Plane) -> int:
+        """Bytes of one page of `plane`."""
+        return self.page_size * plane.head_dim * plane.dtype.itemsize
+
+    def page_span(self, layer: int, head: int, kv_type: int) -> slice:
+        """Where in the body one page lies. Raises PageError for a page that the block has not."""
+        check_range("layer_idx", layer, 0, self.layers - 1)
+        check_range("head_idx", head, 0, self.heads - 1)
+        start = layer * self.layer_nbytes
+        for plane in self.planes:
+            size = self.page_nbytes(plane)
+            if plane.kv_type == kv_type:
+                start += head * size
+                return slice(start, start + size)
+            start += self.heads * size
+        raise PageError(f"kv_type must be one of {[p.kv_type for p in self.planes]}, got {kv_type}")
