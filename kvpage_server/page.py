@@ -204,9 +204,7 @@ class PageHeader:
         view = memoryview(blob).cast("B")
         if len(view) < HEADER_SIZE:
             raise PageError(f"a page blob has at least {HEADER_SIZE} bytes, got {len(view)}")
-        (magic, version, dtype, kv_type, flags, *shape, created, ttl, size, reserved, digest) = _LAYOUT.unpack_from(
-            view
-        )
+        magic, version, dtype, kv_type, flags, *rest = _LAYOUT.unpack_from(view)
         if magic != MAGIC:
             raise PageError(f"a page blob starts with {MAGIC!r}, got {magic!r}")
         if version != VERSION:
