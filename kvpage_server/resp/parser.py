@@ -1,0 +1,310 @@
+"""Bytes in, commands out: the request half of RESP, without I/O.
+
+The owner of a socket asks `buffers()` where the next bytes belong, reads into them, says `received(n)`, and takes
+whole commands from `next()` until it answers None. A bulk string that has not arrived whole is received straight into
+memory of its own, which `allocate` provides: for a page that is its final place, so its bytes are written once.
+
+Every byte is looked at a bounded number of times, whatever the split of the input: what is kept between reads is at
+most one line (bounded by `MAX_LINE`) or one bulk shorter than `DIRECT`. Any split gives the same commands.
+
+Errors and limits are worded as Redis words them (`networking.c`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
+MAX_ARGUMENTS = 0x7FFF_FFFF
+DIRECT = 1024  # an unfinished bulk of at least this size gets memory of its own
+SCRATCH_SIZE = 128 * 1024
+
+
+class Bulk(Protocol):
+    """Memory that a long bulk string is received into."""
+
+    @property
+    def room(self) -> memoryview:
+        """Writable: the string's bytes and the two of its CRLF."""
+
+    @property
+    def body(self) -> memoryview:
+        """The string's bytes."""
+
+
+Argument = bytes | Bulk
+Command = list[Argument]
+
+
+class ProtocolError(Exception):
+    """The stream is not RESP, or breaks a limit; nothing after this point can be understood."""
+
+
+@dataclass(slots=True)
+class Limits:
+    """What a client may send. Unauthenticated clients are held to Redis's smaller ones."""
+
+    max_bulk: int = 512 * 1024 * 1024
+    max_arguments: int = MAX_ARGUMENTS
+    max_command: int = 1024 * 1024 * 1024  # bytes of one command that wait in memory for its end
+    unauthenticated: bool = False
+
+
+UNAUTHENTICATED_ARGUMENTS = 10
+UNAUTHENTICATED_BULK = 16384
+
+_scratch = memoryview(bytearray(SCRATCH_SIZE))
+
+
+class Parser:
+    """One connection's parser. Not thread-safe: the scratch memory is shared by all parsers of a thread's loop."""
+
+    def __init__(self, allocate: Callable[[int], Bulk], *, limits: Limits | None = None, keep_from: int = 4096) -> None:
+        """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead."""
+        self.limits = limits or Limits()
+        self._allocate = allocate
+        self._keep_from = keep_from
+        self._data = b""  # received, not yet parsed, from _pos on
+        self._pos = 0
+        self._args: Command = []  # of the command that is under way
+        self._missing = 0  # its arguments still to come
+        self._size = 0  # bytes of its arguments so far
+        self._bulk: Bulk | None = None  # being received directly, `_filled` bytes so far
+        self._room = memoryview(b"")
+        self._filled = 0
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes belong, in order. Valid until `received` is called."""
+        if self._bulk is None:
+            return [_scratch]
+        return [self._room[self._filled :], _scratch]
+
+    def feed(self, data: bytes) -> None:
+        """Receive `data` by way of `buffers`: what a socket would do."""
+        view = memoryview(data)
+        while view:
+            total = 0
+            for buffer in self.buffers():
+                part = view[: len(buffer)]
+                buffer[: len(part)] = part
+                total += len(part)
+                view = view[len(part) :]
+            self.received(total)
+
+    def received(self, count: int) -> None:
+        """`count` bytes have been written into `buffers()`. Raises ProtocolError for a bulk without its CRLF."""
+        if self._bulk is not None:
+            taken = min(count, len(self._room) - self._filled)
+            self._filled += taken
+            count -= taken
+            if self._filled == len(self._room):
+                self._finish_bulk()
+        if count:
+            fresh = bytes(_scratch[:count])
+            self._data = self._data[self._pos :] + fresh if self._pos < len(self._data) else fresh
+            self._pos = 0
+
+    def _finish_bulk(self) -> None:
+        bulk, room = self._bulk, self._room
+        assert bulk is not None
+        if room[-2:] != b"\r\n":
+            raise ProtocolError("bulk string is not terminated by CRLF")
+        self._append(bulk if len(room) - 2 >= self._keep_from else bytes(bulk.body))
+        self._bulk = None
+        self._room = memoryview(b"")
+
+    def _append(self, argument: Argument) -> None:
+        self._args.append(argument)
+        self._missing -= 1
+
+    @property
+    def pending(self) -> int:
+        """Bytes held for a command whose end has not arrived."""
+        return self._size + len(self._data) - self._pos
+
+    def next(self) -> Command | None:
+        """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        while True:
+            if not self._missing and not self._start_command():
+                return None
+            if self._missing:
+                self._take_bulks()
+                if self._missing:
+                    return None
+            if self._args:
+                command, self._args, self._size = self._args, [], 0
+                return command
+
+    def _start_command(self) -> bool:
+        """Read the line that opens a command; False when it has not arrived."""
+        data, pos = self._data, self._pos
+        if pos == len(data):
+            return False
+        if data[pos] != 0x2A:  # '*'
+            return self._inline()
+        line = self._line("too big mbulk count string")
+        if line is None:
+            return False
+        count = _length(line[1:])
+        if count is None or count > self.limits.max_arguments:
+            raise ProtocolError("invalid multibulk length")
+        if self.limits.unauthenticated and count > UNAUTHENTICATED_ARGUMENTS:
+            raise ProtocolError("unauthenticated multibulk length")
+        self._missing = max(count, 0)
+        return True
+
+    def _line(self, too_long: str) -> bytes | None:
+        """The line at the cursor without its CRLF, or None when it has not arrived."""
+        end = self._data.find(b"\r\n", self._pos)
+        if end < 0:
+            if len(self._data) - self._pos > MAX_LINE:
+                raise ProtocolError(too_long)
+            return None
+        line = self._data[self._pos : end]
+        self._pos = end + 2
+        return line
+
+    def _inline(self) -> bool:
+        end = self._data.find(b"\n", self._pos)
+        if end < 0 or end - self._pos > MAX_LINE:
+            if len(self._data) - self._pos > MAX_LINE:
+                raise ProtocolError("too big inline request")
+            return False
+        line = self._data[self._pos : end].removesuffix(b"\r")
+        self._pos = end + 1
+        words = split_words(line)
+        if words is None:
+            raise ProtocolError("unbalanced quotes in request")
+        self._args = [*words]
+        return True
+
+    def _take_bulks(self) -> None:
+        """Take the arguments that have arrived; an unfinished long one goes on into memory of its own."""
+        data, pos, args = self._data, self._pos, self._args
+        size, missing = len(data), self._missing
+        find, limits = data.find, self.limits
+        try:
+            while missing and self._bulk is None:
+                end = find(b"\r\n", pos)
+                if end < 0:
+                    if size - pos > MAX_LINE:
+                        raise ProtocolError("too big bulk count string")
+                    return
+                if data[pos] != 0x24:  # '$'
+                    raise ProtocolError(f"expected '$', got '{chr(data[pos])}'")
+                length = _length(data[pos + 1 : end])
+                if length is None or length < 0 or length > limits.max_bulk:
+                    raise ProtocolError("invalid bulk length")
+                if limits.unauthenticated and length > UNAUTHENTICATED_BULK:
+                    raise ProtocolError("unauthenticated bulk length")
+                start = end + 2
+                stop = start + length
+                if stop + 2 <= size and length < self._keep_from:
+                    if data[stop : stop + 2] != b"\r\n":
+                        raise ProtocolError("bulk string is not terminated by CRLF")
+                    args.append(data[start:stop])
+                    self._size += length
+                    missing -= 1
+                    pos = stop + 2
+                    continue
+                if length < DIRECT:
+                    return
+                self._size += length
+                if self._size > limits.max_command:
+                    raise ProtocolError("command exceeds the query buffer limit")
+                self._missing = missing
+                pos = self._receive_directly(length, data, start)
+                missing = self._missing
+        finally:
+            self._pos, self._missing = pos, missing
+
+    def _receive_directly(self, length: int, data: bytes, start: int) -> int:
+        """Move what has arrived of a long bulk into its own memory; the cursor after it."""
+        self._bulk = bulk = self._allocate(length) if length >= self._keep_from else Buffer(length)
+        self._room = bulk.room
+        arrived = min(len(data) - start, length + 2)
+        self._room[:arrived] = data[start : start + arrived]
+        self._filled = arrived
+        if arrived == length + 2:
+            self._finish_bulk()
+        return start + arrived
+
+
+class Buffer:
+    """A bulk in memory of its own."""
+
+    __slots__ = ("body", "room")
+
+    def __init__(self, size: int) -> None:
+        self.room = memoryview(bytearray(size + 2))
+        self.body = self.room[:size]
+
+
+def _length(digits: bytes) -> int | None:
+    """The number as Redis's string2ll reads it: no plus sign, spaces or leading zeros; None when it is none."""
+    if digits.isdigit() and len(digits) <= 19:
+        if digits[0] == 0x30 and len(digits) > 1:
+            return None
+        return int(digits)
+    if digits[:1] == b"-" and digits[1:].isdigit() and digits[1] != 0x30:
+        return -int(digits[1:20])
+    return None
+
+
+_ESCAPES = {0x6E: 0x0A, 0x72: 0x0D, 0x74: 0x09, 0x62: 0x08, 0x61: 0x07}  # \n \r \t \b \a
+_SPACE = b" \t\n\r\v\f\0"
+
+
+def split_words(line: bytes) -> list[bytes] | None:
+    r"""Words of an inline command or a configuration line; None for unbalanced quotes.
+
+    As Redis's sdssplitargs: words are separated by white space; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
+    """
+    words: list[bytes] = []
+    pos, size = 0, len(line)
+    while True:
+        while pos < size and line[pos] in _SPACE:
+            pos += 1
+        if pos == size:
+            return words
+        word = bytearray()
+        while pos < size and line[pos] not in _SPACE:
+            if line[pos] not in b"\"'":
+                word.append(line[pos])
+                pos += 1
+                continue
+            end = _quoted(line, pos, word)
+            if end is None:
+                return None
+            pos = end
+            if pos < size and line[pos] not in _SPACE:
+                return None
+        words.append(bytes(word))
+
+
+def _quoted(line: bytes, pos: int, word: bytearray) -> int | None:
+    """Append the quoted string that opens at `pos` to `word`; the position after it, None when it never closes."""
+    quote = line[pos]
+    pos += 1
+    while pos < len(line):
+        char = line[pos]
+        if char == quote:
+            return pos + 1
+        after = line[pos + 1 : pos + 2]
+        if char == 0x5C and after and (quote == 0x22 or after == b"'"):
+            if quote == 0x22 and after == b"x" and _is_hex(line[pos + 2 : pos + 4]):
+                word.append(int(line[pos + 2 : pos + 4], 16))
+                pos += 4
+                continue
+            word.append(_ESCAPES.get(after[0], after[0]) if quote == 0x22 else after[0])
+            pos += 2
+            continue
+        word.append(char)
+        pos += 1
+    return None
+
+
+def _is_hex(pair: bytes) -> bool:
+    return len(pair) == 2 and all(c in b"0123456789abcdefABCDEF" for c in pair)

@@ -1,0 +1,137 @@
+"""Values in, buffers out: the reply half of RESP2 and RESP3, without I/O.
+
+A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set, and the few
+classes below where RESP knows more than Python. `encode` appends the buffers of a value to a list; a large value is
+borrowed as a memoryview, never copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+Buffer = bytes | memoryview
+Reply = Any  # one of the values named above; the types of nested values are not worth their spelling
+
+BORROW_FROM = 16 * 1024  # shorter views are cheaper to copy than to carry
+
+
+class Raw(bytes):
+    """A reply that is already encoded."""
+
+
+OK = Raw(b"+OK\r\n")
+PONG = Raw(b"+PONG\r\n")
+QUEUED = Raw(b"+QUEUED\r\n")
+
+
+def simple(text: str) -> Raw:
+    """A simple string."""
+    return Raw(b"+%b\r\n" % text.encode())
+
+
+class ReplyError(Exception):
+    """What the client is told went wrong; the first word is the code that clients switch on."""
+
+    @property
+    def line(self) -> bytes:
+        """The error as it goes over the wire: one line, whatever the message holds."""
+        text = str(self).encode("utf-8", "surrogateescape")
+        return b"-%b\r\n" % text.replace(b"\r", b" ").replace(b"\n", b" ")
+
+
+class NullArray:
+    """What EXEC answers when a watched key changed: in RESP2 a null of its own."""
+
+
+NULL_ARRAY = NullArray()
+
+
+@dataclass(frozen=True, slots=True)
+class Verbatim:
+    """Text for people: RESP3 says so, RESP2 sends a bulk string."""
+
+    text: bytes
+    format: bytes = b"txt"
+
+
+@dataclass(frozen=True, slots=True)
+class Push:
+    """An out-of-band message: RESP3's push type, an array in RESP2."""
+
+    items: list[Reply]
+
+
+@dataclass(frozen=True, slots=True)
+class Stream:
+    """An array whose items are made while it is being sent."""
+
+    length: int
+    items: Iterator[Reply]
+
+
+def encode(value: Reply, protocol: int, out: list[Buffer]) -> None:
+    """Append the buffers of `value` in RESP `protocol` (2 or 3) to `out`."""
+    kind = type(value)
+    if kind is Raw:
+        out.append(value)
+    elif kind is bytes:
+        out.append(b"$%d\r\n%b\r\n" % (len(value), value))
+    elif value is None:
+        out.append(b"_\r\n" if protocol == 3 else b"$-1\r\n")
+    elif kind is int:
+        out.append(b":%d\r\n" % value)
+    elif kind is memoryview:
+        _encode_view(value, out)
+    elif kind is list or kind is tuple:
+        out.append(b"*%d\r\n" % len(value))
+        for item in value:
+            encode(item, protocol, out)
+    else:
+        _encode_rare(value, protocol, out)
+
+
+def _encode_view(view: memoryview, out: list[Buffer]) -> None:
+    if len(view) < BORROW_FROM:
+        out.append(b"$%d\r\n%b\r\n" % (len(view), view))
+    else:
+        out += (b"$%d\r\n" % len(view), view, b"\r\n")
+
+
+def _encode_rare(value: Reply, protocol: int, out: list[Buffer]) -> None:
+    if isinstance(value, str):
+        encode(value.encode("utf-8", "surrogateescape"), protocol, out)
+    elif isinstance(value, ReplyError):
+        out.append(value.line)
+    elif isinstance(value, bool):
+        out.append((b"#t\r\n" if value else b"#f\r\n") if protocol == 3 else b":%d\r\n" % value)
+    elif isinstance(value, int):  # an IntEnum
+        out.append(b":%d\r\n" % value)
+    elif isinstance(value, dict):
+        out.append(b"%%%d\r\n" % len(value) if protocol == 3 else b"*%d\r\n" % (2 * len(value)))
+        for pair in value.items():
+            for item in pair:
+                encode(item, protocol, out)
+    elif isinstance(value, float):
+        digits = b"%.17g" % value
+        encode(Raw(b",%b\r\n" % digits) if protocol == 3 else digits, protocol, out)
+    elif isinstance(value, set | frozenset):
+        _encode_items(b"~" if protocol == 3 else b"*", sorted(value), protocol, out)
+    elif isinstance(value, Push):
+        _encode_items(b">" if protocol == 3 else b"*", value.items, protocol, out)
+    elif isinstance(value, Verbatim):
+        text = value.format + b":" + value.text
+        encode(Raw(b"=%d\r\n%b\r\n" % (len(text), text)) if protocol == 3 else value.text, protocol, out)
+    elif isinstance(value, Stream):
+        _encode_items(b"*", list(value.items), protocol, out)
+    elif value is NULL_ARRAY:
+        out.append(b"_\r\n" if protocol == 3 else b"*-1\r\n")
+    else:
+        raise TypeError(f"no RESP type for {value!r}")
+
+
+def _encode_items(sigil: bytes, items: list[Reply], protocol: int, out: list[Buffer]) -> None:
+    out.append(b"%b%d\r\n" % (sigil, len(items)))
+    for item in items:
+        encode(item, protocol, out)
