@@ -24,6 +24,7 @@ MAX_LAYER = MAX_HEAD = 0xFFFF
 MAX_PAGE = 0xFFFF_FFFF
 MAX_KV_TYPE = 5
 MAX_U32 = 0xFFFF_FFFF
+MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
 
 _LAYOUT = struct.Struct("<4sBBBBIIIIQQQIIQ")
@@ -146,6 +147,11 @@ def unix_ms() -> int:
     return time.time_ns() // 1_000_000
 
 
+def _wrong_version(version: int) -> PageError:
+    hint = " (the 32-byte header of the prototype)" if version == 1 else ""
+    return PageError(f"page version {version}{hint} is not supported, only {VERSION}")
+
+
 @dataclass(frozen=True, slots=True)
 class PageHeader:
     """The 64 bytes before a body, field for field as they lie in memory (little-endian)."""
@@ -171,8 +177,10 @@ class PageHeader:
         check_range("layer_idx", self.layer, 0, MAX_LAYER)
         check_range("head_idx", self.head, 0, MAX_HEAD)
         check_range("page_id", self.page, 0, MAX_PAGE)
+        check_range("created", self.created_ms, 0, MAX_U64)
         check_range("ttl", self.ttl, 0, MAX_TTL)
         check_range("body length", self.body_size, 0, MAX_U32)
+        check_range("checksum", self.checksum, 0, MAX_U64)
         if self.flags:
             raise PageError(f"flags must be 0, got {self.flags:#x}")
 
@@ -203,13 +211,14 @@ class PageHeader:
         """
         view = memoryview(blob).cast("B")
         if len(view) < HEADER_SIZE:
+            if view[:5] == MAGIC + b"\x01":
+                raise _wrong_version(1)
             raise PageError(f"a page blob has at least {HEADER_SIZE} bytes, got {len(view)}")
         magic, version, dtype, kv_type, flags, *rest = _LAYOUT.unpack_from(view)
         if magic != MAGIC:
             raise PageError(f"a page blob starts with {MAGIC!r}, got {magic!r}")
         if version != VERSION:
-            hint = " (the 32-byte header of the prototype)" if version == 1 else ""
-            raise PageError(f"page version {version}{hint} is not supported, only {VERSION}")
+            raise _wrong_version(version)
         page_size, head_dim, layer, head, page, created, ttl, size, reserved, digest = rest
         if reserved:
             raise PageError(f"the reserved field must be 0, got {reserved}")
@@ -313,7 +322,7 @@ class BlockShape:
         check_range("layers", self.layers, 1, MAX_LAYER + 1)
         check_range("heads", self.heads, 1, MAX_HEAD + 1)
         check_range("page_size", self.page_size, 1, MAX_U32)
-        types = [plane.kv_type for plane in self.planes]
+        types = [int(plane.kv_type) for plane in self.planes]
         if not types or types != sorted(set(types)):
             raise PageError(f"planes must be given once each, in the order of their kv_type, got {types}")
 
@@ -347,4 +356,4 @@ class BlockShape:
                 start += head * size
                 return slice(start, start + size)
             start += self.heads * size
-        raise PageError(f"kv_type must be one of {[p.kv_type for p in self.planes]}, got {kv_type}")
+        raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
