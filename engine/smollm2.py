@@ -63,7 +63,7 @@ def fetch(target: Path, report: Report) -> bool:
     """
     if all((target / name).is_file() for name in FILES):
         return False
-    if target.exists() and any(target.iterdir()):
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
         raise FetchError(f"{target} exists but is not the whole model; remove it or name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
@@ -136,7 +136,7 @@ def convert(gguf: Path, target: Path, report: Report) -> None:
     arrays, metadata = cast(tuple[dict[str, mx.array], dict[str, Any]], mx.load(str(gguf), return_metadata=True))
     config = model_config(metadata)
     write_json(target / "config.json", config)
-    tokenizer(metadata).save(str(target / "tokenizer.json"))
+    (target / "tokenizer.json").write_text(tokenizer(metadata).to_str(), encoding="utf-8")
     write_json(target / "tokenizer_config.json", tokenizer_config(metadata))
 
     names = [name.removesuffix(".weight") for name in arrays if name.endswith(".weight")]
