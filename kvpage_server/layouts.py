@@ -1,0 +1,112 @@
+"""The same numbers as three parties lay them out in memory.
+
+========= ===================================================================================================
+canonical a block's body: ``[layer, plane, head, token, dim]``, one after the other
+MLX       for each layer and plane, ``[heads, tokens, dim]``
+vLLM      for each layer, keys ``[num_kv_heads, head_size/x, block_size, x]`` with x = 16 bytes of elements, and
+          values ``[num_kv_heads, head_size, block_size]``: ``split_kv_cache`` in vllm/attention/ops/paged_attn.py
+========= ===================================================================================================
+
+Elements are moved, never converted; since numpy has neither bfloat16 nor float8, a body's are unsigned integers of
+the same width. Every function but `from_mlx` returns a view wherever strides permit: writing into it writes into what
+it was made from, and ``np.ascontiguousarray`` of it is the copy in the new order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from typing_extensions import Buffer
+
+from kvpage_server.page import BlockShape, DType, PageError
+
+Array = NDArray[Any]
+
+VLLM_VECTOR = 16  # bytes of a key that lie together
+
+
+def raw_dtype(dtype: DType) -> np.dtype[Any]:
+    """The unsigned integers as wide as elements of `dtype`, little-endian as bodies are."""
+    return np.dtype(f"<u{dtype.itemsize}")
+
+
+def to_mlx(body: Buffer, shape: BlockShape) -> list[dict[int, Array]]:
+    """For each layer of a block its planes by kv_type, each a view ``[heads, tokens, dim]`` of `body`.
+
+    Raises PageError when `body` has not the length of a block of `shape`.
+    """
+    view = memoryview(body).cast("B")
+    if len(view) != shape.nbytes:
+        raise PageError(f"a block of this shape has {shape.nbytes} bytes, got {len(view)}")
+    layers = []
+    start = 0
+    for _ in range(shape.layers):
+        layer = {}
+        for plane in shape.planes:
+            stop = start + shape.heads * shape.page_nbytes(plane)
+            values = np.frombuffer(view[start:stop], raw_dtype(plane.dtype))
+            layer[int(plane.kv_type)] = values.reshape(shape.heads, shape.page_size, plane.head_dim)
+            start = stop
+        layers.append(layer)
+    return layers
+
+
+def from_mlx(layers: Sequence[Mapping[int, Array]], shape: BlockShape) -> bytearray:
+    """The body of the block that has these planes; the inverse of `to_mlx`.
+
+    The arrays may be of any dtype as wide as their plane's, in any strides. Raises PageError when one is missing or has
+    another shape or width.
+    """
+    body = bytearray(shape.nbytes)
+    if len(layers) != shape.layers:
+        raise PageError(f"a block of this shape has {shape.layers} layers, got {len(layers)}")
+    for i, (given, wanted) in enumerate(zip(layers, to_mlx(body, shape), strict=True)):
+        if given.keys() != wanted.keys():
+            raise PageError(f"layer {i} must have the planes {sorted(wanted)}, got {sorted(given)}")
+        for kv_type, target in wanted.items():
+            array = given[kv_type]
+            if (array.shape, array.itemsize) != (target.shape, target.itemsize):
+                raise PageError(
+                    f"plane {kv_type} of layer {i} must be {target.shape} of {target.itemsize} bytes, "
+                    f"got {array.shape} of {array.itemsize}"
+                )
+            target[...] = array.view(target.dtype)
+    return body
+
+
+def keys_to_vllm(keys: Array) -> Array:
+    """``[..., tokens, dim]`` as ``[..., dim/x, tokens, x]``; leading axes, as heads or blocks, stay as they are.
+
+    Raises PageError unless dim is a multiple of x.
+    """
+    *leading, tokens, dim = keys.shape
+    x = VLLM_VECTOR // keys.itemsize
+    if dim % x:
+        raise PageError(
+            f"head_dim must be a multiple of {x} for vLLM, which keeps {VLLM_VECTOR} bytes together, got {dim}"
+        )
+    return keys.reshape(*leading, tokens, dim // x, x).swapaxes(-3, -2)
+
+
+def keys_from_vllm(keys: Array) -> Array:
+    """``[..., dim/x, tokens, x]`` as ``[..., tokens, dim]``. A copy unless `keys` is a view made by `keys_to_vllm`.
+
+    Raises PageError unless the last axis holds 16 bytes.
+    """
+    *leading, groups, tokens, x = keys.shape
+    if x * keys.itemsize != VLLM_VECTOR:
+        raise PageError(f"vLLM keeps {VLLM_VECTOR} bytes of a key together, got {x} of {keys.itemsize}")
+    return keys.swapaxes(-3, -2).reshape(*leading, tokens, groups * x)
+
+
+def values_to_vllm(values: Array) -> Array:
+    """``[..., tokens, dim]`` as ``[..., dim, tokens]``."""
+    return values.swapaxes(-2, -1)
+
+
+def values_from_vllm(values: Array) -> Array:
+    """``[..., dim, tokens]`` as ``[..., tokens, dim]``."""
+    return values.swapaxes(-2, -1)
