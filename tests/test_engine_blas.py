@@ -1,0 +1,75 @@
+"""OpenBLAS under MLX: it takes effect on a Linux CPU, can be turned off, and harms nobody."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+TIMED_MATMUL = """
+import time, mlx.core as mx
+a, b = mx.random.normal((512, 512)), mx.random.normal((512, 512))
+mx.eval(a @ b)
+start = time.perf_counter()
+mx.eval([a @ b for _ in range(4)])
+print(time.perf_counter() - start)
+"""
+
+
+def run(code: str, **environment: str) -> str:
+    """What a fresh Python prints that runs `code`. MLX binds its symbols once a process."""
+    clean = {name: value for name, value in os.environ.items() if name != "KVPAGE_BLAS"}
+    result = subprocess.run(
+        [sys.executable, "-c", code], env=clean | environment, capture_output=True, text=True, timeout=60
+    )
+    return result.stdout + result.stderr
+
+
+def loads_openblas() -> bool:
+    return run("from engine.blas import prefer_openblas; print(prefer_openblas())") == "True\n"
+
+
+needs_openblas = pytest.mark.skipif(not loads_openblas(), reason="no OpenBLAS for MLX's CPU wheel here")
+
+
+@pytest.mark.skipif(find_spec("ngsolve_openblas") is None, reason="has wheels for Linux on x86-64 only")
+def test_the_wheel_that_the_engine_depends_on_is_enough() -> None:
+    mapped = run("import engine, mlx.core; print(open('/proc/self/maps').read())")
+    assert "site-packages/ngsolve_openblas/libopenblas" in mapped
+
+
+@needs_openblas
+def test_importing_the_engine_makes_mlx_multiply_several_times_faster() -> None:
+    stock = float(run("import engine" + TIMED_MATMUL, KVPAGE_BLAS="stock"))
+    openblas = float(run("import engine" + TIMED_MATMUL))
+    assert stock > 3 * openblas, f"{stock:.3f} s with the stock BLAS, {openblas:.3f} s with OpenBLAS"
+
+
+@needs_openblas
+def test_products_agree_with_the_stock_blas() -> None:
+    code = """
+import engine, mlx.core as mx, numpy as np
+a, b = (np.random.default_rng(i).standard_normal((70, 70)).astype(np.float32) for i in range(2))
+print(np.allclose(np.array(mx.array(a) @ mx.array(b)), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4))
+"""
+    assert run(code) == run(code, KVPAGE_BLAS="stock") == "True\n"
+
+
+def test_it_is_too_late_once_mlx_is_there() -> None:
+    assert run("import mlx.core; from engine.blas import prefer_openblas; print(prefer_openblas())") == "False\n"
+
+
+def test_it_can_be_turned_off() -> None:
+    code = "from engine.blas import prefer_openblas; print(prefer_openblas())"
+    assert run(code, KVPAGE_BLAS="stock") == "False\n"
+
+
+def test_a_misspelt_choice_is_refused_with_the_two_there_are() -> None:
+    assert "ValueError: KVPAGE_BLAS must be openblas or stock, got 'mkl'" in run("import engine", KVPAGE_BLAS="mkl")
+
+
+def test_importing_the_engine_does_not_import_mlx() -> None:
+    assert run("import engine, sys; print([name for name in sys.modules if name.split('.')[0] == 'mlx'])") == "[]\n"
