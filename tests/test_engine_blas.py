@@ -9,13 +9,11 @@ from importlib.util import find_spec
 
 import pytest
 
-TIMED_MATMUL = """
-import time, mlx.core as mx
-a, b = mx.random.normal((512, 512)), mx.random.normal((512, 512))
-mx.eval(a @ b)
-start = time.perf_counter()
-mx.eval([a @ b for _ in range(4)])
-print(time.perf_counter() - start)
+PRODUCT = """
+import engine, mlx.core as mx, numpy as np
+a, b = (np.random.default_rng(i).standard_normal((300, 300)).astype(np.float32) for i in range(2))
+product = np.array(mx.array(a) @ mx.array(b))
+print(np.abs(product - a.astype(np.float64) @ b.astype(np.float64)).max() < 1e-4, product.tobytes().hex())
 """
 
 
@@ -42,20 +40,12 @@ def test_the_wheel_that_the_engine_depends_on_is_enough() -> None:
 
 
 @needs_openblas
-def test_importing_the_engine_makes_mlx_multiply_several_times_faster() -> None:
-    stock = float(run("import engine" + TIMED_MATMUL, KVPAGE_BLAS="stock"))
-    openblas = float(run("import engine" + TIMED_MATMUL))
-    assert stock > 3 * openblas, f"{stock:.3f} s with the stock BLAS, {openblas:.3f} s with OpenBLAS"
-
-
-@needs_openblas
-def test_products_agree_with_the_stock_blas() -> None:
-    code = """
-import engine, mlx.core as mx, numpy as np
-a, b = (np.random.default_rng(i).standard_normal((70, 70)).astype(np.float32) for i in range(2))
-print(np.allclose(np.array(mx.array(a) @ mx.array(b)), a.astype(np.float64) @ b.astype(np.float64), atol=1e-4))
-"""
-    assert run(code) == run(code, KVPAGE_BLAS="stock") == "True\n"
+def test_mlx_multiplies_with_it_once_the_engine_is_imported() -> None:
+    """The same product in another rounding: it is another library that adds, and each adds the same way again."""
+    (right, product), (stock_right, stock_product) = run(PRODUCT).split(), run(PRODUCT, KVPAGE_BLAS="stock").split()
+    assert (right, stock_right) == ("True", "True")
+    assert product != stock_product
+    assert product == run(PRODUCT).split()[1]
 
 
 def test_it_is_too_late_once_mlx_is_there() -> None:
