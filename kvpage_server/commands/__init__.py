@@ -1,1 +1,8 @@
-"""What each command does, a module a family. Knows the store and the values of replies; knows no socket."""
+"""What each command does, a module a family; importing the package fills the command table.
+
+Knows the store and the values of replies; knows no socket.
+"""
+
+from kvpage_server.commands import connection, keyspace, page, server, string
+
+__all__ = ["connection", "keyspace", "page", "server", "string"]

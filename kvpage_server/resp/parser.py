@@ -109,7 +109,7 @@ class Parser:
     def _finish_bulk(self) -> None:
         bulk, room = self._bulk, self._room
         assert bulk is not None
-        if room[-2:] != b"\r\n":
+        if bytes(room[-2:]) != b"\r\n":
             raise ProtocolError("bulk string is not terminated by CRLF")
         self._append(bulk if len(room) - 2 >= self._keep_from else bytes(bulk.body))
         self._bulk = None
@@ -260,7 +260,7 @@ _SPACE = b" \t\n\r\v\f\0"
 def split_words(line: bytes) -> list[bytes] | None:
     r"""Words of an inline command or a configuration line; None for unbalanced quotes.
 
-    As Redis's sdssplitargs: words are separated by white space; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
+    As Redis's sdssplitargs: white space separates words; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
     """
     words: list[bytes] = []
     pos, size = 0, len(line)

@@ -1,20 +1,28 @@
 """Values in, buffers out: the reply half of RESP2 and RESP3, without I/O.
 
-A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set, and the few
-classes below where RESP knows more than Python. `encode` appends the buffers of a value to a list; a large value is
-borrowed as a memoryview, never copied.
+A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set, and the
+few classes below where RESP knows more than Python. A tuple is a reply in pieces that are already as they go over the
+wire: bytes, and for a value that lies in the store the `Span` of memory it lies in, borrowed, never copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
-Buffer = bytes | memoryview
 Reply = Any  # one of the values named above; the types of nested values are not worth their spelling
 
-BORROW_FROM = 16 * 1024  # shorter views are cheaper to copy than to carry
+
+class Span(Protocol):
+    """Memory that holds part of a reply as it goes over the wire. It is not reused while the object lives."""
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+
+
+Piece = bytes | Span
 
 
 class Raw(bytes):
@@ -71,8 +79,8 @@ class Stream:
     items: Iterator[Reply]
 
 
-def encode(value: Reply, protocol: int, out: list[Buffer]) -> None:
-    """Append the buffers of `value` in RESP `protocol` (2 or 3) to `out`."""
+def encode(value: Reply, protocol: int, out: list[Piece]) -> None:
+    """Append the pieces of `value` in RESP `protocol` (2 or 3) to `out`."""
     kind = type(value)
     if kind is Raw:
         out.append(value)
@@ -82,9 +90,9 @@ def encode(value: Reply, protocol: int, out: list[Buffer]) -> None:
         out.append(b"_\r\n" if protocol == 3 else b"$-1\r\n")
     elif kind is int:
         out.append(b":%d\r\n" % value)
-    elif kind is memoryview:
-        _encode_view(value, out)
-    elif kind is list or kind is tuple:
+    elif kind is tuple:
+        out += value
+    elif kind is list:
         out.append(b"*%d\r\n" % len(value))
         for item in value:
             encode(item, protocol, out)
@@ -92,14 +100,7 @@ def encode(value: Reply, protocol: int, out: list[Buffer]) -> None:
         _encode_rare(value, protocol, out)
 
 
-def _encode_view(view: memoryview, out: list[Buffer]) -> None:
-    if len(view) < BORROW_FROM:
-        out.append(b"$%d\r\n%b\r\n" % (len(view), view))
-    else:
-        out += (b"$%d\r\n" % len(view), view, b"\r\n")
-
-
-def _encode_rare(value: Reply, protocol: int, out: list[Buffer]) -> None:
+def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
     if isinstance(value, str):
         encode(value.encode("utf-8", "surrogateescape"), protocol, out)
     elif isinstance(value, ReplyError):
@@ -131,7 +132,7 @@ def _encode_rare(value: Reply, protocol: int, out: list[Buffer]) -> None:
         raise TypeError(f"no RESP type for {value!r}")
 
 
-def _encode_items(sigil: bytes, items: list[Reply], protocol: int, out: list[Buffer]) -> None:
+def _encode_items(sigil: bytes, items: list[Reply], protocol: int, out: list[Piece]) -> None:
     out.append(b"%b%d\r\n" % (sigil, len(items)))
     for item in items:
         encode(item, protocol, out)

@@ -1,0 +1,56 @@
+"""Reading arguments: numbers in their ranges, words, options; each failure says which argument and what is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import ReplyError
+
+_INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
+I64 = (-(2**63), 2**63 - 1)
+
+SYNTAX_ERROR = "ERR syntax error"
+NOT_AN_INTEGER = "ERR value is not an integer or out of range"
+OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
+
+
+def plain(argument: Argument) -> bytes:
+    """The argument's bytes, copied out of the arena when it is a long one."""
+    return argument if isinstance(argument, bytes) else bytes(argument.body)
+
+
+def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
+    """Every argument's bytes."""
+    return [plain(argument) for argument in arguments]
+
+
+def integer(raw: Argument) -> int:
+    """A 64-bit integer, as Redis reads and refuses it."""
+    found = as_integer(raw)
+    if found is None:
+        raise ReplyError(NOT_AN_INTEGER)
+    return found
+
+
+def as_integer(raw: Argument) -> int | None:
+    """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
+    if type(raw) is not bytes or not _INTEGER.match(raw) or raw == b"-0":
+        return None
+    value = int(raw)
+    return value if I64[0] <= value <= I64[1] else None
+
+
+def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
+    """An integer in a range; the error names the argument and the range."""
+    value = as_integer(raw)
+    if value is None or not low <= value <= high:
+        shown = shorten(plain(raw))
+        raise ReplyError(f"ERR {name} must be an integer between {low} and {high}, got '{shown}'")
+    return value
+
+
+def shorten(raw: bytes, most: int = 32) -> str:
+    """Client bytes for an error message, cut to so many; those that are not UTF-8 go back as they came."""
+    return raw[:most].decode("utf-8", "surrogateescape")

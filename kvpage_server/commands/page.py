@@ -1,0 +1,229 @@
+"""The page family: KVPAGESET, KVPAGEGET, their batches, KVPAGEEXISTS.
+
+The five arguments that name a page, joined, are its key; one regular expression says whether they do. Only when it
+does not match is each argument looked at, to say what is wrong with it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from kvpage_server.commands.arguments import OUT_OF_MEMORY, integer_in, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import command
+from kvpage_server.page import (
+    ALLOWED_DTYPES,
+    MAX_HEAD,
+    MAX_KV_TYPE,
+    MAX_LAYER,
+    MAX_PAGE,
+    MAX_TTL,
+    MAX_U32,
+    DType,
+    PageError,
+    PageHeader,
+    check_req_id,
+    checksum,
+    unix_ms,
+)
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.memory import Entry, OutOfMemory, PageName
+
+NAME_ARGUMENTS = 5
+PAGE_ARGUMENTS = 10
+WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
+
+_NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
+
+
+class NewPage(NamedTuple):
+    """A page that was asked to be stored and found valid."""
+
+    name: PageName
+    header: bytes
+    slot: Slot
+    expires: int
+
+
+def page_name(args: list[Argument]) -> PageName:
+    """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
+    key = page_key(args)
+    found = _NAME.match(key)
+    if found:
+        req_id, layer, head, page, kv_type = found.groups()
+        name = PageName(key, req_id, int(layer), int(head), int(page), int(kv_type))
+        if name.layer <= MAX_LAYER and name.head <= MAX_HEAD and name.page <= MAX_PAGE:
+            return name
+    _explain_name(args)
+    raise AssertionError(f"the page name {args!r} is neither valid nor invalid")
+
+
+def page_key(args: list[Argument]) -> bytes:
+    """The key that five arguments spell, without looking at them: good enough to ask whether it is there."""
+    return b"kv:%b" % b":".join(plain_all(args[:NAME_ARGUMENTS]))
+
+
+def _explain_name(args: list[Argument]) -> None:
+    req_id, layer, head, page, kv_type = args[:NAME_ARGUMENTS]
+    try:
+        check_req_id(plain(req_id))
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+    integer_in("layer_idx", layer, 0, MAX_LAYER)
+    integer_in("head_idx", head, 0, MAX_HEAD)
+    integer_in("page_id", page, 0, MAX_PAGE)
+    integer_in("kv_type", kv_type, 0, MAX_KV_TYPE)
+
+
+def _read_page(client: Client, args: list[Argument]) -> NewPage:
+    """Ten arguments as a page, hashed and ready to be stored."""
+    name = page_name(args)
+    dtype, page_size, head_dim, ttl, body = args[NAME_ARGUMENTS:PAGE_ARGUMENTS]
+    kind = integer_in("dtype", dtype, 0, 255)
+    if kind not in DType.__members__.values():
+        raise ReplyError(f"ERR dtype must be one of {ALLOWED_DTYPES}, got {kind}")
+    now = unix_ms()
+    seconds = integer_in("ttl", ttl, 0, MAX_TTL)
+    slot = body if isinstance(body, Slot) else client.keyspace.slot_of(plain(body))
+    header = PageHeader(
+        dtype=DType(kind),
+        kv_type=name.kv_type,
+        page_size=integer_in("page_size", page_size, 1, MAX_U32),
+        head_dim=integer_in("head_dim", head_dim, 1, MAX_U32),
+        layer=name.layer,
+        head=name.head,
+        page=name.page,
+        created_ms=now,
+        ttl=seconds,
+        body_size=slot.size,
+        checksum=checksum(slot.body) if client.server.config.page_checksums else 0,
+    )
+    if client.server.config.strict_page_shape and header.tensor_size != slot.size:
+        raise ReplyError(
+            f"ERR body must be page_size x head_dim x itemsize = {header.tensor_size} bytes, got {slot.size}"
+        )
+    return NewPage(name, bytes(header), slot, now + seconds * 1000 if seconds else 0)
+
+
+def _store(client: Client, pages: list[NewPage]) -> None:
+    try:
+        client.keyspace.make_room()
+    except OutOfMemory:
+        raise ReplyError(OUT_OF_MEMORY) from None
+    for page in pages:
+        client.keyspace.set_page(*page)
+
+
+def _batch(client: Client, name: str, args: list[Argument], width: int) -> int:
+    """The N of a batch command, when the arguments that follow are N times `width`."""
+    count = integer_in("N", args[0], 1, MAX_U32)
+    if len(args) - 1 != count * width:
+        raise ReplyError(
+            f"ERR {name} with N = {count} takes {count * width} arguments after N, {width} a page, got {len(args) - 1}"
+        )
+    return count
+
+
+def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
+    """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
+    if entry is None:
+        page_name(args)
+        return None
+    if not client.keyspace.is_page(entry):
+        raise ReplyError(WRONG_TYPE)
+    return (entry,)
+
+
+@command(
+    "kvpageset",
+    11,
+    "write denyoom page",
+    group="page",
+    usage="req layer head page type dtype page_size head_dim ttl body",
+    summary="Stores a page; ttl is in seconds, 0 for none.",
+)
+def kvpageset(client: Client, args: list[Argument]) -> Reply:
+    """One page."""
+    _store(client, [_read_page(client, args)])
+    return OK
+
+
+@command(
+    "kvpageget",
+    6,
+    "readonly fast page",
+    group="page",
+    usage="req layer head page type",
+    summary="Returns a page's body, null when it is not there.",
+)
+def kvpageget(client: Client, args: list[Argument]) -> Reply:
+    """One page's body."""
+    return _page_or_none(client, args, client.keyspace.read(page_key(args)))
+
+
+@command(
+    "kvpagemset",
+    -12,
+    "write denyoom page",
+    group="page",
+    usage="N req layer head page type dtype page_size head_dim ttl body "
+    "[req layer head page type dtype page_size head_dim ttl body ...]",
+    summary="Stores N pages, all or none.",
+)
+def kvpagemset(client: Client, args: list[Argument]) -> Reply:
+    """A batch of pages: one bad page refuses all."""
+    count = _batch(client, "KVPAGEMSET", args, PAGE_ARGUMENTS)
+    pages = []
+    for i in range(count):
+        start = 1 + i * PAGE_ARGUMENTS
+        try:
+            pages.append(_read_page(client, args[start : start + PAGE_ARGUMENTS]))
+        except ReplyError as error:
+            code, message = str(error).split(" ", 1)
+            raise ReplyError(f"{code} page {i + 1} of {count}: {message}") from None
+    _store(client, pages)
+    return OK
+
+
+@command(
+    "kvpagemget",
+    -7,
+    "readonly page",
+    group="page",
+    usage="N req layer head page type [req layer head page type ...]",
+    summary="Returns N pages' bodies, null for those that are not there.",
+)
+def kvpagemget(client: Client, args: list[Argument]) -> Reply:
+    """A batch of bodies, each looked up as the reply comes to it."""
+    count = _batch(client, "KVPAGEMGET", args, NAME_ARGUMENTS)
+    names = [args[start : start + NAME_ARGUMENTS] for start in range(1, len(args), NAME_ARGUMENTS)]
+    for name in names:
+        if client.keyspace.find(page_key(name)) is None:
+            page_name(name)
+
+    def bodies() -> Iterator[Reply]:
+        for name in names:
+            entry = client.keyspace.read(page_key(name))
+            yield (entry,) if client.keyspace.is_page(entry) else None
+
+    return Stream(count, bodies())
+
+
+@command(
+    "kvpageexists",
+    6,
+    "readonly fast page",
+    group="page",
+    usage="req layer head page type",
+    summary="Says whether a page is there, from the index alone.",
+)
+def kvpageexists(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0."""
+    entry = client.keyspace.find(page_key(args))
+    if entry is None:
+        page_name(args)
+    return int(client.keyspace.is_page(entry))

@@ -1,0 +1,89 @@
+"""Usage strings as the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
+
+Grammar, as Redis's documentation spells arguments: lower-case words are values, upper-case words are tokens, a token
+followed by a value names it, ``[ ]`` is optional, ``< a | b >`` or ``[a | b]`` one of several; an optional group that
+repeats what stands before it and ends in ``...`` says that it repeats.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+_TOKEN = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
+_INTEGERS = {"seconds", "milliseconds", "N", "index", "ttl", "layer", "head", "page", "type", "dtype", "page_size"}
+
+
+def arguments(usage: str) -> list[dict[str, Any]]:
+    """The argument tree of a usage string, as the maps that COMMAND DOCS replies."""
+    words = _TOKEN.findall(usage)
+    found, rest = _sequence(words)
+    assert not rest, f"unbalanced usage: {usage}"
+    return found
+
+
+def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
+    """Arguments up to a closing bracket or a bar, and the words that follow."""
+    found: list[dict[str, Any]] = []
+    while words and words[0] not in ("]", ">", "|"):
+        word, words = words[0], words[1:]
+        if word in ("[", "<"):
+            group, words = _group(words, optional=word == "[")
+            if group.get("flags") == ["repeats"]:
+                _mark_repeating(found, group)
+            else:
+                found.append(group)
+        elif word == "...":
+            found.append({"name": "...", "type": "string"})
+        elif _is_token(word):
+            found.append({"name": word.lower(), "type": "pure-token", "token": word})
+            if words and not _is_token(words[0]) and words[0] not in ("[", "]", "<", ">", "|", "..."):
+                found[-1] = {**_value(words[0]), "token": word}
+                words = words[1:]
+        else:
+            found.append(_value(word))
+    return found, words
+
+
+def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[str]]:
+    """A bracketed group: one of its alternatives, or all of its arguments."""
+    choices: list[list[dict[str, Any]]] = []
+    while True:
+        choice, words = _sequence(words)
+        choices.append(choice)
+        closing, words = words[0], words[1:]
+        if closing != "|":
+            break
+    if len(choices) == 1 and choices[0] and choices[0][-1]["name"] == "...":
+        return {"flags": ["repeats"], "arguments": choices[0][:-1]}, words
+    parts = [_as_one(choice) for choice in choices]
+    group = parts[0] if len(parts) == 1 else {"name": "choice", "type": "oneof", "arguments": parts}
+    if optional:
+        group = {**group, "flags": ["optional"]}
+    return group, words
+
+
+def _as_one(arguments: list[dict[str, Any]]) -> dict[str, Any]:
+    return arguments[0] if len(arguments) == 1 else {"name": "group", "type": "block", "arguments": arguments}
+
+
+def _mark_repeating(found: list[dict[str, Any]], group: dict[str, Any]) -> None:
+    """`key [key ...]`: what stands before the group is given once or more."""
+    count = len(group["arguments"])
+    names = [argument["name"] for argument in group["arguments"]]
+    if [argument["name"] for argument in found[-count:]] == names:
+        repeated = _as_one(found[-count:])
+        del found[-count:]
+        found.append({**repeated, "flags": ["multiple"]})
+    else:
+        found.append({**_as_one(group["arguments"]), "flags": ["optional", "multiple"]})
+
+
+def _is_token(word: str) -> bool:
+    return word.isupper() and len(word) > 1
+
+
+def _value(word: str) -> dict[str, Any]:
+    kind = "key" if word == "key" else "integer" if word in _INTEGERS else "string"
+    value = {"name": word, "type": kind}
+    return {**value, "key_spec_index": 0} if kind == "key" else value

@@ -1,0 +1,179 @@
+"""A connected stream socket, TCP or unix, that moves bytes between the kernel and their final place.
+
+Reading fills the buffers that the session names, so a page's bytes are written once. Writing gathers borrowed pieces of
+memory into one `sendmsg`; pages that lie side by side in the arena go as one piece. A piece is kept until it is sent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import deque
+from collections.abc import Iterable
+from typing import Protocol
+
+from kvpage_server.resp.reply import Piece
+
+READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
+HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+_GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
+_GATHER_BYTES = 2 * 1024 * 1024
+
+
+class Reader(Protocol):
+    """What a transport needs of a session."""
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes belong."""
+
+    def received(self, count: int) -> None:
+        """They are there."""
+
+    def drained(self) -> None:
+        """What waited to be sent is below the high-water mark again."""
+
+    def lost(self) -> None:
+        """The connection is gone, whoever ended it."""
+
+
+class SocketTransport:
+    """Owns the socket. Every method is to be called in the loop's thread."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: Reader) -> None:
+        self._loop = loop
+        self._sock = sock
+        self._reader = reader
+        self._queue: deque[Piece] = deque()
+        self._sent = 0  # bytes of the first piece that are gone
+        self.queued = 0  # bytes that wait, the whole first piece counted
+        self.bytes_out = 0
+        self._reading = False
+        self._writing = False
+        self._closing = False
+        self._over = False
+        self._crowded = False
+        self.resume_reading()
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def resume_reading(self) -> None:
+        """Go on reading."""
+        if not self._reading and not self._closing:
+            self._reading = True
+            self._loop.add_reader(self._sock, self._readable)
+
+    def pause_reading(self) -> None:
+        """Leave what comes in the kernel: the peer will feel it."""
+        if self._reading:
+            self._reading = False
+            self._loop.remove_reader(self._sock)
+
+    def _readable(self) -> None:
+        left = READ_TURN
+        while left > 0 and self._reading:
+            buffers = self._reader.buffers()
+            try:
+                one = len(buffers) == 1
+                count = self._sock.recv_into(buffers[0]) if one else self._sock.recvmsg_into(buffers)[0]
+            except (BlockingIOError, InterruptedError):
+                return
+            except OSError:
+                self.abort()
+                return
+            if not count:
+                self.abort()
+                return
+            short = count < len(buffers[0])
+            self._reader.received(count)
+            if short:
+                return
+            left -= count
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits to be sent that nothing should be added."""
+        return self.queued > HIGH_WATER
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
+        if self._over:
+            return
+        for piece in pieces:
+            self._queue.append(piece)
+            self.queued += len(piece) if isinstance(piece, bytes) else len(piece.view)
+        if not self._writing:
+            self._flush()
+        self._crowded = self._crowded or self.crowded
+
+    def _flush(self) -> None:
+        try:
+            while self._queue:
+                self._advance(self._sock.sendmsg(self._gather()))
+        except (BlockingIOError, InterruptedError):
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._sock, self._flush)
+        except OSError:
+            self.abort()
+            return
+        else:
+            if self._writing:
+                self._writing = False
+                self._loop.remove_writer(self._sock)
+            if self._closing:
+                self.abort()
+                return
+        if self._crowded and not self.crowded:
+            self._crowded = False
+            self._loop.call_soon(self._reader.drained)
+
+    def _gather(self) -> list[bytes | memoryview]:
+        """The first pieces of the queue as buffers, neighbours in memory as one."""
+        gathered: list[bytes | memoryview] = []
+        size = 0
+        for piece in self._queue:
+            buffer = piece if isinstance(piece, bytes) else piece.view
+            gathered.append(buffer)
+            size += len(buffer)
+            if size > _GATHER_BYTES or len(gathered) == _GATHER:
+                break
+        if self._sent:
+            gathered[0] = memoryview(gathered[0])[self._sent :]
+        return gathered
+
+    def _advance(self, sent: int) -> None:
+        self.bytes_out += sent
+        sent += self._sent
+        queue = self._queue
+        while queue:
+            piece = queue[0]
+            size = len(piece) if isinstance(piece, bytes) else len(piece.view)
+            if sent < size:
+                break
+            sent -= size
+            self.queued -= size
+            queue.popleft()
+        self._sent = sent
+
+    # -- ending ----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Read no more; close once everything is sent."""
+        self._closing = True
+        self.pause_reading()
+        if not self._queue:
+            self.abort()
+
+    def abort(self) -> None:
+        """Close now; what waits to be sent is dropped."""
+        if self._over:
+            return
+        self._over = self._closing = True
+        self.pause_reading()
+        if self._writing:
+            self._loop.remove_writer(self._sock)
+        self._queue.clear()
+        self._sock.close()
+        self._reader.lost()

@@ -1,0 +1,192 @@
+"""Memory for values, in slots of a few sizes, recycled.
+
+A slot holds a value the way it goes over the wire, so that a reply is one borrowed piece of memory:
+
+    [64 header][   64: "$<n>\\r\\n" right-aligned][body: n bytes]["\\r\\n"]
+
+The header is the page's (unused for plain strings), the body is 64-byte aligned, and its CRLF is where the client's own
+CRLF was received. Slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
+its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed goes back to the system, but
+for one a class that is kept for the next value.
+
+Who owns a slot? Whoever refers to the `Slot` object: the index, a parser that is filling it, a session that is sending
+it. The last reference to go returns the memory, so a buffer in flight is never recycled and an aborted upload leaks
+nothing. (CPython counts references: it happens at once.)
+"""
+
+from __future__ import annotations
+
+import mmap
+from collections.abc import Iterator
+
+from kvpage_server.page import HEADER_SIZE
+
+FRAME = 64  # room for "$<n>\r\n", and what keeps the body aligned
+PREFIX = HEADER_SIZE + FRAME
+_SUFFIX = 2
+_ALIGN = 64
+_CHUNK_SLOTS = 64
+_LARGEST_CHUNK = 4 * 1024 * 1024
+
+
+class SizeClass:
+    """Slots of one size and the chunks they are cut from."""
+
+    __slots__ = ("capacity", "chunk_size", "chunks", "open", "slot_size")
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity  # bytes of the longest body
+        self.slot_size = _round_up(PREFIX + capacity + _SUFFIX, _ALIGN)
+        wanted = min(self.slot_size * _CHUNK_SLOTS, _LARGEST_CHUNK)
+        self.chunk_size = _round_up(max(self.slot_size, wanted), mmap.PAGESIZE)
+        self.chunks = 0
+        self.open: list[Chunk] = []  # chunks with a free slot; the last is cut first
+
+
+class Chunk:
+    """One mapping. `free` are the offsets of its free slots, the lowest last."""
+
+    __slots__ = ("arena", "free", "size_class", "slots", "view")
+
+    def __init__(self, arena: Arena, size_class: SizeClass) -> None:
+        self.arena = arena
+        self.size_class = size_class
+        self.view = memoryview(mmap.mmap(-1, size_class.chunk_size))
+        step = size_class.slot_size
+        self.slots = size_class.chunk_size // step
+        self.free = [i * step for i in reversed(range(self.slots))]
+
+
+class Slot:
+    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by."""
+
+    __slots__ = ("chunk", "expires", "offset", "size", "unit")
+
+    def __init__(self, chunk: Chunk, offset: int, size: int) -> None:
+        self.chunk = chunk
+        self.offset = offset
+        self.size = size  # bytes of the body
+        self.expires = 0
+        self.unit: object = None
+
+    def __del__(self) -> None:
+        self.chunk.arena.release(self)
+
+    @property
+    def room(self) -> memoryview:
+        """Writable: body and CRLF."""
+        start = self.offset + PREFIX
+        return self.chunk.view[start : start + self.size + _SUFFIX]
+
+    @property
+    def body(self) -> memoryview:
+        """The value's bytes, 64-byte aligned."""
+        start = self.offset + PREFIX
+        return self.chunk.view[start : start + self.size]
+
+    @property
+    def header(self) -> memoryview:
+        """Writable: the 64 bytes before the frame."""
+        return self.chunk.view[self.offset : self.offset + HEADER_SIZE]
+
+    @property
+    def view(self) -> memoryview:
+        """The body as a bulk string: frame, bytes, CRLF. Only after `seal`."""
+        start = self.offset + PREFIX
+        return self.chunk.view[start - _frame_size(self.size) : start + self.size + _SUFFIX]
+
+    @property
+    def tail(self) -> SlotTail:
+        """Body and CRLF without the frame: what follows a frame of one's own."""
+        return SlotTail(self)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of memory it occupies."""
+        return self.chunk.size_class.slot_size
+
+    def seal(self) -> None:
+        """Write frame and CRLF around the body."""
+        frame = b"$%d\r\n" % self.size
+        start = self.offset + PREFIX
+        view = self.chunk.view
+        view[start - len(frame) : start] = frame
+        view[start + self.size : start + self.size + _SUFFIX] = b"\r\n"
+
+
+class SlotTail:
+    """A slot's body and CRLF, as a piece of a reply. Keeps the slot."""
+
+    __slots__ = ("slot",)
+
+    def __init__(self, slot: Slot) -> None:
+        self.slot = slot
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return self.slot.room
+
+
+class Arena:
+    """Slots for values of any size. `used` and `held` are the bytes of slots in use and of all chunks."""
+
+    def __init__(self) -> None:
+        self.used = 0
+        self.held = 0
+        self._classes: dict[int, SizeClass] = {}
+
+    def allocate(self, size: int) -> Slot:
+        """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        size_class = self._class_for(size)
+        if not size_class.open:
+            self._map_chunk(size_class)
+        chunk = size_class.open[-1]
+        offset = chunk.free.pop()
+        if not chunk.free:
+            size_class.open.pop()
+        self.used += size_class.slot_size
+        return Slot(chunk, offset, size_class.capacity if size == size_class.capacity else size)
+
+    def release(self, slot: Slot) -> None:
+        """Take a slot back; called by the slot itself."""
+        chunk = slot.chunk
+        size_class = chunk.size_class
+        self.used -= size_class.slot_size
+        if not chunk.free:
+            size_class.open.append(chunk)
+        chunk.free.append(slot.offset)
+        if len(chunk.free) == chunk.slots and len(size_class.open) > 1:
+            size_class.open.remove(chunk)
+            size_class.chunks -= 1
+            self.held -= size_class.chunk_size
+
+    def _class_for(self, size: int) -> SizeClass:
+        capacity = _capacity_for(size)
+        found = self._classes.get(capacity)
+        if found is None:
+            found = self._classes[capacity] = SizeClass(capacity)
+        return found
+
+    def _map_chunk(self, size_class: SizeClass) -> None:
+        size_class.open.append(Chunk(self, size_class))
+        size_class.chunks += 1
+        self.held += size_class.chunk_size
+
+    def classes(self) -> Iterator[SizeClass]:
+        """The size classes in use."""
+        return (c for c in self._classes.values() if c.chunks)
+
+
+def _capacity_for(size: int) -> int:
+    """The smallest of 4 steps a doubling that holds `size`: powers of two, as pages are, fit without waste."""
+    step = 1 << max((size - 1).bit_length() - 3, 4)
+    return max(_round_up(size, step), _ALIGN)
+
+
+def _round_up(size: int, step: int) -> int:
+    return -(-size // step) * step
+
+
+def _frame_size(size: int) -> int:
+    return len(str(size)) + 3

@@ -1,0 +1,62 @@
+"""When keys are due: their seconds of expiry in buckets, looked into as the seconds pass.
+
+A bucket holds every key that was given an expiry in its second and is opened when the second is over; a key whose
+expiry changed since is simply not due then. Stale notes are dropped in bulk when they outnumber the living ones.
+Costs: O(1) a note and a key due, amortised.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterator
+
+_SLACK = 1024
+
+
+class Expiry:
+    """`expires_of(key)` tells a key's expiry in unix milliseconds, 0 for none or no such key."""
+
+    def __init__(self, expires_of: Callable[[bytes], int]) -> None:
+        self._expires_of = expires_of
+        self._buckets: dict[int, list[bytes]] = {}
+        self._seconds: list[int] = []  # heap of the buckets' seconds
+        self._notes = 0
+        self.keys = 0  # keys that have an expiry now; kept by the owner
+
+    def note(self, key: bytes, expires: int) -> None:
+        """`key` will be due at `expires`."""
+        second = expires // 1000
+        bucket = self._buckets.get(second)
+        if bucket is None:
+            bucket = self._buckets[second] = []
+            heapq.heappush(self._seconds, second)
+        bucket.append(key)
+        self._notes += 1
+        if self._notes > 2 * self.keys + _SLACK:
+            self._drop_stale()
+
+    def due(self, now: int) -> Iterator[bytes]:
+        """The keys whose second of expiry has passed at `now` (unix milliseconds); each is given once."""
+        while self._seconds and (self._seconds[0] + 1) * 1000 <= now:
+            bucket = self._buckets[self._seconds[0]]
+            while bucket:
+                key = bucket.pop()
+                self._notes -= 1
+                if 0 < self._expires_of(key) <= now:
+                    yield key
+            del self._buckets[heapq.heappop(self._seconds)]
+
+    def _drop_stale(self) -> None:
+        self._notes = 0
+        for second in list(self._buckets):
+            bucket = [k for k in dict.fromkeys(self._buckets[second]) if self._expires_of(k) // 1000 == second]
+            self._buckets[second] = bucket
+            self._notes += len(bucket)
+        self._buckets = {second: bucket for second, bucket in self._buckets.items() if bucket}
+        self._seconds = sorted(self._buckets)
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._buckets.clear()
+        self._seconds.clear()
+        self._notes = self.keys = 0

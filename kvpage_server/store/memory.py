@@ -1,0 +1,275 @@
+"""The keyspace in memory: page blobs and plain strings under one set of keys, with expiry and eviction.
+
+A value is a `Text` (a short string, as bytes) or a `Slot` of the arena (a long string, or a page with its header). A
+page is also known to the index by what its key says; that is how whole requests and blocks are found.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from kvpage_server.page import PageHeader, PageKey, unix_ms
+from kvpage_server.store.arena import Arena, Slot
+from kvpage_server.store.eviction import LRU
+from kvpage_server.store.expiry import Expiry
+from kvpage_server.store.index import Block, PageIndex
+
+TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
+LONGEST_TEXT = 1024  # longer strings lie in the arena
+
+
+class Text:
+    """A short plain string. `expires` is a unix time in milliseconds, 0 for never."""
+
+    __slots__ = ("data", "expires")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.expires = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the string."""
+        return len(self.data)
+
+
+Entry = Text | Slot
+
+
+class PageName(NamedTuple):
+    """A page's key and the parts it is spelt from."""
+
+    key: bytes
+    req_id: bytes
+    layer: int
+    head: int
+    page: int
+    kv_type: int
+
+
+class OutOfMemory(Exception):
+    """The policy forbids eviction and memory is full."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to keys since the start."""
+
+    hits: int = 0
+    misses: int = 0
+    expired: int = 0
+    evicted: int = 0
+    writes: int = 0
+
+
+class Keyspace:
+    """Every key and value. `maxmemory` is in bytes, 0 for no limit."""
+
+    def __init__(self, *, maxmemory: int = 0, policy: str = "allkeys-lru") -> None:
+        self.maxmemory = maxmemory
+        self.policy = policy
+        self.arena = Arena()
+        self.index = PageIndex()
+        self.counters = Counters()
+        self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
+        self._entries: dict[bytes, Entry] = {}
+        self._expiry = Expiry(self.expires_of)
+        self._lru = LRU()
+        self._texts = 0  # bytes of short strings
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def used_memory(self) -> int:
+        """Bytes that count against maxmemory: slots in use, those being received too, and short strings."""
+        return self.arena.used + self._texts
+
+    @property
+    def volatile(self) -> int:
+        """Keys that have an expiry."""
+        return self._expiry.keys
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def find(self, key: bytes) -> Entry | None:
+        """The living value of a key, without counting it as a use."""
+        entry = self._entries.get(key)
+        if entry is not None and entry.expires and entry.expires <= unix_ms():
+            self._expire(key)
+            return None
+        return entry
+
+    def read(self, key: bytes) -> Entry | None:
+        """The living value of a key; a use of it, and a hit or a miss."""
+        entry = self._entries.get(key)
+        if entry is None or (entry.expires and self.find(key) is None):
+            self.counters.misses += 1
+            return None
+        self.counters.hits += 1
+        self._lru.used(self._unit(key, entry))
+        return entry
+
+    def expires_of(self, key: bytes) -> int:
+        """A key's expiry in unix milliseconds; 0 when it has none or does not exist."""
+        entry = self._entries.get(key)
+        return entry.expires if entry is not None else 0
+
+    def keys(self) -> list[bytes]:
+        """Every key, those overdue but not yet swept too."""
+        return list(self._entries)
+
+    @staticmethod
+    def _unit(key: bytes, entry: Entry) -> Block | bytes:
+        unit = entry.unit if type(entry) is Slot else None
+        return unit if type(unit) is Block else key
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
+        """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
+        slot.header[:] = header
+        slot.seal()
+        slot.expires = expires
+        slot.unit = self.index.add(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        self._put(name.key, slot)
+
+    def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0) -> None:
+        """Store a plain string."""
+        entry: Entry
+        if type(value) is bytes:
+            entry = Text(value) if len(value) <= LONGEST_TEXT else self.slot_of(value)
+        else:
+            assert isinstance(value, Slot)
+            entry = value
+        if type(entry) is Slot:
+            entry.seal()
+        else:
+            self._texts += len(key) + entry.size + TEXT_OVERHEAD
+        entry.expires = expires
+        self._put(key, entry)
+
+    def slot_of(self, value: bytes) -> Slot:
+        """A slot that holds `value`."""
+        slot = self.arena.allocate(len(value))
+        slot.body[:] = value
+        return slot
+
+    def _put(self, key: bytes, entry: Entry) -> None:
+        old = self._entries.get(key)
+        if old is not None:
+            self._forget(key, old, entry)
+        self._entries[key] = entry
+        if entry.expires:
+            self._expiry.keys += 1
+            self._expiry.note(key, entry.expires)
+        self.counters.writes += 1
+        self._lru.used(self._unit(key, entry))
+        self._tell("set", key)
+
+    def _forget(self, key: bytes, old: Entry, new: Entry | None) -> None:
+        """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
+        if old.expires:
+            self._expiry.keys -= 1
+        if type(old) is Text:
+            self._texts -= len(key) + old.size + TEXT_OVERHEAD
+            stays = new is not None and self._unit(key, new) == key
+            if not stays:
+                self._lru.removed(key)
+            return
+        unit = self._unit(key, old)
+        if new is not None and self._unit(key, new) is unit:
+            return
+        if isinstance(unit, Block):
+            name = PageKey.parse(key)
+            if self.index.discard(unit, name.layer, name.head, name.kv_type):
+                self._lru.removed(unit)
+        elif new is None or self._unit(key, new) != key:
+            self._lru.removed(key)
+
+    def delete(self, key: bytes, event: str = "del") -> bool:
+        """Remove a key; whether it was there and alive."""
+        if self.find(key) is None:
+            return False
+        self._remove(key, event)
+        return True
+
+    def _remove(self, key: bytes, event: str) -> None:
+        self._forget(key, self._entries.pop(key), None)
+        self._tell(event, key)
+
+    def set_expiry(self, key: bytes, expires: int) -> None:
+        """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
+        entry = self._entries[key]
+        if entry.expires:
+            self._expiry.keys -= 1
+        entry.expires = expires
+        if not expires:
+            self._tell("persist", key)
+            return
+        self._expiry.keys += 1
+        if expires <= unix_ms():
+            self._remove(key, "del")
+            return
+        self._expiry.note(key, expires)
+        self._tell("expire", key)
+
+    def flush(self) -> None:
+        """Remove everything."""
+        self._tell("flush", b"")
+        self._entries.clear()
+        self.index.clear()
+        self._expiry.clear()
+        self._lru.clear()
+        self._texts = 0
+
+    def _tell(self, event: str, key: bytes) -> None:
+        if self.on_event is not None:
+            self.on_event(event, key)
+
+    # -- going ----------------------------------------------------------------------------------------------------
+
+    def _expire(self, key: bytes) -> None:
+        self.counters.expired += 1
+        self._remove(key, "expired")
+
+    def sweep(self, now: int, most: int) -> int:
+        """Remove up to `most` keys that are due; how many it removed."""
+        removed = 0
+        for key in self._expiry.due(now):
+            self._expire(key)
+            removed += 1
+            if removed == most:
+                break
+        return removed
+
+    def make_room(self, *, may_evict: bool = True) -> None:
+        """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
+        if not self.maxmemory or self.used_memory <= self.maxmemory:
+            return
+        if self.policy == "noeviction":
+            raise OutOfMemory
+        for unit in self._lru.victims():
+            self.evict(unit)
+            if self.used_memory <= self.maxmemory:
+                return
+
+    def evict(self, unit: Block | bytes) -> None:
+        """Remove a unit whole."""
+        for key in list(map(bytes, unit.names())) if isinstance(unit, Block) else [unit]:
+            self.counters.evicted += 1
+            self._remove(key, "evicted")
+
+    # -- pages ----------------------------------------------------------------------------------------------------
+
+    @staticmethod
+    def is_page(entry: Entry | None) -> bool:
+        """Whether a value is a page."""
+        return type(entry) is Slot and type(entry.unit) is Block
+
+
+def header_of(page: Slot) -> PageHeader:
+    """A page's header."""
+    return PageHeader.parse(page.header)
