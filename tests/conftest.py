@@ -1,0 +1,33 @@
+"""One kvpage-server and one redis-server for all tests that need no options of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import redis
+from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+
+
+@pytest.fixture(scope="session")
+def server() -> Iterator[RunningServer]:
+    """A kvpage-server. What other tests left is in it: flush first, or use keys of your own."""
+    with start_server("--maxmemory", "2gb") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def redis_server() -> Iterator[RunningServer]:
+    """Debian's redis-server, to compare with."""
+    if not REDIS_SERVER:
+        pytest.skip(NO_REDIS)
+    with start_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[redis.Redis]:
+    """A client of the emptied server."""
+    with server.client() as client:
+        client.flushall()
+        yield client

@@ -1,0 +1,123 @@
+"""Real servers for tests: kvpage-server and Debian's redis-server, as processes on free ports of the loopback."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+
+START_WITHIN = 20.0  # seconds
+STOP_WITHIN = 20.0
+
+
+@dataclass
+class RunningServer:
+    """A process that answers on `port`. What it prints goes to `log_file`."""
+
+    process: subprocess.Popen[bytes]
+    port: int
+    log_file: Path
+
+    @property
+    def pid(self) -> int:
+        return self.process.pid
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def client(self, **options: Any) -> redis.Redis:
+        """A redis-py client; close it, or use it in a `with`."""
+        return redis.Redis(**{"host": "127.0.0.1", "port": self.port, "socket_timeout": 30, **options})
+
+    def connect(self) -> socket.socket:
+        """A socket of one's own."""
+        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+
+    def rss(self) -> int:
+        """Bytes of the process that lie in memory."""
+        pages = subprocess.run(["ps", "-o", "rss=", "-p", str(self.pid)], check=True, capture_output=True).stdout
+        return int(pages) * 1024
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
+        """End it; its exit code."""
+        if self.process.poll() is None:
+            self.process.send_signal(how)
+        try:
+            return self.process.wait(STOP_WITHIN)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+            raise
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
+        return int(sock.getsockname()[1])
+
+
+def listens(port: int) -> bool:
+    """Whether somebody takes connections on `port`."""
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+@contextmanager
+def _run(command: list[str], port: int) -> Iterator[RunningServer]:
+    with tempfile.TemporaryDirectory() as directory:
+        log_file = Path(directory, "log")
+        with log_file.open("wb") as log:
+            process = subprocess.Popen([*command, "--dir", directory], stdout=log, stderr=subprocess.STDOUT)
+        server = RunningServer(process, port, log_file)
+        try:
+            deadline = time.monotonic() + START_WITHIN
+            while not listens(port):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    raise RuntimeError(f"{command} does not listen on port {port}:\n{server.log}")
+                time.sleep(0.02)
+            yield server
+        finally:
+            server.stop()
+
+
+@contextmanager
+def start_server(*options: str, port: int | None = None) -> Iterator[RunningServer]:
+    """A kvpage-server with `options` as on its command line. It must stop cleanly and have had no internal error."""
+    port = port or free_port()
+    with _run([sys.executable, "-m", "kvpage_server.app", "--port", str(port), *options], port) as server:
+        yield server
+        code = server.stop()
+        assert code == 0, f"exit code {code}:\n{server.log}"
+        assert "Traceback" not in server.log, server.log
+
+
+REDIS_SERVER = shutil.which("redis-server")
+NO_REDIS = "redis-server is not installed (Debian: apt-get install redis-server)"
+
+
+@contextmanager
+def start_redis(*options: str) -> Iterator[RunningServer]:
+    """A redis-server that keeps nothing on disk."""
+    assert REDIS_SERVER, NO_REDIS
+    port = free_port()
+    with _run([REDIS_SERVER, "--port", str(port), "--save", "", *options], port) as server:
+        yield server
