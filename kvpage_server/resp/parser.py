@@ -127,8 +127,6 @@ class Parser:
     def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
         while True:
-            if not self._missing and not self._start_command():
-                return None
             if self._missing:
                 self._take_bulks()
                 if self._missing:
@@ -136,6 +134,8 @@ class Parser:
             if self._args:
                 command, self._args, self._size = self._args, [], 0
                 return command
+            if not self._start_command():
+                return None
 
     def _start_command(self) -> bool:
         """Read the line that opens a command; False when it has not arrived."""
