@@ -1,4 +1,5 @@
-"""The one command table. A row says all there is to know of a command; arity errors, COMMAND and the docs come from it.
+"""The one command table. A row says all there is to know of a command; arity errors, ACL checks, COMMAND and the docs
+come from it.
 
 A family's module declares its commands with the `command` decorator, next to what they do::
 
@@ -7,60 +8,79 @@ A family's module declares its commands with the `command` decorator, next to wh
 
 `usage` spells the arguments as Redis's documentation does: ``key value [NX | XX] [EX seconds]``, ``...`` for
 repetition. A subcommand is a row of its own, named ``container|sub``.
+
+The second words are Redis's command flags, further ACL categories that the command belongs to, and `allkeys`: it tells
+or changes something of every key, so it is for users who may use every key. Administration always is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import plain, shorten
+from kvpage_server.commands.keys import READ, WRITE, Use, Uses, placed
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.resp.reply import Reply, ReplyError, simple
 
 if TYPE_CHECKING:
     from kvpage_server.commands.context import Client
 
 Handler = Callable[["Client", list[Argument]], Reply]
 
+# Redis's categories, most of which have no command here, and the page family.
+CATEGORIES = tuple(
+    "keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow blocking "
+    "dangerous connection transaction scripting page".split()
+)
+FLAGS = frozenset(
+    "write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy skip_monitor "
+    "skip_slowlog movablekeys".split()
+)
 
-@dataclass(frozen=True, slots=True)
+
+@dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """A row of the table."""
 
     name: str
     arity: int  # words with the name; negative: at least that many
     flags: frozenset[str]  # Redis's command flags
-    keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they move
+    categories: frozenset[str]  # ACL categories
+    keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
+    uses: Uses | None  # the keys that arguments spell
+    access: int  # READ, WRITE or both: what it does to its keys
+    all_keys: bool  # it concerns every key, or what only an administrator should see
+    channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
     group: str
     since: str
     usage: str
     summary: str
+    tips: tuple[str, ...]  # Redis's command tips
     handler: Handler
     parent: str  # the container of a subcommand, empty for a command
+    words: int  # of its name: 2 for a subcommand
 
-    @property
-    def categories(self) -> list[str]:
-        """ACL categories, in the spelling of ACL CAT."""
-        named = {self.group} if self.group in _GROUP_CATEGORIES else set()
-        named |= self.flags & {"admin", "dangerous", "blocking", "fast", "pubsub"}
-        if "admin" in self.flags:
-            named.add("dangerous")
-        if "write" in self.flags:
-            named.add("write")
-        if "readonly" in self.flags:
-            named.add("read")
-        if "fast" not in self.flags:
-            named.add("slow")
-        return sorted(f"@{category}" for category in named)
+    def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
+        """The keys that its arguments name, and what it does to them."""
+        if self.uses is not None:
+            return self.uses(args, self.access)
+        first, last, step = self.keys
+        if not first:
+            return iter(())
+        before = self.words  # positions count the words of the name
+        return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
 
-
-_GROUP_CATEGORIES = {"page", "string", "keyspace", "connection", "transaction", "pubsub"}
 
 TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
 BY_WORD: dict[bytes, Spec] = {}  # commands by the word a client sends, as often spelt
 SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
+
+_CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "keyspace", "connection", "pubsub")} | {
+    "generic": "keyspace",
+    "transactions": "transaction",
+}
 
 
 def command(
@@ -72,13 +92,38 @@ def command(
     summary: str,
     usage: str = "",
     keys: tuple[int, int, int] = (0, 0, 0),
+    uses: Uses | None = None,
+    access: int = 0,
+    channels: str = "",
     since: str = "1.0.0",
+    tips: str = "",
 ) -> Callable[[Handler], Handler]:
-    """Enter a function into the table."""
+    """Enter a function into the table. `access` is what `flags` say unless it is given."""
+    given = set(flags.split())
+    unknown = given - FLAGS - set(CATEGORIES) - {"allkeys"}
+    assert not unknown, f"{name}: {unknown} are neither flags nor categories"
 
     def enter(handler: Handler) -> Handler:
         parent, _, sub = name.rpartition("|")
-        spec = Spec(name, arity, frozenset(flags.split()), keys, group, since, usage, summary, handler, parent)
+        spec = Spec(
+            name=name,
+            arity=arity,
+            flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses else set()),
+            categories=_categories(given, group),
+            keys=keys,
+            uses=uses,
+            access=access or _access(given),
+            all_keys=bool(given & {"allkeys", "admin"}) or (group == "page" and uses is None),
+            channels=channels,
+            group=group,
+            since=since,
+            usage=usage,
+            summary=summary,
+            tips=tuple(tips.split()),
+            handler=handler,
+            parent=parent,
+            words=2 if parent else 1,
+        )
         TABLE[name] = spec
         words = SUBCOMMANDS.setdefault(parent, {}) if parent else BY_WORD
         for word in (sub, sub.upper()):
@@ -88,12 +133,46 @@ def command(
     return enter
 
 
+def _access(given: set[str]) -> int:
+    return (READ if "readonly" in given else 0) | (WRITE if "write" in given else 0) or READ
+
+
+def _categories(given: set[str], group: str) -> frozenset[str]:
+    named = given & set(CATEGORIES)
+    if group in _CATEGORY_OF_GROUP:
+        named.add(_CATEGORY_OF_GROUP[group])
+    if "admin" in given:
+        named.add("dangerous")
+    if "readonly" in given:
+        named.add("read")
+    if "fast" not in given:
+        named.add("slow")
+    return frozenset(named)
+
+
 def container(name: str, *, group: str, summary: str) -> None:
-    """Enter a command that only its subcommands give a meaning."""
+    """Enter a command that only its subcommands give a meaning, and its HELP."""
 
     @command(name, -2, "", group=group, summary=summary, usage="subcommand [argument ...]")
     def refuse(client: Client, args: list[Argument]) -> Reply:
         raise AssertionError(f"{name} was called without one of its subcommands")
+
+    @command(f"{name}|help", 2, "loading stale", group=group, summary="Prints this help.")
+    def help_(client: Client, args: list[Argument]) -> Reply:
+        lines = [f"{name.upper()} <subcommand> [<arg> [value] [opt] ...]. Subcommands are:"]
+        for spec in sorted(subcommands(name), key=lambda spec: (spec.name.endswith("|help"), spec.name)):
+            lines += [f"{spec.name.rpartition('|')[2].upper()} {spec.usage}".rstrip(), f"    {spec.summary}"]
+        return [simple(line) for line in lines]
+
+
+def subcommands(name: str) -> list[Spec]:
+    """The rows of a container's subcommands; none for anything else."""
+    return list(dict.fromkeys(SUBCOMMANDS.get(name, {}).values()))
+
+
+def top_level() -> list[Spec]:
+    """Every row but the subcommands."""
+    return [spec for spec in TABLE.values() if not spec.parent]
 
 
 def find(words: Sequence[Argument]) -> Spec:

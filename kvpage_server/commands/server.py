@@ -9,7 +9,7 @@ from typing import Any
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import info_text
-from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, command, container
+from kvpage_server.commands.registry import TABLE, Spec, command, container, subcommands, top_level
 from kvpage_server.commands.usage import arguments
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim, simple
@@ -25,10 +25,10 @@ def describe(spec: Spec) -> list[Any]:
         first,
         last,
         step,
-        [simple(category) for category in spec.categories],
+        [simple(f"@{category}") for category in sorted(spec.categories)],
         [],
         [],
-        [describe(sub) for sub in _subcommands(spec.name)],
+        [describe(sub) for sub in subcommands(spec.name)],
     ]
 
 
@@ -37,9 +37,8 @@ def document(spec: Spec) -> dict[str, Any]:
     docs: dict[str, Any] = {"summary": spec.summary, "since": spec.since, "group": spec.group}
     if spec.usage:
         docs["arguments"] = [_with_status_flags(argument) for argument in arguments(spec.usage)]
-    subcommands = _subcommands(spec.name)
-    if subcommands:
-        docs["subcommands"] = {sub.name: document(sub) for sub in subcommands}
+    if subs := subcommands(spec.name):
+        docs["subcommands"] = {sub.name: document(sub) for sub in subs}
     return docs
 
 
@@ -52,14 +51,6 @@ def _with_status_flags(argument: dict[str, Any]) -> dict[str, Any]:
     return shown
 
 
-def _subcommands(name: str) -> list[Spec]:
-    return list(dict.fromkeys(SUBCOMMANDS.get(name, {}).values()))
-
-
-def _top_level() -> list[Spec]:
-    return [spec for spec in TABLE.values() if "|" not in spec.name]
-
-
 def _named(args: list[Argument]) -> list[tuple[bytes, Spec | None]]:
     return [(word, TABLE.get(word.lower().decode("ascii", "replace"))) for word in plain_all(args)]
 
@@ -67,13 +58,13 @@ def _named(args: list[Argument]) -> list[tuple[bytes, Spec | None]]:
 @command("command", -1, "loading", group="server", summary="Describes every command.")
 def command_(client: Client, args: list[Argument]) -> Reply:
     """One entry a command."""
-    return [describe(spec) for spec in _top_level()]
+    return [describe(spec) for spec in top_level()]
 
 
 @command("command|count", 2, "loading", group="server", summary="Counts the commands.")
 def command_count(client: Client, args: list[Argument]) -> Reply:
     """Subcommands are not counted."""
-    return len(_top_level())
+    return len(top_level())
 
 
 @command("command|info", -2, "loading", group="server", usage="[command-name ...]", summary="Describes some commands.")
@@ -87,7 +78,7 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
 @command("command|docs", -2, "loading", group="server", usage="[command-name ...]", summary="Documents commands.")
 def command_docs(client: Client, args: list[Argument]) -> Reply:
     """A map by name, without those that do not exist."""
-    specs = [spec for _, spec in _named(args) if spec] if args else _top_level()
+    specs = [spec for _, spec in _named(args) if spec] if args else top_level()
     return {spec.name: document(spec) for spec in specs}
 
 
