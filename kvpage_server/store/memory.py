@@ -6,6 +6,7 @@ page is also known to the index by what its key says; that is how whole requests
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,10 +15,15 @@ from kvpage_server.page import PageHeader, PageKey, unix_ms
 from kvpage_server.store.arena import Arena, Slot
 from kvpage_server.store.eviction import LRU
 from kvpage_server.store.expiry import Expiry
+from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block, PageIndex
+from kvpage_server.store.lease import SHARE, Guards
 
 TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
 LONGEST_TEXT = 1024  # longer strings lie in the arena
+
+
+_REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
 class Text:
@@ -72,6 +78,8 @@ class Keyspace:
         self.policy = policy
         self.arena = Arena()
         self.index = PageIndex()
+        self.guards = Guards()
+        self.ghosts = Ghosts()
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
         self._entries: dict[bytes, Entry] = {}
@@ -133,7 +141,9 @@ class Keyspace:
         slot.header[:] = header
         slot.seal()
         slot.expires = expires
-        slot.unit = self.index.add(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        slot.unit = block = self.index.add(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        block.expires_at(expires)
+        self._grow(block, slot.footprint)
         self._put(name.key, slot)
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0) -> None:
@@ -169,23 +179,31 @@ class Keyspace:
         self._lru.used(self._unit(key, entry))
         self._tell("set", key)
 
-    def _forget(self, key: bytes, old: Entry, new: Entry | None) -> None:
+    def _grow(self, block: Block, size: int) -> None:
+        block.footprint += size
+        self.guards.grew(block, size)
+
+    def _forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
         """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
         if old.expires:
             self._expiry.keys -= 1
-        if type(old) is Text:
+        if isinstance(old, Text):
             self._texts -= len(key) + old.size + TEXT_OVERHEAD
             stays = new is not None and self._unit(key, new) == key
             if not stays:
                 self._lru.removed(key)
             return
         unit = self._unit(key, old)
+        if isinstance(unit, Block):
+            self._grow(unit, -old.footprint)
         if new is not None and self._unit(key, new) is unit:
             return
         if isinstance(unit, Block):
             name = PageKey.parse(key)
+            self.ghosts.page_went(unit, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
             if self.index.discard(unit, name.layer, name.head, name.kv_type):
                 self._lru.removed(unit)
+                self.guards.removed(unit)
         elif new is None or self._unit(key, new) != key:
             self._lru.removed(key)
 
@@ -197,7 +215,7 @@ class Keyspace:
         return True
 
     def _remove(self, key: bytes, event: str) -> None:
-        self._forget(key, self._entries.pop(key), None)
+        self._forget(key, self._entries.pop(key), None, event)
         self._tell(event, key)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
@@ -213,6 +231,9 @@ class Keyspace:
         if expires <= unix_ms():
             self._remove(key, "del")
             return
+        unit = self._unit(key, entry)
+        if isinstance(unit, Block):
+            unit.expires_at(expires)
         self._expiry.note(key, expires)
         self._tell("expire", key)
 
@@ -223,6 +244,8 @@ class Keyspace:
         self.index.clear()
         self._expiry.clear()
         self._lru.clear()
+        self.guards.clear()
+        self.ghosts.clear()
         self._texts = 0
 
     def _tell(self, event: str, key: bytes) -> None:
@@ -251,16 +274,26 @@ class Keyspace:
             return
         if self.policy == "noeviction":
             raise OutOfMemory
+        now, spared = unix_ms(), 0
+        self.guards.settle(now)
         for unit in self._lru.victims():
+            if self.guards.spares(unit, now):
+                spared += 1
+                if spared > len(self.guards):  # nothing else is left
+                    return
+                self._lru.used(unit)
+                continue
             self.evict(unit)
             if self.used_memory <= self.maxmemory:
                 return
 
     def evict(self, unit: Block | bytes) -> None:
         """Remove a unit whole."""
-        for key in list(map(bytes, unit.names())) if isinstance(unit, Block) else [unit]:
+        if isinstance(unit, Block):
+            self.counters.evicted += self.remove_block(unit, "evicted")
+        else:
             self.counters.evicted += 1
-            self._remove(key, "evicted")
+            self._remove(unit, "evicted")
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
@@ -268,6 +301,44 @@ class Keyspace:
     def is_page(entry: Entry | None) -> bool:
         """Whether a value is a page."""
         return type(entry) is Slot and type(entry.unit) is Block
+
+    def block(self, req_id: bytes, page: int) -> Block | None:
+        """One block of a request with its living pages; None when it has none."""
+        block = self.index.block(req_id, page)
+        return None if block is None else self._living(block)
+
+    def blocks_of(self, req_id: bytes) -> list[Block]:
+        """The blocks of a request with their living pages, by page id."""
+        return [block for block in self.index.of(req_id) if self._living(block)]
+
+    def _living(self, block: Block) -> Block | None:
+        now = unix_ms()
+        if not block.soonest or block.soonest > now:
+            return block
+        block.soonest = 0
+        for key in list(block.page_keys()):
+            if 0 < self.expires_of(key) <= now:
+                self._expire(key)
+            else:
+                block.expires_at(self.expires_of(key))
+        return block if block.pages else None
+
+    def remove_block(self, block: Block, event: str) -> int:
+        """Remove every page of a block; how many it had."""
+        self.index.remove(block)
+        self._lru.removed(block)
+        self.guards.removed(block)
+        self.ghosts.block_went(block, _REASONS[event], self.policy if event == "evicted" else "")
+        for key in block.page_keys():
+            if self._entries.pop(key).expires:
+                self._expiry.keys -= 1
+            self._tell(event, key)
+        return block.pages
+
+    @property
+    def guardable(self) -> int:
+        """Bytes that leases and pins may take together."""
+        return int(self.maxmemory * SHARE) if self.maxmemory else sys.maxsize
 
 
 def header_of(page: Slot) -> PageHeader:

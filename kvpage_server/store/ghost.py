@@ -1,0 +1,100 @@
+"""What is remembered of pages that are gone: why, when, and by which policy.
+
+A ghost is kept for each block and reason, with the pages it speaks of as the index keeps them, in rows. `MOST_ROWS`
+bounds them all; the blocks that lost pages the longest ago are forgotten first, and from then on `since` is later: of
+what went before it not everything is known. Costs: O(rows) a block, O(1) a page.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.index import Block, bit_of, row_of
+
+MOST_ROWS = 1 << 18  # some 100 bytes each
+_GHOST = 8  # rows that a ghost counts as beside its own
+
+
+@dataclass(slots=True)
+class Ghost:
+    """Why and when (unix milliseconds) pages of a block went, the last of them at `at`."""
+
+    reason: str  # expired, evicted, deleted, overwritten or corrupt
+    rows: dict[int, int]
+    at: int = 0
+    policy: str = ""  # which evicted them; empty for other reasons
+
+
+class Ghosts:
+    """The pages that are gone. `since`: unix milliseconds from which on every page that went is remembered."""
+
+    def __init__(self, most_rows: int = MOST_ROWS) -> None:
+        self.since = unix_ms()
+        self._most_rows = most_rows
+        self._rows = 0
+        self._blocks: dict[tuple[bytes, int], dict[str, Ghost]] = {}  # both in order of time: the latest last
+        self._requests: dict[bytes, set[int]] = {}  # page ids of a request's blocks among them
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def page_went(self, block: Block, layer: int, head: int, kv_type: int, reason: str) -> None:
+        """One page of a block is gone."""
+        self._remember(block, {row_of(layer, head, kv_type): bit_of(head)}, reason, "")
+
+    def block_went(self, block: Block, reason: str, policy: str) -> None:
+        """A block is gone with all the pages it has."""
+        self._remember(block, block.rows, reason, policy)
+
+    def _remember(self, block: Block, rows: dict[int, int], reason: str, policy: str) -> None:
+        name = (block.req_id, block.page)
+        ghosts = self._blocks.pop(name, None)
+        if ghosts is None:
+            ghosts = {}
+            self._requests.setdefault(block.req_id, set()).add(block.page)
+        self._blocks[name] = ghosts
+        ghost = ghosts.pop(reason, None)
+        if ghost is None:
+            ghost = Ghost(reason, {})
+            self._rows += _GHOST
+        ghosts[reason] = ghost
+        ghost.at, ghost.policy = unix_ms(), policy
+        self._rows -= len(ghost.rows)
+        for row, heads in rows.items():
+            ghost.rows[row] = ghost.rows.get(row, 0) | heads
+        self._rows += len(ghost.rows)
+        while self._rows > self._most_rows and len(self._blocks) > 1:
+            self._forget_oldest()
+
+    def _forget_oldest(self) -> None:
+        req_id, page = name = next(iter(self._blocks))
+        for ghost in self._blocks.pop(name).values():
+            self._rows -= len(ghost.rows) + _GHOST
+            self.since = max(self.since, ghost.at)
+        pages = self._requests[req_id]
+        pages.remove(page)
+        if not pages:
+            del self._requests[req_id]
+
+    def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
+        """How a page went the last time."""
+        row, bit = row_of(layer, head, kv_type), bit_of(head)
+        ghosts = self._blocks.get((req_id, page), {})
+        return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)
+
+    def of_block(self, req_id: bytes, page: int) -> Ghost | None:
+        """How a block lost its last page."""
+        return next(reversed(self._blocks.get((req_id, page), {}).values()), None)
+
+    def of_request(self, req_id: bytes) -> Ghost | None:
+        """How a request lost its last page."""
+        ghosts = (self.of_block(req_id, page) for page in self._requests.get(req_id, ()))
+        return max((ghost for ghost in ghosts if ghost), key=lambda ghost: ghost.at, default=None)
+
+    def clear(self) -> None:
+        """Forget everything, and know nothing of the time before now."""
+        self._blocks.clear()
+        self._requests.clear()
+        self._rows = 0
+        self.since = unix_ms()
