@@ -30,14 +30,12 @@ if TYPE_CHECKING:
 Handler = Callable[["Client", list[Argument]], Reply]
 
 # Redis's categories, most of which have no command here, and the page family.
-CATEGORIES = tuple(
-    "keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow blocking "
-    "dangerous connection transaction scripting page".split()
-)
-FLAGS = frozenset(
-    "write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy skip_monitor "
-    "skip_slowlog movablekeys".split()
-)
+_CATEGORIES = """keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow
+    blocking dangerous connection transaction scripting page"""
+CATEGORIES = tuple(_CATEGORIES.split())
+_FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy
+    skip_monitor skip_slowlog movablekeys may_replicate no_mandatory_keys"""
+FLAGS = frozenset(_FLAGS.split())
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -150,14 +148,14 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
     return frozenset(named)
 
 
-def container(name: str, *, group: str, summary: str) -> None:
+def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
     """Enter a command that only its subcommands give a meaning, and its HELP."""
 
-    @command(name, -2, "", group=group, summary=summary, usage="subcommand [argument ...]")
+    @command(name, -2, "", group=group, summary=summary, usage="subcommand [argument ...]", since=since)
     def refuse(client: Client, args: list[Argument]) -> Reply:
         raise AssertionError(f"{name} was called without one of its subcommands")
 
-    @command(f"{name}|help", 2, "loading stale", group=group, summary="Prints this help.")
+    @command(f"{name}|help", 2, "loading stale", group=group, summary="Prints this help.", since=since)
     def help_(client: Client, args: list[Argument]) -> Reply:
         lines = [f"{name.upper()} <subcommand> [<arg> [value] [opt] ...]. Subcommands are:"]
         for spec in sorted(subcommands(name), key=lambda spec: (spec.name.endswith("|help"), spec.name)):
