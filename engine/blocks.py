@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 import numpy as np
@@ -42,7 +42,7 @@ class KVBlock:
 
     block_id: int  # in the BlockPool
     tokens: int
-    layers: tuple[tuple[mx.array, ...], ...]
+    layers: tuple[tuple[mx.array, ...], ...] = field(repr=False)
 
     def validate(self, spec: ModelCacheSpec) -> None:
         """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for."""
@@ -94,7 +94,7 @@ class AgentBlocks:
     """
 
     agent_id: str
-    tokens: tuple[int, ...]
+    tokens: tuple[int, ...] = field(repr=False)
     blocks: tuple[KVBlock, ...]
     fingerprint: int
 

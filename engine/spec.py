@@ -132,7 +132,7 @@ def _describe(index: int, cache: Any) -> LayerSpec:
     if cache.keys is None:
         return LayerSpec(kind.__name__, 0, ())
     planes = tuple(
-        Plane(kv_type, _dtype(index, array), array.shape[-1])
+        Plane(int(kv_type), _dtype(index, array), array.shape[-1])
         for kv_type, array in ((KVType.K, cache.keys), (KVType.V, cache.values))
     )
     return LayerSpec(kind.__name__, cache.keys.shape[1], planes)

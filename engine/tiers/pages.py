@@ -39,6 +39,7 @@ from engine.tiers.manifest import FORMAT, Manifest, Miss, Place, block_names
 from kvpage_server.page import PageKey
 
 CHUNK = 8 << 20  # bytes of pages in one command, at most
+OUTAGES = (redis.ConnectionError, redis.TimeoutError, redis.ResponseError, redis.InvalidResponse)
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +90,7 @@ class PageTier:
             places, named = self._plan(wanted, manifest)
             if not places:
                 raise Miss("absent")
-        except (Miss, redis.RedisError) as error:
+        except (Miss, *OUTAGES) as error:
             self.misses[_reason(error)] += 1
             return None
         blocks = self._fetch(places)
@@ -104,14 +105,14 @@ class PageTier:
         context.validate(self._spec)
         try:
             return self._save(context)
-        except redis.RedisError as error:
+        except OUTAGES as error:
             self.unsaved[_reason(error)] += 1
             return None
 
     def _manifest(self, agent_id: str) -> Manifest | None:
         """What is known of the agent. Raises Miss when that is of no use."""
         raw = self._server.get(f"manifest:{agent_id}")
-        return Manifest.parse(raw, agent_id, self._spec) if raw else None
+        return None if raw is None else Manifest.parse(raw, agent_id, self._spec)
 
     def _plan(
         self, wanted: tuple[int, ...], manifest: Manifest | None
@@ -151,7 +152,7 @@ class PageTier:
         try:
             for (place, digest), block_id in zip(places, ids, strict=True):
                 blocks.append(KVBlock.from_body(self._body(place, digest), self._spec, place.tokens, block_id))
-        except (Miss, redis.RedisError) as error:
+        except (Miss, *OUTAGES) as error:
             self.misses[_reason(error)] += 1
         finally:
             self._pool.free(ids[len(blocks) :])
@@ -261,7 +262,7 @@ def _digest(place: Place, bodies: Iterable[Buffer]) -> str:
     return digest.hexdigest()
 
 
-def _reason(error: Miss | redis.RedisError) -> str:
+def _reason(error: Exception) -> str:
     if isinstance(error, Miss):
         return str(error)
     if isinstance(error, redis.TimeoutError):

@@ -1,0 +1,284 @@
+"""The batch engine says what mlx-lm says, from a cache or without one, and loses no block whatever happens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from engine_models import END, letter_tokenizer, tiny_llama
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm import generate
+from mlx_lm.generate import generate_step
+from mlx_lm.sample_utils import make_sampler
+
+from engine.batch_engine import (
+    BlockPoolBatchEngine,
+    CompletedGeneration,
+    EmptyPromptError,
+    PromptTooLongError,
+    UnknownTokenError,
+)
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.pool import BlockPool, PoolExhaustedError
+from engine.spec import ModelCacheSpec
+
+MODEL = tiny_llama()
+TOKENIZER = letter_tokenizer()
+SPEC = ModelCacheSpec.probe(MODEL, TOKENIZER, model_id="tiny")
+PROMPT = "".join(map(chr, np.random.default_rng(3).integers(32, 127, 600)))
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(32)
+    yield pool
+    assert pool.available_blocks == 32
+
+
+@pytest.fixture
+def batch(pool: BlockPool) -> BlockPoolBatchEngine:
+    return BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)
+
+
+def complete(
+    batch: BlockPoolBatchEngine, prompt: str | list[int], cache: AgentBlocks | None = None, **options: object
+) -> CompletedGeneration:
+    batch.submit("alice", prompt, cache, **options)
+    (done,) = batch.step()
+    return done
+
+
+def free(batch: BlockPoolBatchEngine, *held: CompletedGeneration) -> None:
+    for done in held:
+        batch.pool.free(done.blocks.block_ids)
+
+
+def greedy(prompt: list[int], count: int) -> list[int]:
+    """mlx-lm's own tokens."""
+    return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
+
+
+def test_the_text_is_mlx_lms_own(batch: BlockPoolBatchEngine) -> None:
+    done = complete(batch, PROMPT, max_tokens=40)
+    assert done.text == generate(MODEL, TOKENIZER, PROMPT, max_tokens=40)
+    assert (done.agent_id, done.finish_reason, done.prompt_tokens, done.tokens_reused) == ("alice", "length", 600, 0)
+    assert len(done.tokens) == 40
+    assert done.blocks.tokens == (*batch.encode(PROMPT), *done.tokens)
+    assert 0 < done.time_to_first_token < 60
+    free(batch, done)
+
+
+def test_a_second_turn_computes_only_what_is_new(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    prompt = [*first.blocks.tokens, *batch.encode("and then?")]
+    second = complete(batch, prompt, first.blocks, max_tokens=20)
+    assert second.tokens_reused == len(first.blocks) == 620
+    assert list(second.tokens) == greedy(prompt, 20)
+    assert second.blocks.tokens == (*prompt, *second.tokens)
+    free(batch, first, second)
+
+
+def test_a_prompt_that_is_known_entirely_computes_its_last_token_alone(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    again = complete(batch, PROMPT, first.blocks, max_tokens=20)
+    assert again.tokens_reused == 599
+    assert (again.text, again.tokens) == (first.text, first.tokens)
+    free(batch, first, again)
+
+
+def test_a_prompt_that_departs_from_the_cache_reuses_what_comes_before(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    prompt = batch.encode(PROMPT[:300] + "~" + PROMPT[301:])
+    other = complete(batch, prompt, first.blocks, max_tokens=20)
+    assert other.tokens_reused == 300
+    assert list(other.tokens) == greedy(prompt, 20)
+    free(batch, first, other)
+
+
+def test_a_cache_that_has_nothing_in_common_is_no_harm(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=2)
+    other = complete(batch, "~" + PROMPT[1:], first.blocks, max_tokens=20)
+    assert other.tokens_reused == 0
+    assert list(other.tokens) == greedy(batch.encode("~" + PROMPT[1:]), 20)
+    free(batch, first, other)
+
+
+def test_full_blocks_are_shared_and_not_copied(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    second = complete(batch, list(first.blocks.tokens), first.blocks, max_tokens=20)
+    assert second.blocks.blocks[:2] == first.blocks.blocks[:2]
+    assert second.blocks.block_ids[2] != first.blocks.block_ids[2]
+    assert batch.pool.available_blocks == 32 - 4
+    free(batch, first)
+    assert batch.pool.available_blocks == 32 - 3
+    free(batch, second)
+
+
+def test_the_callers_blocks_are_untouched_and_may_be_freed_at_once(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    before = [bytes(page) for block in first.blocks.blocks for page in block.pages()]
+    batch.submit("alice", list(first.blocks.tokens), first.blocks, max_tokens=20)
+    free(batch, first)
+    (second,) = batch.step()
+    assert list(second.tokens) == greedy(list(first.blocks.tokens), 20)
+    assert [bytes(page) for block in first.blocks.blocks for page in block.pages()] == before
+    assert len(first.blocks) == 620
+    free(batch, second)
+
+
+def test_agents_of_one_batch_say_what_each_says_alone(batch: BlockPoolBatchEngine) -> None:
+    prompts = [batch.encode(PROMPT[:n]) for n in (17, 600, 256, 90)]
+    uids = [batch.submit(f"agent-{i}", prompt, max_tokens=10 + i) for i, prompt in enumerate(prompts)]
+    assert batch.pending == 4
+    done = {d.uid: d for d in batch.step()}
+    assert batch.pending == 0
+    for i, (uid, prompt) in enumerate(zip(uids, prompts, strict=True)):
+        assert done[uid].agent_id == f"agent-{i}"
+        assert list(done[uid].tokens) == greedy(prompt, 10 + i)
+        assert done[uid].blocks.tokens == (*prompt, *done[uid].tokens)
+    free(batch, *done.values())
+
+
+def test_a_prompt_submitted_between_two_completions_joins_the_batch(batch: BlockPoolBatchEngine) -> None:
+    short = batch.submit("short", PROMPT[:20], max_tokens=3)
+    batch.submit("long", PROMPT[:30], max_tokens=12)
+    completed = []
+    for done in batch.step():
+        completed.append(done)
+        if done.uid == short:
+            batch.submit("late", PROMPT[:40], max_tokens=3)
+    assert [done.agent_id for done in completed] == ["short", "late", "long"]
+    assert list(completed[1].tokens) == greedy(batch.encode(PROMPT[:40]), 3)
+    free(batch, *completed)
+
+
+def test_the_end_of_text_ends_the_answer_and_stays_in_the_context(pool: BlockPool) -> None:
+    tokenizer = letter_tokenizer()
+    said = greedy(tokenizer.encode(PROMPT), 20)
+    at = next(i for i, token in enumerate(said) if token not in said[:i] and i)
+    tokenizer.eos_token_ids = [said[at]]
+    done = complete(BlockPoolBatchEngine(MODEL, tokenizer, SPEC, pool), PROMPT, max_tokens=20)
+    assert done.finish_reason == "stop"
+    assert list(done.tokens) == said[:at]
+    assert done.blocks.tokens[600:] == tuple(said[: at + 1])
+    assert done.text == tokenizer.decode(said[:at])
+    pool.free(done.blocks.block_ids)
+
+
+def test_a_stop_string_ends_the_text_before_it(batch: BlockPoolBatchEngine) -> None:
+    whole = complete(batch, PROMPT, max_tokens=30)
+    word = whole.text[4:6]
+    done = complete(batch, PROMPT, max_tokens=30, stop=["never said", word])
+    assert done.finish_reason == "stop"
+    assert done.text == whole.text[: whole.text.index(word)]
+    assert done.tokens == whole.tokens[: len(done.tokens)]
+    assert len(done.tokens) < 30
+    assert done.blocks.tokens == (*batch.encode(PROMPT), *done.tokens)
+    again = complete(batch, [*done.blocks.tokens], done.blocks, max_tokens=5)
+    assert again.tokens == whole.tokens[len(done.tokens) :][:5]
+    free(batch, whole, done, again)
+
+
+def test_a_stop_string_in_one_answer_does_not_stop_the_others(batch: BlockPoolBatchEngine) -> None:
+    alone = complete(batch, PROMPT, max_tokens=30)
+    stopped = batch.submit("a", PROMPT, max_tokens=30, stop=[alone.text[4:6]])
+    batch.submit("b", PROMPT, max_tokens=30)
+    done = {d.uid == stopped: d for d in batch.step()}
+    assert done[True].finish_reason == "stop"
+    assert done[False].text == alone.text
+    free(batch, alone, *done.values())
+
+
+def test_a_sampler_of_its_own_for_every_request(batch: BlockPoolBatchEngine) -> None:
+    mx.random.seed(11)
+    batch.submit("hot", PROMPT, max_tokens=30, sampler=make_sampler(temp=5.0))
+    batch.submit("cold", PROMPT, max_tokens=30)
+    done = {d.agent_id: d for d in batch.step()}
+    assert list(done["cold"].tokens) == greedy(batch.encode(PROMPT), 30)
+    assert done["hot"].tokens != done["cold"].tokens
+    free(batch, *done.values())
+
+
+def test_an_answer_ends_where_the_context_does(pool: BlockPool) -> None:
+    model = tiny_llama(max_position_embeddings=610)
+    batch = BlockPoolBatchEngine(model, TOKENIZER, ModelCacheSpec.probe(model, TOKENIZER), pool)
+    done = complete(batch, PROMPT, max_tokens=100)
+    assert (len(done.tokens), len(done.blocks), done.finish_reason) == (10, 610, "length")
+    free(batch, done)
+    with pytest.raises(PromptTooLongError, match="610 tokens leaves no room in a context of 610"):
+        batch.submit("alice", list(done.blocks.tokens))
+
+
+@pytest.mark.parametrize("prompt", ["", []])
+def test_an_empty_prompt_is_refused(batch: BlockPoolBatchEngine, prompt: str | list[int]) -> None:
+    with pytest.raises(EmptyPromptError, match="at least one token"):
+        batch.submit("alice", prompt)
+    assert batch.pending == 0
+
+
+@pytest.mark.parametrize("token", [-1, 97, 10**12])
+def test_a_token_the_model_does_not_know_is_refused(batch: BlockPoolBatchEngine, token: int) -> None:
+    with pytest.raises(UnknownTokenError, match=f"token ids are 0 to 96, got {token}"):
+        batch.submit("alice", [1, 2, token])
+
+
+def test_other_bad_requests_are_refused_and_leave_nothing_behind(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT[:20], max_tokens=1)
+    model = tiny_llama(seed=8)
+    other = BlockPoolBatchEngine(model, TOKENIZER, ModelCacheSpec.probe(model, TOKENIZER, model_id="8"), batch.pool)
+    with pytest.raises(IncompatibleBlocksError, match="the model '8' has"):
+        other.submit("alice", PROMPT, first.blocks)
+    with pytest.raises(BlockError, match="an agent id is"):
+        batch.submit("../alice", PROMPT)
+    with pytest.raises(ValueError, match="max_tokens must be at least 1, got 0"):
+        batch.submit("alice", PROMPT, max_tokens=0)
+    with pytest.raises(ValueError, match="a stop string must not be empty"):
+        batch.submit("alice", PROMPT, stop=[""])
+    assert batch.pending == other.pending == 0
+    free(batch, first)
+
+
+def test_what_cannot_be_kept_is_not_begun(batch: BlockPoolBatchEngine) -> None:
+    """The pool is asked before anything is queued, and the agent's cache survives the refusal."""
+    first = complete(batch, PROMPT, max_tokens=20)
+    others = batch.pool.allocate(27)
+    with pytest.raises(PoolExhaustedError, match="3 blocks needed, 2 of 32 are free"):
+        batch.submit("bob", PROMPT, max_tokens=20)
+    with pytest.raises(PoolExhaustedError, match="3 blocks needed, 2 of 32 are free"):
+        batch.submit("alice", list(first.blocks.tokens), first.blocks, max_tokens=600)
+    assert (batch.pending, batch.pool.available_blocks) == (0, 2)
+    batch.pool.free(others)
+    second = complete(batch, list(first.blocks.tokens), first.blocks, max_tokens=5)
+    assert list(second.tokens) == greedy(list(first.blocks.tokens), 5)
+    free(batch, first, second)
+
+
+def test_blocks_that_an_answer_did_not_need_go_back_to_the_pool(batch: BlockPoolBatchEngine) -> None:
+    text = complete(batch, PROMPT, max_tokens=30)
+    batch.submit("alice", PROMPT, max_tokens=2000, stop=[text.text[4:6]])
+    assert batch.pool.available_blocks == 32 - 3 - 11
+    (done,) = batch.step()
+    assert batch.pool.available_blocks == 32 - 3 - 3
+    free(batch, text, done)
+
+
+def test_a_conversation_of_ten_turns_leaks_no_block(batch: BlockPoolBatchEngine) -> None:
+    turn = complete(batch, PROMPT, max_tokens=30)
+    for i in range(10):
+        prompt = [*turn.blocks.tokens, *batch.encode(f"turn {i}")]
+        following = complete(batch, prompt, turn.blocks, max_tokens=30)
+        free(batch, turn)
+        turn = following
+    assert len(turn.blocks) > 900
+    assert batch.pool.available_blocks == 32 - SPEC.blocks_for(len(turn.blocks))
+    free(batch, turn)
+
+
+def test_text_never_contains_the_end_marker(batch: BlockPoolBatchEngine) -> None:
+    done = complete(batch, PROMPT, max_tokens=10)
+    assert END not in done.text
+    free(batch, done)

@@ -1,0 +1,424 @@
+"""Contexts on the page server: shared by content, complete or not there at all, and never a wrong byte."""
+
+from __future__ import annotations
+
+import json
+import select
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+from engine_models import letter_tokenizer, tiny_llama
+from servers import RunningServer, free_port, start_server
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+import redis
+from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
+
+from engine import kvcache
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.pool import BlockPool
+from engine.prefix import chain_hashes
+from engine.spec import ModelCacheSpec
+from engine.tiers.manifest import block_names
+from engine.tiers.pages import PageTier, Saved
+from kvpage_server.page import PageKey
+
+MODEL = tiny_llama()
+SPEC = ModelCacheSpec.probe(MODEL, letter_tokenizer(), model_id="tiny")
+TOKENS = tuple(np.random.default_rng(4).integers(0, 96, 700).tolist())
+BLOCK = 256 * SPEC.token_nbytes
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(32)
+    yield pool
+    assert pool.available_blocks == 32
+
+
+@pytest.fixture
+def tier(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[PageTier]:
+    tier = PageTier(server.url, SPEC, pool)
+    yield tier
+    tier.close()
+
+
+@cache
+def context(tokens: tuple[int, ...] = TOKENS, agent_id: str = "alice") -> AgentBlocks:
+    """A context as an engine leaves it, outside of any pool. Beginnings of TOKENS have the same bits in all of them."""
+    computed = TOKENS if tokens == TOKENS[: len(tokens)] else tokens
+    cache = make_prompt_cache(MODEL)
+    mx.eval(MODEL(mx.array([computed]), cache=cache))
+    trim_prompt_cache(cache, len(computed) - len(tokens))
+    blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(len(tokens))))
+    return AgentBlocks(agent_id, tokens, blocks, SPEC.fingerprint)
+
+
+def same(loaded: AgentBlocks | None, saved: AgentBlocks, count: int) -> bool:
+    """Whether it holds the first `count` tokens of what was saved, bit for bit."""
+    if loaded is None or loaded.tokens != saved.tokens[:count]:
+        return False
+    loaded.validate(SPEC)
+    pages, wanted = ([bytes(page) for block in of.blocks for page in block.pages()] for of in (loaded, saved))
+    return all(whole.startswith(page) for page, whole in zip(pages, wanted, strict=False))
+
+
+def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
+    """Free what was loaded; how many tokens it held."""
+    if loaded is None:
+        return 0
+    pool.free(loaded.block_ids)
+    return len(loaded)
+
+
+def page_keys(name: str, page: int = 0) -> list[bytes]:
+    return [bytes(PageKey(name.encode(), at.layer, at.head, page, at.plane.kv_type)) for at in SPEC.page_order]
+
+
+def test_what_was_saved_is_loaded_to_the_bit(tier: PageTier, pool: BlockPool) -> None:
+    assert tier.save(context()) == Saved(3, 0, 700 * SPEC.token_nbytes)
+    loaded = tier.load("alice")
+    assert same(loaded, context(), 700)
+    assert pool.available_blocks == 32 - 3
+    held(pool, loaded)
+    assert not tier.misses
+    assert not tier.unsaved
+
+
+@pytest.mark.parametrize("count", [1, 256, 257, 512])
+def test_contexts_of_every_length_come_back(tier: PageTier, pool: BlockPool, count: int) -> None:
+    tier.save(context(TOKENS[:count]))
+    loaded = tier.load("alice")
+    assert same(loaded, context(), count)
+    held(pool, loaded)
+
+
+def test_saving_again_writes_the_tail_alone(tier: PageTier) -> None:
+    whole = context()
+    tier.save(whole)
+    assert tier.save(whole) == Saved(1, 2, 188 * SPEC.token_nbytes)
+
+
+def test_a_second_turn_writes_what_is_new_and_takes_its_old_tail_away(
+    tier: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    tier.save(context(TOKENS[:300]))
+    tier.save(context(TOKENS[:600]))
+    old = block_names(TOKENS[:300], SPEC)[1]
+    assert client.exists(*page_keys("agent/alice", int(old[:8], 16))) == 0
+    assert client.dbsize() == 3 * len(SPEC.page_order) + 2 + 1
+    loaded = tier.load("alice")
+    assert same(loaded, context(), 600)
+    held(pool, loaded)
+
+
+def test_another_agent_with_the_same_beginning_shares_its_blocks(tier: PageTier, pool: BlockPool) -> None:
+    """No manifest of bob's is needed: full blocks are found by their tokens."""
+    tier.save(context())
+    other = (*TOKENS[:530], *TOKENS[:100])
+    found = tier.load("bob", other)
+    assert same(found, context(), 512)
+    assert found
+    assert found.agent_id == "bob"
+    held(pool, found)
+    assert tier.save(context(other, "bob")) == Saved(1, 2, 118 * SPEC.token_nbytes)
+
+
+def test_the_agents_own_tail_is_found_when_its_prompt_goes_on(tier: PageTier, pool: BlockPool) -> None:
+    tier.save(context())
+    loaded = tier.load("alice", (*TOKENS, 1, 2, 3))
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+
+
+@pytest.mark.parametrize(("parts_at", "found"), [(0, 0), (10, 256), (256, 256), (300, 512), (512, 512), (600, 700)])
+def test_up_to_the_block_where_a_prompt_departs(tier: PageTier, pool: BlockPool, parts_at: int, found: int) -> None:
+    """That block too: the rows before the parting are as good as any."""
+    tier.save(context())
+    prompt = (*TOKENS[:parts_at], *((token + 1) % 96 for token in TOKENS[parts_at:]))
+    loaded = tier.load("alice", prompt)
+    assert same(loaded, context(), found) or not found
+    assert held(pool, loaded) == found
+
+
+def test_what_another_agent_computed_further_is_preferred_to_an_own_short_tail(tier: PageTier, pool: BlockPool) -> None:
+    tier.save(context(TOKENS[:300]))
+    tier.save(context(TOKENS, "bob"))
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), 512)
+    held(pool, loaded)
+
+
+def test_an_unknown_agent_is_a_miss(tier: PageTier) -> None:
+    assert tier.load("nobody") is None
+    assert tier.load("nobody", TOKENS) is None
+    assert tier.load("nobody", ()) is None
+    assert tier.misses == {"absent": 3}
+
+
+@pytest.mark.parametrize(("block", "left"), [(0, 0), (1, 256), (2, 512)])
+def test_a_missing_page_shortens_the_prefix_and_the_next_save_fills_the_gap(
+    tier: PageTier, client: redis.Redis, pool: BlockPool, block: int, left: int
+) -> None:
+    whole = context()
+    tier.save(whole)
+    name = block_names(TOKENS, SPEC)[block]
+    gone = (page_keys(name) if block < 2 else page_keys("agent/alice", int(name[:8], 16)))[5]
+    assert client.delete(gone) == 1
+    assert held(pool, tier.load("alice")) == left
+    assert tier.misses["gap"] == 1
+    saved = tier.save(whole)
+    assert saved
+    assert saved.blocks_present == (1 if block < 2 else 2)
+    assert held(pool, tier.load("alice")) == 700
+
+
+def test_a_block_without_its_seal_is_not_complete(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    client.delete(f"seal:{block_names(TOKENS, SPEC)[1]}")
+    assert held(pool, tier.load("alice")) == 256
+    assert tier.misses == {"gap": 1}
+
+
+def flip(client: redis.Redis, key: bytes) -> None:
+    """One bit of one value, with a checksum that fits: what a server could never notice."""
+    _, req, layer, head, page, kv_type = key.split(b":")
+    body = bytearray(client.execute_command("KVPAGEGET", req, layer, head, page, kv_type))
+    body[100] ^= 1
+    rows = len(body) // 64
+    client.execute_command("KVPAGESET", req, layer, head, page, kv_type, 2, rows, 16, 0, bytes(body))
+
+
+def swap(client: redis.Redis, a: bytes, b: bytes) -> None:
+    bodies = [client.execute_command("KVPAGEGET", *key.split(b":")[1:]) for key in (a, b)]
+    for key, body in zip((b, a), bodies, strict=True):
+        _, *names = key.split(b":")
+        client.execute_command("KVPAGESET", *names, 2, 256, 16, 0, body)
+
+
+def test_a_flipped_bit_is_a_miss_and_the_next_save_heals_it(
+    tier: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    whole = context()
+    tier.save(whole)
+    flip(client, page_keys(block_names(TOKENS, SPEC)[1])[7])
+    assert held(pool, tier.load("alice")) == 256
+    assert tier.misses == {"checksum": 1}
+    tier.save(whole)
+    loaded = tier.load("alice")
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+
+
+def test_a_flipped_bit_in_a_tail_is_a_miss(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    name = block_names(TOKENS, SPEC)[2]
+    flip(client, page_keys("agent/alice", int(name[:8], 16))[0])
+    assert held(pool, tier.load("alice")) == 512
+    assert tier.misses == {"checksum": 1}
+
+
+@pytest.mark.parametrize("other", [1, 2, 4, 15], ids=["another head's", "values for keys", "a layer's", "the last"])
+def test_two_pages_swapped_are_a_miss(tier: PageTier, client: redis.Redis, pool: BlockPool, other: int) -> None:
+    """Each is sound in itself, of the right shape, and in the wrong place."""
+    tier.save(context())
+    keys = page_keys(block_names(TOKENS, SPEC)[0])
+    swap(client, keys[0], keys[other])
+    assert tier.load("alice") is None
+    assert tier.misses == {"checksum": 1}
+
+
+def test_a_page_of_another_agents_context_is_a_miss(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    others = tuple(reversed(TOKENS))
+    tier.save(context(others, "bob"))
+    swap(client, page_keys(block_names(TOKENS, SPEC)[0])[3], page_keys(block_names(others, SPEC)[0])[3])
+    assert tier.load("alice") is None
+    assert tier.load("bob") is None
+    assert tier.misses == {"checksum": 2}
+
+
+def test_a_whole_block_of_another_context_under_this_ones_name_is_a_miss(tier: PageTier, client: redis.Redis) -> None:
+    """Pages and seal are all of one piece: only the name is wrong, and the digest knows the name."""
+    tier.save(context())
+    others = tuple(reversed(TOKENS))
+    tier.save(context(others, "bob"))
+    mine, theirs = block_names(TOKENS, SPEC)[0], block_names(others, SPEC)[0]
+    for to, source in zip(page_keys(mine), page_keys(theirs), strict=True):
+        swap(client, to, source)
+    client.set(f"seal:{mine}", client.get(f"seal:{theirs}"))
+    assert tier.load("alice") is None
+    assert tier.misses == {"checksum": 1}
+
+
+def test_a_page_of_another_length_is_a_miss(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    whole = context()
+    tier.save(whole)
+    key = page_keys(block_names(TOKENS, SPEC)[1])[2]
+    client.execute_command("KVPAGESET", *key.split(b":")[1:], 2, 255, 16, 0, bytes(255 * 64))
+    assert held(pool, tier.load("alice")) == 256
+    assert tier.misses == {"shape": 1}
+    tier.save(whole)
+    assert held(pool, tier.load("alice")) == 700
+
+
+def test_another_model_finds_nothing_of_ours(
+    server: RunningServer, client: redis.Redis, tier: PageTier, pool: BlockPool
+) -> None:
+    """Same shapes, same tokens, other weights."""
+    tier.save(context())
+    other = ModelCacheSpec.probe(tiny_llama(seed=8), letter_tokenizer())
+    theirs = PageTier(server.url, other, pool)
+    assert theirs.load("alice") is None
+    assert theirs.load("bob", TOKENS) is None
+    assert theirs.misses == {"fingerprint": 1, "absent": 1}
+    with pytest.raises(IncompatibleBlocksError):
+        theirs.save(context())
+    theirs.close()
+
+
+@pytest.mark.parametrize("damage", [
+    lambda manifest: b"",
+    lambda manifest: b"\xff\xfe",
+    lambda manifest: b"[]",
+    lambda manifest: b"{}",
+    lambda manifest: json.dumps({**manifest, "tokens": manifest["tokens"][:-1]}).encode(),
+    lambda manifest: json.dumps({**manifest, "tokens": [-1, *manifest["tokens"][1:]]}).encode(),
+    lambda manifest: json.dumps({**manifest, "tokens": ["a", *manifest["tokens"][1:]]}).encode(),
+    lambda manifest: json.dumps({**manifest, "chain": manifest["chain"][::-1]}).encode(),
+    lambda manifest: json.dumps({**manifest, "tail": None}).encode(),
+    lambda manifest: json.dumps({**manifest, "format": 99}).encode(),
+], ids=["empty", "no text", "a list", "nothing in it", "a token less", "a wrong token", "a letter for a token",
+        "another chain", "no tail", "another format"])  # fmt: skip
+def test_a_manifest_that_makes_no_sense_is_a_miss_and_is_overwritten(
+    tier: PageTier, client: redis.Redis, pool: BlockPool, damage: Callable[[dict[str, Any]], bytes]
+) -> None:
+    whole = context()
+    tier.save(whole)
+    client.set("manifest:alice", damage(json.loads(client.get("manifest:alice"))))
+    assert tier.load("alice") is None
+    assert tier.misses == {"manifest": 1}
+    tier.save(whole)
+    assert held(pool, tier.load("alice")) == 700
+
+
+def test_without_free_blocks_nothing_is_loaded(tier: PageTier, pool: BlockPool) -> None:
+    tier.save(context())
+    others = pool.allocate(30)
+    assert tier.load("alice") is None
+    assert tier.misses == {"pool": 1}
+    pool.free(others)
+
+
+def test_an_agent_id_that_cannot_name_pages_is_refused(tier: PageTier) -> None:
+    with pytest.raises(BlockError, match="an agent id is"):
+        tier.load("a:b")
+
+
+def test_what_lies_on_the_server_can_be_looked_up_by_hand(tier: PageTier, client: redis.Redis) -> None:
+    tier.save(context())
+    manifest = json.loads(client.get("manifest:alice"))
+    assert manifest["tokens"] == list(TOKENS)
+    assert manifest["fingerprint"] == f"{SPEC.fingerprint:016x}"
+    assert manifest["chain"][:2] == chain_hashes(SPEC.fingerprint, TOKENS, 256)
+    page = client.execute_command("KVPAGEGET", manifest["chain"][0], 3, 1, 0, 1)
+    assert (np.frombuffer(page, np.float32).reshape(256, 16) == np.array(context().blocks[0].layers[3][1])[1]).all()
+
+
+def test_commands_stay_within_their_chunk(tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.tiers.pages.CHUNK", 3 * 256 * 64)
+    assert [span.stop - span.start for span in tier._spans(256)][:2] == [3, 3]
+    tier.save(context())
+    loaded = tier.load("alice")
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+
+
+@contextmanager
+def cutting_proxy(port: int, after: int) -> Iterator[int]:
+    """A port that leads to `port`, until `after` bytes of answers have come through: then nobody is there."""
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def relay() -> None:
+        client, _ = listener.accept()
+        listener.close()
+        left = after
+        with client, socket.create_connection(("127.0.0.1", port)) as upstream:
+            while left > 0:
+                for ready in select.select([client, upstream], [], [])[0]:
+                    data = ready.recv(min(left, 1 << 16))
+                    if not data:
+                        return
+                    (upstream if ready is client else client).sendall(data)
+                    left -= len(data) * (ready is upstream)
+
+    thread = threading.Thread(target=relay)
+    thread.start()
+    yield listener.getsockname()[1]
+    thread.join()
+
+
+def test_a_server_that_is_gone_is_a_miss(pool: BlockPool) -> None:
+    tier = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
+    assert tier.load("alice", TOKENS) is None
+    assert tier.save(context()) is None
+    assert (tier.misses, tier.unsaved) == ({"down": 1}, {"down": 1})
+
+
+def test_a_server_that_never_answers_is_a_miss_in_time(pool: BlockPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = PageTier(f"redis://127.0.0.1:{silent.getsockname()[1]}", SPEC, pool, timeout=0.2)
+        begun = time.monotonic()
+        assert tier.load("alice", TOKENS) is None
+        assert tier.save(context(TOKENS[:9])) is None
+        assert time.monotonic() - begun < 3
+    assert (tier.misses, tier.unsaved) == ({"slow": 1}, {"slow": 1})
+
+
+def test_a_server_that_dies_in_the_middle_leaves_what_came_before(
+    server: RunningServer, client: redis.Redis, tier: PageTier, pool: BlockPool
+) -> None:
+    """A proxy that lets one block's pages through and then closes every connection."""
+    tier.save(context())
+    with cutting_proxy(server.port, after=BLOCK + BLOCK // 2) as port:
+        cut = PageTier(f"redis://127.0.0.1:{port}", SPEC, pool)
+        loaded = cut.load("alice")
+        assert same(loaded, context(), 256)
+        held(pool, loaded)
+        assert cut.misses == {"down": 1}
+        cut.close()
+
+
+def test_a_full_server_keeps_what_it_had(pool: BlockPool) -> None:
+    """Blocks that came in before it was full are of use; the manifest still names the context that is complete."""
+    with start_server("--maxmemory", "600kb", "--maxmemory-policy", "noeviction") as full:
+        tier = PageTier(full.url, SPEC, pool)
+        assert tier.save(context(TOKENS[:300]))
+        assert tier.save(context()) is None
+        assert tier.unsaved == {"refused": 1}
+        loaded = tier.load("alice")
+        assert same(loaded, context(), 300)
+        held(pool, loaded)
+        tier.close()
+
+
+def test_a_server_that_knows_no_pages_is_no_tier(redis_server: RunningServer, pool: BlockPool) -> None:
+    tier = PageTier(redis_server.url, SPEC, pool)
+    assert tier.save(context(TOKENS[:9])) is None
+    assert tier.load("alice") is None
+    assert (tier.misses, tier.unsaved) == ({"absent": 1}, {"refused": 1})
+    tier.close()
+
+
+def test_an_address_that_is_none_is_refused(pool: BlockPool) -> None:
+    with pytest.raises(ValueError, match="scheme"):
+        PageTier("127.0.0.1:9221", SPEC, pool)

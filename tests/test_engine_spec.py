@@ -1,0 +1,118 @@
+"""What the engine learns of a model by running it, and the fingerprint that tells two models apart."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from engine_models import letter_tokenizer, tiny_llama
+
+# isort: split
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_map
+from mlx_lm.models import gemma3_text
+from mlx_lm.models.llama import Model
+
+from engine.prefix import ROOT, chain_hash, chain_hashes, common_prefix
+from engine.spec import LayerSpec, ModelCacheSpec, ModelTag, UnsupportedCacheError
+from kvpage_server.page import DType, KVType, Plane
+
+
+def probe(model: Model, **options: object) -> ModelCacheSpec:
+    return ModelCacheSpec.probe(model, letter_tokenizer(), **options)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "stored"),
+    [(mx.float32, DType.FLOAT32), (mx.float16, DType.FLOAT16), (mx.bfloat16, DType.BFLOAT16)],
+)
+def test_the_geometry_is_read_from_the_arrays_a_token_leaves(dtype: mx.Dtype, stored: DType) -> None:
+    spec = probe(tiny_llama(dtype=dtype, head_dim=24), model_id="tiny")
+    layer = LayerSpec("KVCache", 2, (Plane(KVType.K, stored, 24), Plane(KVType.V, stored, 24)))
+    assert spec.layers == (layer,) * 4
+    assert (spec.vocab_size, spec.context) == (97, 4096)
+    assert spec.tag == ModelTag("tiny", 4, 2, 24, 256)
+    assert spec.token_nbytes == 4 * 2 * 2 * 24 * stored.itemsize
+
+
+def test_pages_are_ordered_by_layer_plane_and_head() -> None:
+    order = [(at.layer, at.plane.kv_type, at.head) for at in probe(tiny_llama()).page_order]
+    assert order == sorted(order)
+    assert len(order) == 4 * 2 * 2
+
+
+def test_a_cache_of_another_kind_is_refused_by_name() -> None:
+    config = gemma3_text.ModelArgs(
+        model_type="gemma3_text",
+        hidden_size=32,
+        num_hidden_layers=2,
+        intermediate_size=32,
+        num_attention_heads=2,
+        head_dim=16,
+        vocab_size=97,
+        sliding_window=64,
+        sliding_window_pattern=2,
+    )
+    with pytest.raises(UnsupportedCacheError, match="layer 0 keeps a RotatingKVCache; supported: KVCache"):
+        probe(gemma3_text.Model(config))
+
+
+def test_the_fingerprint_is_the_same_for_the_same_model_whatever_its_name() -> None:
+    assert probe(tiny_llama(), model_id="a").fingerprint == probe(tiny_llama(), model_id="b").fingerprint
+
+
+def nudge(model: Model) -> Model:
+    """One bit in one weight: the smallest fine-tune."""
+    weights = np.array(model.model.layers[3].self_attn.v_proj.weight)
+    weights.view(np.uint32)[0, 0] ^= 1
+    model.model.layers[3].self_attn.v_proj.weight = mx.array(weights)
+    return model
+
+
+def half(model: Model) -> Model:
+    model.update(tree_map(lambda weight: weight.astype(mx.float16), model.parameters()))
+    return model
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        pytest.param(lambda: nudge(tiny_llama()), id="one bit of one weight"),
+        pytest.param(lambda: half(tiny_llama()), id="the same weights in half precision"),
+        pytest.param(lambda: tiny_llama(rope_theta=500000.0), id="another rope"),
+        pytest.param(lambda: tiny_llama(rms_norm_eps=1e-6), id="another norm"),
+    ],
+)
+def test_the_fingerprint_changes_with_whatever_changes_the_cache(other: Callable[[], Model]) -> None:
+    assert probe(other()).fingerprint != probe(tiny_llama()).fingerprint
+
+
+def test_the_fingerprint_changes_with_the_block_size_and_the_vocabulary() -> None:
+    model, tokenizer = tiny_llama(), letter_tokenizer()
+    plain = probe(model).fingerprint
+    assert probe(model, block_tokens=128).fingerprint != plain
+    tokenizer.add_tokens(["<|new|>"])
+    assert ModelCacheSpec.probe(model, tokenizer).fingerprint != plain
+
+
+def test_a_chain_hash_is_what_its_documentation_says() -> None:
+    """Computed here by hand, so that it can never change unnoticed: stored blocks are named by it."""
+    first = chain_hash(0x0123456789ABCDEF, ROOT, [1, 2, 70000])
+    assert first == "879fd10214bfa6913e99def4fd8219a2"
+    assert chain_hash(0x0123456789ABCDEF, first, [3]) == "44d60b57bfb2aeec51fe6c0e0030acb5"
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=40), st.integers(1, 9))
+def test_chains_name_full_blocks_and_share_exactly_the_common_ones(tokens: list[int], size: int) -> None:
+    names = chain_hashes(1, tokens, size)
+    assert len(names) == len(tokens) // size
+    assert len(set(names)) == len(names)
+    for cut in range(len(tokens)):
+        changed = [*tokens[:cut], tokens[cut] ^ 1, *tokens[cut + 1 :]]
+        assert common_prefix(tokens, changed) == cut
+        assert common_prefix(names, chain_hashes(1, changed, size)) == min(cut // size, len(names))
+    assert not set(names) & set(chain_hashes(2, tokens, size))
