@@ -3,6 +3,6 @@
 Knows the store and the values of replies; knows no socket.
 """
 
-from kvpage_server.commands import connection, keyspace, page, server, string
+from kvpage_server.commands import connection, keyspace, page, pubsub, server, string, transaction
 
-__all__ = ["connection", "keyspace", "page", "server", "string"]
+__all__ = ["connection", "keyspace", "page", "pubsub", "server", "string", "transaction"]

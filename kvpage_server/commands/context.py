@@ -7,11 +7,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import count
+from typing import TYPE_CHECKING
 
+from kvpage_server.commands.channels import Channels
+from kvpage_server.commands.events import KeyEvents
 from kvpage_server.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
 from kvpage_server.store.memory import Keyspace
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.transaction import Transaction
 
 
 @dataclass(slots=True)
@@ -41,6 +47,18 @@ class Server:
     stats: Stats = field(default_factory=Stats)
     clients: dict[int, Client] = field(default_factory=dict)
     client_ids: count[int] = field(default_factory=lambda: count(1))
+    channels: Channels = field(default_factory=Channels)
+    events: KeyEvents = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.events = KeyEvents(self.keyspace, self.channels)
+
+    def forget(self, client: Client) -> None:
+        """A client is gone."""
+        self.clients.pop(client.id, None)
+        self.channels.forget(client)
+        self.events.unwatch(client)
+        client.transaction = None
 
 
 @dataclass(slots=True, eq=False)
@@ -60,6 +78,11 @@ class Client:
     last_command: str = ""
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)
+    transaction: Transaction | None = None  # what was queued since MULTI
+    watching: set[bytes] = field(default_factory=set)  # keys, kept by KeyEvents
+    watched_changed: bool = False  # so the next EXEC fails
+    channels: dict[bytes, None] = field(default_factory=dict)  # listened to, kept by Channels
+    patterns: dict[bytes, None] = field(default_factory=dict)
 
     @property
     def keyspace(self) -> Keyspace:

@@ -19,12 +19,17 @@ class LRU:
     """Least recently used first. Every operation is O(1)."""
 
     def __init__(self) -> None:
-        self._units: OrderedDict[Unit, None] = OrderedDict()
+        self.now = 0  # unix seconds, kept by the owner: looking at the clock at every use would cost more than the use
+        self._units: OrderedDict[Unit, int] = OrderedDict()  # and when each was used
 
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
-        self._units[unit] = None
+        self._units[unit] = self.now
         self._units.move_to_end(unit)
+
+    def idle(self, unit: Unit) -> int:
+        """Seconds since a unit's last use."""
+        return self.now - self._units[unit]
 
     def removed(self, unit: Unit) -> None:
         """The unit is gone."""

@@ -18,6 +18,7 @@ from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block, PageIndex
 from kvpage_server.store.lease import SHARE, Guards
+from kvpage_server.store.scan import ScanOrder
 
 TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
 LONGEST_TEXT = 1024  # longer strings lie in the arena
@@ -85,6 +86,7 @@ class Keyspace:
         self._entries: dict[bytes, Entry] = {}
         self._expiry = Expiry(self.expires_of)
         self._lru = LRU()
+        self._scans = ScanOrder()
         self._texts = 0  # bytes of short strings
 
     def __len__(self) -> int:
@@ -115,6 +117,7 @@ class Keyspace:
         entry = self._entries.get(key)
         if entry is None or (entry.expires and self.find(key) is None):
             self.counters.misses += 1
+            self.tell("keymiss", key)
             return None
         self.counters.hits += 1
         self._lru.used(self._unit(key, entry))
@@ -126,8 +129,25 @@ class Keyspace:
         return entry.expires if entry is not None else 0
 
     def keys(self) -> list[bytes]:
-        """Every key, those overdue but not yet swept too."""
-        return list(self._entries)
+        """Every living key."""
+        now = unix_ms()
+        return [key for key, entry in self._entries.items() if not entry.expires or entry.expires > now]
+
+    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the living keys in the next `count` places of the order of scans."""
+        cursor, names = self._scans.visit(cursor, count, self._entries, unix_ms())
+        return cursor, [name for name in names if self.find(name) is not None]
+
+    def random_key(self) -> bytes | None:
+        """A living key; None when there is none."""
+        while (key := self._scans.draw(self._entries, unix_ms())) is not None:
+            if self.find(key) is not None:
+                return key
+        return None
+
+    def idle(self, key: bytes) -> int:
+        """Seconds since a living key, or its block, was last used."""
+        return self._lru.idle(self._unit(key, self._entries[key]))
 
     @staticmethod
     def _unit(key: bytes, entry: Entry) -> Block | bytes:
@@ -146,20 +166,19 @@ class Keyspace:
         self._grow(block, slot.footprint)
         self._put(name.key, slot)
 
-    def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0) -> None:
+    def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         """Store a plain string."""
+        if self.expires_of(key):
+            self.find(key)  # one that is overdue expires, it is not overwritten
         entry: Entry
-        if type(value) is bytes:
-            entry = Text(value) if len(value) <= LONGEST_TEXT else self.slot_of(value)
+        if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
+            entry = Text(value)
+            self._texts += len(key) + len(value) + TEXT_OVERHEAD
         else:
-            assert isinstance(value, Slot)
-            entry = value
-        if type(entry) is Slot:
+            entry = self.slot_of(value) if isinstance(value, bytes) else value
             entry.seal()
-        else:
-            self._texts += len(key) + entry.size + TEXT_OVERHEAD
         entry.expires = expires
-        self._put(key, entry)
+        self._put(key, entry, event)
 
     def slot_of(self, value: bytes) -> Slot:
         """A slot that holds `value`."""
@@ -167,17 +186,21 @@ class Keyspace:
         slot.body[:] = value
         return slot
 
-    def _put(self, key: bytes, entry: Entry) -> None:
+    def _put(self, key: bytes, entry: Entry, event: str = "set") -> None:
         old = self._entries.get(key)
         if old is not None:
             self._forget(key, old, entry)
         self._entries[key] = entry
+        if old is None:
+            if self._scans.current is not None:
+                self._scans.add(key, len(self._entries))
+            self.tell("new", key)
         if entry.expires:
             self._expiry.keys += 1
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
         self._lru.used(self._unit(key, entry))
-        self._tell("set", key)
+        self.tell(event, key)
 
     def _grow(self, block: Block, size: int) -> None:
         block.footprint += size
@@ -216,7 +239,7 @@ class Keyspace:
 
     def _remove(self, key: bytes, event: str) -> None:
         self._forget(key, self._entries.pop(key), None, event)
-        self._tell(event, key)
+        self.tell(event, key)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
         """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
@@ -225,7 +248,7 @@ class Keyspace:
             self._expiry.keys -= 1
         entry.expires = expires
         if not expires:
-            self._tell("persist", key)
+            self.tell("persist", key)
             return
         self._expiry.keys += 1
         if expires <= unix_ms():
@@ -235,20 +258,22 @@ class Keyspace:
         if isinstance(unit, Block):
             unit.expires_at(expires)
         self._expiry.note(key, expires)
-        self._tell("expire", key)
+        self.tell("expire", key)
 
     def flush(self) -> None:
         """Remove everything."""
-        self._tell("flush", b"")
+        self.tell("flush", b"")
         self._entries.clear()
         self.index.clear()
         self._expiry.clear()
         self._lru.clear()
         self.guards.clear()
         self.ghosts.clear()
+        self._scans.clear()
         self._texts = 0
 
-    def _tell(self, event: str, key: bytes) -> None:
+    def tell(self, event: str, key: bytes) -> None:
+        """Say what happened to a key, to whoever listens."""
         if self.on_event is not None:
             self.on_event(event, key)
 
@@ -260,6 +285,8 @@ class Keyspace:
 
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due; how many it removed."""
+        self._lru.now = now // 1000
+        self._scans.rest(now)
         removed = 0
         for key in self._expiry.due(now):
             self._expire(key)
@@ -332,7 +359,7 @@ class Keyspace:
         for key in block.page_keys():
             if self._entries.pop(key).expires:
                 self._expiry.keys -= 1
-            self._tell(event, key)
+            self.tell(event, key)
         return block.pages
 
     @property

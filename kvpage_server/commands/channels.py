@@ -1,0 +1,88 @@
+"""Who listens to which channel, by name or by pattern, and how a message reaches them."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpage_server.commands.glob import Matches, glob
+from kvpage_server.resp.reply import Piece, Push, Raw, Reply, encode
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.context import Client
+
+Listeners = dict["Client", None]  # in the order in which they came
+
+
+class Channels:
+    """Channels and patterns that have a listener; the listeners' own lists are `Client.channels` and `.patterns`."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[bytes, Listeners] = {}
+        self.by_pattern: dict[bytes, Listeners] = {}
+        self._matches: dict[bytes, Matches] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.by_name or self.by_pattern)
+
+    def subscribe(self, client: Client, channel: bytes) -> None:
+        """The client listens to a channel."""
+        client.channels[channel] = None
+        self.by_name.setdefault(channel, {})[client] = None
+
+    def unsubscribe(self, client: Client, channel: bytes) -> None:
+        """It no longer does, if it did."""
+        client.channels.pop(channel, None)
+        _leave(self.by_name, channel, client)
+
+    def psubscribe(self, client: Client, pattern: bytes) -> None:
+        """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
+        self._matches[pattern] = glob(pattern)
+        client.patterns[pattern] = None
+        self.by_pattern.setdefault(pattern, {})[client] = None
+
+    def punsubscribe(self, client: Client, pattern: bytes) -> None:
+        """It no longer does, if it did."""
+        client.patterns.pop(pattern, None)
+        _leave(self.by_pattern, pattern, client)
+        if pattern not in self.by_pattern:
+            self._matches.pop(pattern, None)
+
+    def forget(self, client: Client) -> None:
+        """The client listens to nothing any more."""
+        for channel in list(client.channels):
+            self.unsubscribe(client, channel)
+        for pattern in list(client.patterns):
+            self.punsubscribe(client, pattern)
+
+    def publish(self, channel: bytes, message: bytes) -> int:
+        """Push a message to everybody who listens; how many times it was pushed.
+
+        O(listeners + patterns). The message is encoded once a protocol, not once a listener.
+        """
+        count = 0
+        listeners = self.by_name.get(channel)
+        if listeners:
+            count += _push(listeners, [b"message", channel, message])
+        for pattern, listeners in list(self.by_pattern.items()):
+            if self._matches[pattern](channel):
+                count += _push(listeners, [b"pmessage", pattern, channel, message])
+        return count
+
+
+def _push(listeners: Listeners, items: list[Reply]) -> int:
+    encoded: dict[int, Raw] = {}
+    for client in list(listeners):
+        protocol = client.protocol
+        if protocol not in encoded:
+            out: list[Piece] = []
+            encode(Push(items), protocol, out)
+            encoded[protocol] = Raw(b"".join(piece if isinstance(piece, bytes) else piece.view for piece in out))
+        client.push(encoded[protocol])
+    return len(listeners)
+
+
+def _leave(listeners_of: dict[bytes, Listeners], name: bytes, client: Client) -> None:
+    listeners = listeners_of.get(name, {})
+    listeners.pop(client, None)
+    if not listeners:
+        listeners_of.pop(name, None)

@@ -1,0 +1,104 @@
+"""Redis's glob patterns over bytes (`stringmatchlen` in util.c): KEYS, SCAN, PSUBSCRIBE, CONFIG GET, ACL key patterns.
+
+``*`` is any run of bytes, ``?`` one byte, ``[a-z]`` and ``[^ab]`` classes, ``\\`` takes the next byte as it is. What
+Redis does with malformed patterns is kept: an unclosed class ends with the pattern, ``[a-]`` is a range up to ``]``, a
+last ``\\`` stands for itself, and stars alone do not match the empty string. A byte above 127 in a range counts as
+itself, where Redis asks the machine whether its chars have a sign.
+
+A pattern becomes one regular expression. Every part between two stars has a fixed length and is taken as early as it
+is found, never to be reconsidered (an atomic group), so a match costs at most O(pattern x string): no pattern blows up.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+
+LONGEST = 4096  # bytes of a pattern: more is no pattern, and takes long to compile
+
+Matches = Callable[[bytes], object]  # something true when the bytes match
+
+_STAR = b""  # what `_elements` gives for a star; anything else matches one byte
+_EVERY = bytes(range(256))
+
+
+class PatternTooLong(ValueError):
+    """A pattern of more than `LONGEST` bytes."""
+
+
+@lru_cache(maxsize=512)
+def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
+    """What tells whether bytes match `pattern` as a whole. Raises PatternTooLong."""
+    if len(pattern) > LONGEST:
+        raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
+    parts: list[list[bytes]] = [[]]
+    for element in _elements(pattern, ignore_case):
+        if element == _STAR:
+            parts.append([])
+        else:
+            parts[-1].append(element)
+    if len(parts) > 1 and not any(parts):
+        return re.compile(rb".+", re.DOTALL).fullmatch
+    first, *rest = (b"".join(part) for part in parts)
+    middle = b"".join(b"(?>.*?%b)" % part for part in rest[:-1] if part)
+    last = b".*" + rest[-1] if rest else b""
+    return re.compile(first + middle + last, re.DOTALL).fullmatch
+
+
+def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:
+    """The pattern's elements in order: `_STAR`, or the regular expression of one byte."""
+    pos, size = 0, len(pattern)
+    while pos < size:
+        char = pattern[pos : pos + 1]
+        if char == b"*":
+            yield _STAR
+        elif char == b"?":
+            yield b"."
+        elif char == b"[":
+            element, pos = _class(pattern, pos + 1, ignore_case)
+            yield element
+            continue
+        else:
+            if char == b"\\" and pos + 1 < size:
+                pos += 1
+                char = pattern[pos : pos + 1]
+            yield _one_of({char[0]} if not ignore_case else {char.lower()[0], char.upper()[0]})
+        pos += 1
+
+
+def _class(pattern: bytes, pos: int, ignore_case: bool) -> tuple[bytes, int]:
+    """The class whose text starts at `pos`, and the position after it."""
+    size = len(pattern)
+    negated = pattern[pos : pos + 1] == b"^"
+    pos += negated
+    members: set[int] = set()
+    while pos < size and pattern[pos] != 0x5D:  # ']'
+        if pattern[pos] == 0x5C and size - pos >= 2:  # '\'
+            members.add(pattern[pos + 1])
+            pos += 2
+        elif size - pos >= 3 and pattern[pos + 1] == 0x2D:  # '-'
+            members |= _range(pattern[pos], pattern[pos + 2], ignore_case)
+            pos += 3
+        else:
+            members |= _range(pattern[pos], pattern[pos], ignore_case)
+            pos += 1
+    if negated:
+        members = set(_EVERY) - members
+    return _one_of(members), pos + 1
+
+
+def _range(start: int, end: int, ignore_case: bool) -> set[int]:
+    low, high = min(start, end), max(start, end)
+    if not ignore_case:
+        return set(range(low, high + 1))
+    folded = _EVERY.lower()
+    return {byte for byte in _EVERY if folded[low] <= folded[byte] <= folded[high]}
+
+
+def _one_of(members: set[int]) -> bytes:
+    if len(members) == 1:
+        return re.escape(bytes(members))
+    if not members:
+        return b"(?!)"
+    return b"[%b]" % b"".join(b"\\x%02x" % byte for byte in sorted(members))

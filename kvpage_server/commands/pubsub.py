@@ -1,0 +1,163 @@
+"""The pub/sub family: messages for whoever listens now; nothing is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvpage_server.commands.arguments import plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.glob import PatternTooLong, glob
+from kvpage_server.commands.registry import command, container
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, encode
+
+_FLAGS = "pubsub noscript loading stale"
+
+
+def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
+    """Act on each name; the replies say how many channels and patterns the client listens to after each."""
+    pieces: list[Piece] = []
+    for name in names:
+        if name is not None:
+            act(client, name)
+        count = len(client.channels) + len(client.patterns)
+        encode(Push([kind, name, count]), client.protocol, pieces)
+    return tuple(pieces)
+
+
+def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[bytes] | list[None]:
+    """The names given, or all there are; a None when there are none, as they still need a reply."""
+    return plain_all(args) or list(everything) or [None]
+
+
+@command(
+    "subscribe",
+    -2,
+    _FLAGS,
+    group="pubsub",
+    channels="all",
+    since="2.0.0",
+    usage="channel [channel ...]",
+    summary="Listens to channels.",
+)
+def subscribe(client: Client, args: list[Argument]) -> Reply:
+    """One confirmation a channel."""
+    return _confirm(client, b"subscribe", plain_all(args), client.server.channels.subscribe)
+
+
+@command(
+    "psubscribe",
+    -2,
+    _FLAGS,
+    group="pubsub",
+    channels="patterns",
+    since="2.0.0",
+    usage="pattern [pattern ...]",
+    summary="Listens to the channels that match patterns.",
+)
+def psubscribe(client: Client, args: list[Argument]) -> Reply:
+    """One confirmation a pattern."""
+    try:
+        return _confirm(client, b"psubscribe", plain_all(args), client.server.channels.psubscribe)
+    except PatternTooLong as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+@command(
+    "unsubscribe",
+    -1,
+    _FLAGS,
+    group="pubsub",
+    since="2.0.0",
+    usage="[channel [channel ...]]",
+    summary="Listens to some channels, or to all, no more.",
+)
+def unsubscribe(client: Client, args: list[Argument]) -> Reply:
+    """One confirmation a channel, one with null when there was none."""
+    names = _named_or_all(args, client.channels)
+    return _confirm(client, b"unsubscribe", names, client.server.channels.unsubscribe)
+
+
+@command(
+    "punsubscribe",
+    -1,
+    _FLAGS,
+    group="pubsub",
+    since="2.0.0",
+    usage="[pattern [pattern ...]]",
+    summary="Listens to some patterns, or to all, no more.",
+)
+def punsubscribe(client: Client, args: list[Argument]) -> Reply:
+    """One confirmation a pattern, one with null when there was none."""
+    names = _named_or_all(args, client.patterns)
+    return _confirm(client, b"punsubscribe", names, client.server.channels.punsubscribe)
+
+
+@command(
+    "publish",
+    3,
+    "pubsub loading stale fast",
+    group="pubsub",
+    channels="first",
+    since="2.0.0",
+    usage="channel message",
+    summary="Sends a message to those who listen to a channel.",
+)
+def publish(client: Client, args: list[Argument]) -> Reply:
+    """How many received it."""
+    channel, message = plain_all(args)
+    return client.server.channels.publish(channel, message)
+
+
+container("pubsub", group="pubsub", summary="A container for commands about channels.")
+
+
+@command(
+    "pubsub|channels",
+    -2,
+    "pubsub loading stale",
+    group="pubsub",
+    since="2.8.0",
+    usage="[pattern]",
+    summary="Returns the channels that somebody listens to.",
+)
+def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
+    """By name; patterns are no channels."""
+    if len(args) > 1:
+        raise ReplyError("ERR unknown subcommand or wrong number of arguments for 'channels'. Try PUBSUB HELP.")
+    channels = list(client.server.channels.by_name)
+    if not args:
+        return channels
+    try:
+        matches = glob(plain(args[0]))
+    except PatternTooLong as error:
+        raise ReplyError(f"ERR {error}") from None
+    return [channel for channel in channels if matches(channel)]
+
+
+@command(
+    "pubsub|numsub",
+    -2,
+    "pubsub loading stale",
+    group="pubsub",
+    since="2.8.0",
+    usage="[channel [channel ...]]",
+    summary="Counts who listens to channels.",
+)
+def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
+    """Channels and their counts in turn, patterns not counted."""
+    listeners = client.server.channels.by_name
+    return [item for channel in plain_all(args) for item in (channel, len(listeners.get(channel, ())))]
+
+
+@command(
+    "pubsub|numpat",
+    2,
+    "pubsub loading stale",
+    group="pubsub",
+    since="2.8.0",
+    summary="Counts the patterns that somebody listens to.",
+)
+def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
+    """Each counted once, however many listen."""
+    return len(client.server.channels.by_pattern)

@@ -1,0 +1,124 @@
+"""The transaction family: commands queued and run as one, unless a watched key changed."""
+
+from __future__ import annotations
+
+from kvpage_server.commands.arguments import plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch import run
+from kvpage_server.commands.registry import Spec, command
+from kvpage_server.resp.parser import Argument, Command
+from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError, encode
+
+
+class Transaction:
+    """What a client queued since MULTI. Long arguments wait in the memory they were received into."""
+
+    __slots__ = ("commands", "refused", "size")
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Spec, Command]] = []
+        self.refused = False  # a command could not be queued: EXEC will run none
+        self.size = 0  # bytes of all arguments
+
+    def queue(self, spec: Spec, words: Command) -> Reply:
+        """Keep a command for EXEC."""
+        self.commands.append((spec, words))
+        self.size += sum(len(word) if isinstance(word, bytes) else len(word.body) for word in words)
+        return QUEUED
+
+
+def discard_transaction(client: Client) -> None:
+    """Forget what was queued and what was watched."""
+    client.transaction = None
+    client.server.events.unwatch(client)
+
+
+@command("multi", 1, "noscript loading stale fast allow_busy", group="transactions", summary="Starts a transaction.")
+def multi(client: Client, args: list[Argument]) -> Reply:
+    """Commands are queued from now on."""
+    if client.transaction is not None:
+        raise ReplyError("ERR MULTI calls can not be nested")
+    client.transaction = Transaction()
+    return OK
+
+
+@command(
+    "exec",
+    1,
+    "noscript loading stale skip_slowlog",
+    group="transactions",
+    since="1.2.0",
+    summary="Runs what was queued.",
+)
+def exec_(client: Client, args: list[Argument]) -> Reply:
+    """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
+
+    Each reply is encoded as its command ends: HELLO may change the protocol under way, and a streamed reply must be
+    complete before the next command changes what it tells.
+    """
+    transaction = client.transaction
+    if transaction is None:
+        raise ReplyError("ERR EXEC without MULTI")
+    for key in client.watching:
+        client.keyspace.find(key)  # one that is overdue changes now
+    changed = client.watched_changed
+    discard_transaction(client)
+    if transaction.refused:
+        raise ReplyError("EXECABORT Transaction discarded because of previous errors.")
+    if changed:
+        return NULL_ARRAY
+    pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
+    for spec, words in transaction.commands:
+        reply = run(client, spec, words)
+        encode(reply, client.protocol, pieces)
+    return tuple(pieces)
+
+
+@command(
+    "discard",
+    1,
+    "noscript loading stale fast allow_busy",
+    group="transactions",
+    since="2.0.0",
+    summary="Forgets what was queued.",
+)
+def discard(client: Client, args: list[Argument]) -> Reply:
+    """Watched keys are forgotten too."""
+    if client.transaction is None:
+        raise ReplyError("ERR DISCARD without MULTI")
+    discard_transaction(client)
+    return OK
+
+
+@command(
+    "watch",
+    -2,
+    "noscript loading stale fast allow_busy",
+    keys=(1, -1, 1),
+    group="transactions",
+    since="2.2.0",
+    usage="key [key ...]",
+    summary="Lets the next transaction run only if some keys do not change before.",
+)
+def watch(client: Client, args: list[Argument]) -> Reply:
+    """A key that expires or is evicted changes."""
+    if client.transaction is not None:
+        raise ReplyError("ERR WATCH inside MULTI is not allowed")
+    for key in plain_all(args):
+        client.keyspace.find(key)  # one that is overdue goes before it is watched
+        client.server.events.watch(client, key)
+    return OK
+
+
+@command(
+    "unwatch",
+    1,
+    "noscript loading stale fast allow_busy",
+    group="transactions",
+    since="2.2.0",
+    summary="Forgets what is watched.",
+)
+def unwatch(client: Client, args: list[Argument]) -> Reply:
+    """What happened to the keys so far is forgiven."""
+    client.server.events.unwatch(client)
+    return OK
