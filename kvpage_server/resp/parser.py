@@ -13,7 +13,6 @@ Errors and limits are worded as Redis words them (`networking.c`).
 from __future__ import annotations
 
 import re
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,7 +20,7 @@ from typing import Protocol
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
 DIRECT = 1024  # an unfinished bulk of at least this size gets memory of its own
-SCRATCH_SIZE = 128 * 1024
+SCRATCH_SIZE = 64 * 1024
 
 
 class Bulk(Protocol):
@@ -57,32 +56,18 @@ class Limits:
 UNAUTHENTICATED_ARGUMENTS = 10
 UNAUTHENTICATED_BULK = 16384
 
-_AFTER_BULK = 4096  # scratch behind a bulk: what overshoots into the next one has to be moved
-_AHEAD = 512 * 1024  # bytes of bulks to make room for ahead of their coming,
-_AHEAD_BULKS = 16  # and how many at the most
 _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _DECLARED = {b"$%d" % length: length for length in range(1000)}
 
+_LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
+
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
-
-
-@dataclass(slots=True)
-class _Guess:
-    """What probably comes after the bulk that is being received: the short arguments before the next bulk, and that."""
-
-    head: memoryview
-    bulk: Bulk
-    room: memoryview
+_after_long = _scratch[:256]
 
 
 class Parser:
-    """One connection's parser. Not thread-safe: the scratch memory is shared by all parsers of a thread's loop.
-
-    A batch of pages is a run of bulks of one size with short arguments between them that hardly change in length. So
-    once two such bulks have come, `buffers()` names the places of the next ones too, and one read fills them all. A
-    guess is checked by parsing the arguments as ever; where it was wrong, what came is moved to where it belongs.
-    """
+    """One connection's parser. Not thread-safe: the scratch memory is shared by all parsers of a thread's loop."""
 
     def __init__(self, allocate: Callable[[int], Bulk], *, limits: Limits | None = None, keep_from: int = 4096) -> None:
         """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead."""
@@ -97,25 +82,14 @@ class Parser:
         self._bulk: Bulk | None = None  # being received directly, `_filled` bytes so far
         self._room = memoryview(b"")
         self._filled = 0
-        self._gap = 0  # bytes parsed since the last direct bulk of this command
-        self._bulk_at = 0  # that bulk's place among the arguments; 0: there was none
-        self._period = 0  # arguments from one direct bulk to the next, 0 while unknown
-        self._head_size = 0  # bytes of the short ones among them
-        self._guesses: deque[_Guess] = deque()
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order. Valid until `received` is called."""
-        buffers = []
-        if self._bulk is not None:
-            buffers.append(self._room[self._filled :])
-            self._guess_ahead()
-        for guess in self._guesses:
-            buffers += (guess.head, guess.room)
-        if not self._guesses:
-            buffers.append(_scratch[:_AFTER_BULK] if buffers else _scratch)
-        return buffers
+        if self._bulk is None:
+            return [_scratch]
+        return [self._room[self._filled :], _after_long if len(self._room) > _LONG else _scratch]
 
     def feed(self, data: bytes) -> None:
         """Receive `data` by way of `buffers`: what a socket would do."""
@@ -131,63 +105,16 @@ class Parser:
 
     def received(self, count: int) -> None:
         """`count` bytes have been written into `buffers()`. Raises ProtocolError for a bulk without its CRLF."""
-        while count:
-            if self._bulk is not None:
-                taken = min(count, len(self._room) - self._filled)
-                self._filled += taken
-                count -= taken
-                if self._filled == len(self._room):
-                    self._finish_bulk()
-            elif self._guesses:
-                count = self._check_guess(count)
-            else:
-                self._absorb(bytes(_scratch[:count]))
-                return
-
-    def _absorb(self, fresh: bytes) -> None:
-        """Take bytes that came to no place of their own."""
         if self._bulk is not None:
-            taken = min(len(fresh), len(self._room) - self._filled)
-            self._room[self._filled : self._filled + taken] = fresh[:taken]
+            taken = min(count, len(self._room) - self._filled)
             self._filled += taken
-            fresh = fresh[taken:]
+            count -= taken
             if self._filled == len(self._room):
                 self._finish_bulk()
-        if fresh:
+        if count:
+            fresh = bytes(_scratch[:count])
             self._data = self._data[self._pos :] + fresh if self._pos < len(self._data) else fresh
             self._pos = 0
-
-    def _guess_ahead(self) -> None:
-        """Make room for the bulks that should follow the current one."""
-        if self._guesses or not self._period:
-            return
-        size = len(self._room) - 2
-        for _ in range(min((self._missing - 1) // self._period, max(_AHEAD // size, 1), _AHEAD_BULKS)):
-            bulk = self._allocate(size)
-            self._guesses.append(_Guess(memoryview(bytearray(self._head_size)), bulk, bulk.room))
-
-    def _check_guess(self, count: int) -> int:
-        """See whether the first guess holds, of which `count` bytes have come; how many of them are the next bulk's."""
-        guess = self._guesses.popleft()
-        head = len(guess.head)
-        if count >= head:
-            self._data, self._pos = bytes(guess.head), 0
-            self._take_bulks(guess.bulk)
-            if self._bulk is guess.bulk:
-                return count - head
-            self._guesses.appendleft(guess)
-            self._give_up(count, head)
-        else:  # in the middle of the arguments: whatever follows may be shorter than guessed, so do not wait for it
-            self._guesses.appendleft(guess)
-            self._give_up(count, 0)
-        return 0
-
-    def _give_up(self, count: int, parsed: int) -> None:
-        """Take the first `count` bytes of the guesses' places, but for those already `parsed`, as they came."""
-        came = b"".join(part for guess in self._guesses for part in (guess.head, guess.room))[parsed:count]
-        self._guesses.clear()
-        self._period = 0
-        self._absorb(came)
 
     def _finish_bulk(self) -> None:
         bulk, room = self._bulk, self._room
@@ -196,8 +123,6 @@ class Parser:
             raise ProtocolError("bulk string is not terminated by CRLF")
         self._args.append(bulk if len(room) - 2 >= self._keep_from else bytes(bulk.body))
         self._missing -= 1
-        self._bulk_at = len(self._args)
-        self._gap = 0
         self._bulk = None
         self._room = memoryview(b"")
 
@@ -217,7 +142,6 @@ class Parser:
                     return None
             if self._args:
                 command, self._args, self._size = self._args, [], 0
-                self._gap = self._bulk_at = self._period = 0
                 return command
             if not self._start_command():
                 return None
@@ -265,9 +189,9 @@ class Parser:
         self._args = [*words]
         return True
 
-    def _take_bulks(self, guess: Bulk | None = None) -> None:
-        """Take the arguments that have arrived; an unfinished long one goes on into memory of its own, or `guess`'s."""
-        data, pos, args, start_pos = self._data, self._pos, self._args, self._pos
+    def _take_bulks(self) -> None:
+        """Take the arguments that have arrived; an unfinished long one goes on into memory of its own."""
+        data, pos, args = self._data, self._pos, self._args
         size, missing = len(data), self._missing
         find, limits, keep_from = data.find, self.limits, self._keep_from
         if missing > _FEW:
@@ -303,11 +227,9 @@ class Parser:
                 if self._size > limits.max_command:
                     raise ProtocolError("command exceeds the query buffer limit")
                 self._missing = missing
-                self._note_period(self._gap + start - start_pos)
-                pos = start_pos = self._receive_directly(length, data, start, guess)
+                pos = self._receive_directly(length, data, start)
                 missing = self._missing
         finally:
-            self._gap += pos - start_pos
             self._pos, self._missing = pos, missing
 
     def _take_short_ones(self) -> int:
@@ -330,16 +252,8 @@ class Parser:
         self._size += total
         return self._pos + total + sum(map(len, lengths)) + 4 * len(values)
 
-    def _note_period(self, gap: int) -> None:
-        """A direct bulk begins, `gap` bytes after the last."""
-        self._period = len(self._args) + 1 - self._bulk_at if self._bulk_at else 0
-        self._head_size = gap
-
-    def _receive_directly(self, length: int, data: bytes, start: int, guess: Bulk | None) -> int:
+    def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""
-        if guess is not None and start == len(data) and length == len(guess.body):
-            self._bulk, self._room, self._filled = guess, guess.room, 0
-            return start
         self._bulk = bulk = self._allocate(length) if length >= self._keep_from else Buffer(length)
         self._room = bulk.room
         arrived = min(len(data) - start, length + 2)
