@@ -152,6 +152,25 @@ def _wrong_version(version: int) -> PageError:
     return PageError(f"page version {version}{hint} is not supported, only {VERSION}")
 
 
+def pack_header(
+    dtype: int,
+    kv_type: int,
+    page_size: int,
+    head_dim: int,
+    layer: int,
+    head: int,
+    page: int,
+    created_ms: int,
+    ttl: int,
+    body_size: int,
+    digest: int,
+    flags: int = 0,
+) -> bytes:
+    """The 64 bytes of a header whose fields, PageHeader's, have been checked."""
+    shape = (page_size, head_dim, layer, head, page)
+    return _LAYOUT.pack(MAGIC, VERSION, dtype, kv_type, flags, *shape, created_ms, ttl, body_size, 0, digest)
+
+
 @dataclass(frozen=True, slots=True)
 class PageHeader:
     """The 64 bytes before a body, field for field as they lie in memory (little-endian)."""
@@ -185,22 +204,9 @@ class PageHeader:
             raise PageError(f"flags must be 0, got {self.flags:#x}")
 
     def __bytes__(self) -> bytes:
-        return _LAYOUT.pack(
-            MAGIC,
-            VERSION,
-            self.dtype,
-            self.kv_type,
-            self.flags,
-            self.page_size,
-            self.head_dim,
-            self.layer,
-            self.head,
-            self.page,
-            self.created_ms,
-            self.ttl,
-            self.body_size,
-            0,
-            self.checksum,
+        shape = (self.page_size, self.head_dim, self.layer, self.head, self.page)
+        return pack_header(
+            self.dtype, self.kv_type, *shape, self.created_ms, self.ttl, self.body_size, self.checksum, self.flags
         )
 
     @classmethod

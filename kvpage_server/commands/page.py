@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from functools import lru_cache
 from typing import NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, integer_in, plain, plain_all
@@ -23,9 +24,9 @@ from kvpage_server.page import (
     MAX_U32,
     DType,
     PageError,
-    PageHeader,
     check_req_id,
     checksum,
+    pack_header,
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
@@ -79,34 +80,41 @@ def _explain_name(args: list[Argument]) -> None:
     integer_in("kv_type", kv_type, 0, MAX_KV_TYPE)
 
 
-def _read_page(client: Client, args: list[Argument]) -> NewPage:
-    """Ten arguments as a page, hashed and ready to be stored."""
-    name = page_name(args)
-    dtype, page_size, head_dim, ttl, body = args[NAME_ARGUMENTS:PAGE_ARGUMENTS]
+class Shape(NamedTuple):
+    """What a page's arguments say of its tensor and its life."""
+
+    dtype: DType
+    page_size: int
+    head_dim: int
+    ttl: int  # seconds
+    nbytes: int  # of a body that fills the shape
+
+
+@lru_cache(maxsize=256)  # the pages of a batch share theirs
+def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argument) -> Shape:
     kind = integer_in("dtype", dtype, 0, 255)
     if kind not in DType.__members__.values():
         raise ReplyError(f"ERR dtype must be one of {ALLOWED_DTYPES}, got {kind}")
-    now = unix_ms()
+    rows = integer_in("page_size", page_size, 1, MAX_U32)
+    columns = integer_in("head_dim", head_dim, 1, MAX_U32)
     seconds = integer_in("ttl", ttl, 0, MAX_TTL)
+    return Shape(DType(kind), rows, columns, seconds, rows * columns * DType(kind).itemsize)
+
+
+def _read_page(client: Client, args: list[Argument], now: int) -> NewPage:
+    """Ten arguments as a page, hashed and ready to be stored; `now` in unix milliseconds."""
+    name = page_name(args)
+    shape = _shape(*args[NAME_ARGUMENTS : PAGE_ARGUMENTS - 1])
+    body = args[PAGE_ARGUMENTS - 1]
     slot = body if isinstance(body, Slot) else client.keyspace.slot_of(plain(body))
-    header = PageHeader(
-        dtype=DType(kind),
-        kv_type=name.kv_type,
-        page_size=integer_in("page_size", page_size, 1, MAX_U32),
-        head_dim=integer_in("head_dim", head_dim, 1, MAX_U32),
-        layer=name.layer,
-        head=name.head,
-        page=name.page,
-        created_ms=now,
-        ttl=seconds,
-        body_size=slot.size,
-        checksum=checksum(slot.body) if client.server.config.page_checksums else 0,
-    )
-    if client.server.config.strict_page_shape and header.tensor_size != slot.size:
-        raise ReplyError(
-            f"ERR body must be page_size x head_dim x itemsize = {header.tensor_size} bytes, got {slot.size}"
-        )
-    return NewPage(name, bytes(header), slot, now + seconds * 1000 if seconds else 0)
+    config = client.server.config
+    if config.strict_page_shape and shape.nbytes != slot.size:
+        raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}")
+    dtype, page_size, head_dim, ttl, _ = shape
+    _, _, layer, head, page, kv_type = name
+    digest = checksum(slot.body) if config.page_checksums else 0
+    header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest)
+    return NewPage(name, header, slot, now + ttl * 1000 if ttl else 0)
 
 
 def _store(client: Client, pages: list[NewPage]) -> None:
@@ -148,7 +156,7 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """One page."""
-    _store(client, [_read_page(client, args)])
+    _store(client, [_read_page(client, args, unix_ms())])
     return OK
 
 
@@ -177,11 +185,11 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """A batch of pages: one bad page refuses all."""
     count = _batch(client, "KVPAGEMSET", args, PAGE_ARGUMENTS)
-    pages = []
+    pages, now = [], unix_ms()
     for i in range(count):
         start = 1 + i * PAGE_ARGUMENTS
         try:
-            pages.append(_read_page(client, args[start : start + PAGE_ARGUMENTS]))
+            pages.append(_read_page(client, args[start : start + PAGE_ARGUMENTS], now))
         except ReplyError as error:
             code, message = str(error).split(" ", 1)
             raise ReplyError(f"{code} page {i + 1} of {count}: {message}") from None
