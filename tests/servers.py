@@ -16,9 +16,12 @@ from pathlib import Path
 from typing import Any
 
 import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
 
 START_WITHIN = 20.0  # seconds
 STOP_WITHIN = 20.0
+CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 20, "retry": Retry(NoBackoff(), 0)}
 
 
 @dataclass
@@ -42,8 +45,8 @@ class RunningServer:
         return self.log_file.read_text(errors="replace")
 
     def client(self, **options: Any) -> redis.Redis:
-        """A redis-py client; close it, or use it in a `with`."""
-        return redis.Redis(**{"host": "127.0.0.1", "port": self.port, "socket_timeout": 30, **options})
+        """A redis-py client that never tries twice; close it, or use it in a `with`."""
+        return redis.Redis(**{"port": self.port, **CLIENT_OPTIONS, **options})
 
     def connect(self) -> socket.socket:
         """A socket of one's own."""
