@@ -1,7 +1,7 @@
 """A connected stream socket, TCP or unix, that moves bytes between the kernel and their final place.
 
 Reading fills the buffers that the session names, so a page's bytes are written once. Writing gathers borrowed pieces of
-memory into one `sendmsg`; pages that lie side by side in the arena go as one piece. A piece is kept until it is sent.
+memory into one `sendmsg`. A piece is kept until it is sent, so that its memory is not reused before.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections import deque
 from collections.abc import Iterable
+from itertools import islice
 from typing import Protocol
 
 from kvpage_server.resp.reply import Piece
@@ -17,7 +18,6 @@ from kvpage_server.resp.reply import Piece
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
 _GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
-_GATHER_BYTES = 2 * 1024 * 1024
 
 
 class Reader(Protocol):
@@ -43,9 +43,8 @@ class SocketTransport:
         self._loop = loop
         self._sock = sock
         self._reader = reader
-        self._queue: deque[Piece] = deque()
-        self._sent = 0  # bytes of the first piece that are gone
-        self.queued = 0  # bytes that wait, the whole first piece counted
+        self._queue: deque[tuple[bytes | memoryview, Piece]] = deque()  # bytes to send, and who owns their memory
+        self.queued = 0  # bytes that wait
         self.bytes_out = 0
         self._reading = False
         self._writing = False
@@ -100,9 +99,12 @@ class SocketTransport:
         """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
         if self._over:
             return
+        size = 0
         for piece in pieces:
-            self._queue.append(piece)
-            self.queued += len(piece) if isinstance(piece, bytes) else len(piece.view)
+            buffer = piece if isinstance(piece, bytes) else piece.view
+            self._queue.append((buffer, piece))
+            size += len(buffer)
+        self.queued += size
         if not self._writing:
             self._flush()
         self._crowded = self._crowded or self.crowded
@@ -110,7 +112,7 @@ class SocketTransport:
     def _flush(self) -> None:
         try:
             while self._queue:
-                self._advance(self._sock.sendmsg(self._gather()))
+                self._send()
         except (BlockingIOError, InterruptedError):
             if not self._writing:
                 self._writing = True
@@ -129,33 +131,24 @@ class SocketTransport:
             self._crowded = False
             self._loop.call_soon(self._reader.drained)
 
-    def _gather(self) -> list[bytes | memoryview]:
-        """The first pieces of the queue as buffers, neighbours in memory as one."""
-        gathered: list[bytes | memoryview] = []
-        size = 0
-        for piece in self._queue:
-            buffer = piece if isinstance(piece, bytes) else piece.view
-            gathered.append(buffer)
-            size += len(buffer)
-            if size > _GATHER_BYTES or len(gathered) == _GATHER:
-                break
-        if self._sent:
-            gathered[0] = memoryview(gathered[0])[self._sent :]
-        return gathered
-
-    def _advance(self, sent: int) -> None:
-        self.bytes_out += sent
-        sent += self._sent
+    def _send(self) -> None:
+        """Hand the first pieces to the kernel and drop what it took. Raises OSError as sendmsg does."""
         queue = self._queue
-        while queue:
-            piece = queue[0]
-            size = len(piece) if isinstance(piece, bytes) else len(piece.view)
-            if sent < size:
+        buffers = [buffer for buffer, _ in islice(queue, _GATHER)]
+        sent = self._sock.sendmsg(buffers)
+        self.bytes_out += sent
+        self.queued -= sent
+        if not self.queued:
+            queue.clear()
+            return
+        for buffer in buffers:
+            if sent < len(buffer):
                 break
-            sent -= size
-            self.queued -= size
+            sent -= len(buffer)
             queue.popleft()
-        self._sent = sent
+        if sent:
+            buffer, piece = queue[0]
+            queue[0] = (memoryview(buffer)[sent:], piece)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
