@@ -3,6 +3,28 @@
 Knows the store and the values of replies; knows no socket.
 """
 
-from kvpage_server.commands import connection, keyspace, page, pubsub, server, string, transaction
+from kvpage_server.commands import (
+    connection,
+    counter,
+    expire,
+    inspection,
+    keyspace,
+    page,
+    pubsub,
+    server,
+    string,
+    transaction,
+)
 
-__all__ = ["connection", "keyspace", "page", "pubsub", "server", "string", "transaction"]
+__all__ = [
+    "connection",
+    "counter",
+    "expire",
+    "inspection",
+    "keyspace",
+    "page",
+    "pubsub",
+    "server",
+    "string",
+    "transaction",
+]

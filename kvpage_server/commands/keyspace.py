@@ -2,18 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.glob import Matches, PatternTooLong, glob
 from kvpage_server.commands.registry import command
-from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, simple
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, simple
+
+_CURSOR = re.compile(rb"(?:[+-]?\d+)?\Z")  # what C's strtoul takes
+_U64_MAX = 2**64 - 1
+_STEP = 256  # keys of a long reply that are encoded at a time
 
 
-@command("del", -2, "write", keys=(1, -1, 1), group="keyspace", usage="key [key ...]", summary="Deletes keys.")
+@command("del", -2, "write", keys=(1, -1, 1), group="generic", usage="key [key ...]", summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
-    return sum(client.keyspace.delete(key) for key in plain_all(args))
+    delete = client.server.keyspace.delete
+    return sum(delete(key) for key in plain_all(args))
+
+
+@command(
+    "unlink",
+    -2,
+    "write fast",
+    keys=(1, -1, 1),
+    group="generic",
+    since="4.0.0",
+    usage="key [key ...]",
+    summary="Deletes keys; deleting is quick here anyway.",
+)
+def unlink(client: Client, args: list[Argument]) -> Reply:
+    """How many were there."""
+    return del_(client, args)
 
 
 @command(
@@ -21,106 +45,157 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     -2,
     "readonly fast",
     keys=(1, -1, 1),
-    group="keyspace",
+    group="generic",
     usage="key [key ...]",
     summary="Counts the keys that exist.",
 )
 def exists(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
-    return sum(client.keyspace.find(key) is not None for key in plain_all(args))
-
-
-@command("type", 2, "readonly fast", keys=(1, 1, 1), group="keyspace", usage="key", summary="Names a value's type.")
-def type_(client: Client, args: list[Argument]) -> Reply:
-    """string or none."""
-    return simple("none" if client.keyspace.find(plain(args[0])) is None else "string")
-
-
-def _remaining(client: Client, key: bytes) -> int:
-    """Milliseconds a key has to live; -1 for ever, -2 when it does not exist."""
-    entry = client.keyspace.find(key)
-    if entry is None:
-        return -2
-    return entry.expires - unix_ms() if entry.expires else -1
-
-
-@command("ttl", 2, "readonly fast", keys=(1, 1, 1), group="keyspace", usage="key", summary="Returns seconds to live.")
-def ttl(client: Client, args: list[Argument]) -> Reply:
-    """Seconds, rounded; -1 for ever, -2 for no such key."""
-    left = _remaining(client, plain(args[0]))
-    return left if left < 0 else (left + 500) // 1000
-
-
-@command("pttl", 2, "readonly fast", keys=(1, 1, 1), group="keyspace", usage="key", summary="Returns ms to live.")
-def pttl(client: Client, args: list[Argument]) -> Reply:
-    """Milliseconds; -1 for ever, -2 for no such key."""
-    return _remaining(client, plain(args[0]))
-
-
-_CONDITIONS = (b"NX", b"XX", b"GT", b"LT")
-
-
-def _check_conditions(words: list[bytes]) -> set[bytes]:
-    found = set(words)
-    for word in words:
-        if word not in _CONDITIONS:
-            raise ReplyError(f"ERR Unsupported option {word.decode('ascii', 'backslashreplace')}")
-    if b"NX" in found and len(found) > 1:
-        raise ReplyError("ERR NX and XX, GT or LT options at the same time are not compatible")
-    if {b"GT", b"LT"} <= found:
-        raise ReplyError("ERR GT and LT options at the same time are not compatible")
-    return found
-
-
-def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
-    """Whether EXPIRE's conditions allow it; a key without expiry counts as living for ever."""
-    refused = (
-        (b"NX" in conditions and old)
-        or (b"XX" in conditions and not old)
-        or (b"GT" in conditions and (not old or new <= old))
-        or (b"LT" in conditions and old and new >= old)
-    )
-    return not refused
-
-
-def expire_at(client: Client, args: list[Argument], unit: int, base: int, name: str) -> int:
-    """The EXPIRE commands: `unit` milliseconds a count, counted from `base`."""
-    key, count = plain(args[0]), integer(args[1])
-    conditions = _check_conditions([word.upper() for word in plain_all(args[2:])])
-    expires = count * unit + base
-    if not -(2**63) <= count * unit < 2**63 or not -(2**63) <= expires < 2**63:
-        raise ReplyError(f"ERR invalid expire time in '{name}' command")
-    entry = client.keyspace.find(key)
-    if entry is None or not _may_change(conditions, entry.expires, expires):
-        return 0
-    client.keyspace.set_expiry(key, max(expires, 1))
-    return 1
+    look = client.server.keyspace.look
+    return sum(look(key) is not None for key in plain_all(args))
 
 
 @command(
-    "expire",
-    -3,
-    "write fast",
-    keys=(1, 1, 1),
-    group="keyspace",
-    usage="key seconds [NX | XX | GT | LT]",
-    summary="Sets a key's time to live in seconds.",
+    "touch",
+    -2,
+    "readonly fast",
+    keys=(1, -1, 1),
+    group="generic",
+    since="3.2.1",
+    usage="key [key ...]",
+    summary="Counts the keys that exist, and uses them.",
 )
-def expire(client: Client, args: list[Argument]) -> Reply:
-    """1 when it was set."""
-    return expire_at(client, args, 1000, unix_ms(), "expire")
+def touch(client: Client, args: list[Argument]) -> Reply:
+    """How many are there, a key named twice counted twice."""
+    read = client.server.keyspace.read
+    return sum(read(key) is not None for key in plain_all(args))
 
 
-@command("dbsize", 1, "readonly fast", group="server", summary="Returns the number of keys.")
+@command("type", 2, "readonly fast", keys=(1, 1, 1), group="generic", usage="key", summary="Names a value's type.")
+def type_(client: Client, args: list[Argument]) -> Reply:
+    """string or none."""
+    return simple("none" if client.server.keyspace.look(plain(args[0])) is None else "string")
+
+
+def matcher(pattern: bytes) -> Matches | None:
+    """What tells whether a key matches, None when every key does. Raises ReplyError."""
+    try:
+        return None if pattern == b"*" else glob(pattern)
+    except PatternTooLong as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+@command(
+    "keys",
+    2,
+    "readonly dangerous allkeys",
+    group="generic",
+    usage="pattern",
+    summary="Returns the keys that match a pattern, all at once.",
+)
+def keys(client: Client, args: list[Argument]) -> Reply:
+    """In no particular order. Encoded while it is sent: there may be millions."""
+    matches = matcher(plain(args[0]))
+    found = client.server.keyspace.keys()
+    if matches is not None:
+        found = [key for key in found if matches(key)]
+
+    def encoded() -> Iterator[Reply]:
+        for start in range(0, len(found), _STEP):
+            yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in found[start : start + _STEP]),)
+
+    return Stream(len(found), encoded())
+
+
+@command(
+    "scan",
+    -2,
+    "readonly allkeys",
+    group="generic",
+    since="2.8.0",
+    usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    summary="Returns some keys, and the cursor to go on with.",
+)
+def scan(client: Client, args: list[Argument]) -> Reply:
+    """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned."""
+    cursor = _cursor(plain(args[0]))
+    matches, count, wanted_type = _scan_options(plain_all(args[1:]))
+    cursor, found = client.server.keyspace.scan(cursor, count)
+    if wanted_type != b"string":
+        found = []
+    return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
+
+
+def _cursor(word: bytes) -> int:
+    value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
+    if abs(value) > _U64_MAX:
+        raise ReplyError("ERR invalid cursor")
+    return value & _U64_MAX
+
+
+def _scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
+    """MATCH, COUNT and TYPE, or what holds without them."""
+    matches, count, wanted_type = None, 10, b"string"
+    for option, value in zip_longest(words[::2], words[1::2]):
+        if value is None:
+            raise ReplyError(SYNTAX_ERROR)
+        if option.upper() == b"COUNT":
+            count = _scan_count(value)
+        elif option.upper() == b"MATCH":
+            matches = matcher(value)
+        elif option.upper() == b"TYPE":
+            wanted_type = value.lower()
+        else:
+            raise ReplyError(SYNTAX_ERROR)
+    return matches, count, wanted_type
+
+
+def _scan_count(word: bytes) -> int:
+    count = integer(word)
+    if count < 1:
+        raise ReplyError(SYNTAX_ERROR)
+    return count
+
+
+@command(
+    "randomkey",
+    1,
+    "readonly allkeys",
+    group="generic",
+    summary="Returns a random key.",
+)
+def randomkey(client: Client, args: list[Argument]) -> Reply:
+    """Null when there is none."""
+    return client.server.keyspace.random_key()
+
+
+@command("dbsize", 1, "readonly fast keyspace allkeys", group="server", summary="Returns the number of keys.")
 def dbsize(client: Client, args: list[Argument]) -> Reply:
     """Keys, those overdue but not yet swept too."""
-    return len(client.keyspace)
+    return len(client.server.keyspace)
 
 
-@command("flushall", -1, "write", group="server", usage="[ASYNC | SYNC]", summary="Removes every key.")
+@command(
+    "flushall",
+    -1,
+    "write keyspace dangerous allkeys",
+    group="server",
+    usage="[ASYNC | SYNC]",
+    summary="Removes every key.",
+)
 def flushall(client: Client, args: list[Argument]) -> Reply:
     """Everything goes at once."""
     if [word.upper() for word in plain_all(args)] not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
-    client.keyspace.flush()
+    client.server.keyspace.flush()
     return OK
+
+
+command(
+    "flushdb",
+    -1,
+    "write keyspace dangerous allkeys",
+    group="server",
+    usage="[ASYNC | SYNC]",
+    summary="Removes every key; there is one database.",
+)(flushall)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from kvpage_server.page import PageHeader, PageKey, unix_ms
 from kvpage_server.store.arena import Arena, Slot
@@ -110,6 +110,16 @@ class Keyspace:
         if entry is not None and entry.expires and entry.expires <= unix_ms():
             self._expire(key)
             return None
+        return entry
+
+    def look(self, key: bytes) -> Entry | None:
+        """The living value of a key; a hit or a miss, but no use of it."""
+        entry = self.find(key)
+        if entry is None:
+            self.counters.misses += 1
+            self.tell("keymiss", key)
+        else:
+            self.counters.hits += 1
         return entry
 
     def read(self, key: bytes) -> Entry | None:
@@ -349,6 +359,20 @@ class Keyspace:
             else:
                 block.expires_at(self.expires_of(key))
         return block if block.pages else None
+
+    def slots_of(self, block: Block) -> list[Slot]:
+        """The pages of a block, in the order of its body. What is overdue must have been swept: see `block`."""
+        return [cast(Slot, self._entries[key]) for key in block.page_keys()]
+
+    def use_block(self, block: Block) -> None:
+        """A block is read whole: a use of it, and a hit."""
+        self.counters.hits += 1
+        self._lru.used(block)
+
+    def remove_corrupt(self, key: bytes) -> None:
+        """Remove a page that is not what was stored."""
+        self._forget(key, self._entries.pop(key), None, "corrupt")
+        self.tell("del", key)
 
     def remove_block(self, block: Block, event: str) -> int:
         """Remove every page of a block; how many it had."""

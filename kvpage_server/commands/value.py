@@ -1,0 +1,105 @@
+"""Values as strings: what GET replies for one, and what becomes of one that SET is given.
+
+A page is the string of its header and body. A valid page blob, stored under the key that its header names, becomes that
+page; any other value is a plain string.
+"""
+
+from __future__ import annotations
+
+from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
+from kvpage_server.commands.context import Client
+from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Piece, Reply, ReplyError
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.memory import Entry, Keyspace, OutOfMemory, PageName, Text
+
+NewPage = tuple[PageName, bytes, Slot]  # what Keyspace.set_page takes
+
+
+class Part:
+    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
+
+    __slots__ = ("slot", "start", "stop")
+
+    def __init__(self, slot: Slot, start: int, stop: int) -> None:
+        self.slot = slot
+        self.start = start
+        self.stop = stop
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return self.slot.body[self.start : self.stop]
+
+
+def string_of(entry: Entry | None) -> Reply:
+    """A value as GET replies it: borrowed when it is a long one."""
+    if entry is None:
+        return None
+    if isinstance(entry, Text):
+        return entry.data
+    if Keyspace.is_page(entry):
+        return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.tail)
+    return (entry,)
+
+
+def length_of(entry: Entry) -> int:
+    """Bytes of the string that GET would reply."""
+    return entry.size + (HEADER_SIZE if Keyspace.is_page(entry) else 0)
+
+
+def part_of(entry: Entry, start: int, stop: int) -> Reply:
+    """The bytes from `start` to before `stop`, both within the string, of what GET would reply."""
+    if isinstance(entry, Text):
+        return entry.data[start:stop]
+    pieces: list[Piece] = [b"$%d\r\n" % (stop - start)]
+    if Keyspace.is_page(entry):
+        pieces.append(bytes(entry.header[start:stop]))
+        start, stop = max(start - HEADER_SIZE, 0), max(stop - HEADER_SIZE, 0)
+    return (*pieces, Part(entry, start, stop), b"\r\n")
+
+
+def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
+    """SET's write. Raises ReplyError when memory is full, or the value is a page with a body that is not its own."""
+    page = page_of(client.server.keyspace, key, value)
+    make_room(client)
+    put(client, key, value, page, expires)
+
+
+def put(client: Client, key: bytes, value: Argument, page: NewPage | None, expires: int = 0) -> None:
+    """Store a value that `page_of` has looked at; `expires` is in unix milliseconds, 0 for never."""
+    keyspace = client.server.keyspace
+    if page is not None:
+        keyspace.set_page(*page, expires)
+    else:
+        keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
+
+
+def make_room(client: Client) -> None:
+    """Evict what is too much. Raises ReplyError when the policy forbids it."""
+    try:
+        client.server.keyspace.make_room()
+    except OutOfMemory:
+        raise ReplyError(OUT_OF_MEMORY) from None
+
+
+def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> NewPage | None:
+    """The page that `value` is, if it is the one that `key` names. Raises ReplyError for a damaged body."""
+    blob = value if isinstance(value, bytes) else value.body
+    if blob[:4] != MAGIC:
+        return None
+    try:
+        name = PageKey.parse(key)
+        header = PageHeader.parse(blob)
+    except PageError:
+        return None
+    if not header.names(name) or header.body_size != len(blob) - HEADER_SIZE:
+        return None
+    try:
+        _, body = decode_page(blob)
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+    slot = keyspace.arena.allocate(len(body))
+    slot.body[:] = body
+    return PageName(key, name.req_id, name.layer, name.head, name.page, name.kv_type), bytes(header), slot
