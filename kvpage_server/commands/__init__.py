@@ -4,27 +4,39 @@ Knows the store and the values of replies; knows no socket.
 """
 
 from kvpage_server.commands import (
+    block,
     connection,
     counter,
     expire,
+    guard,
     inspection,
     keyspace,
     page,
+    page_query,
     pubsub,
+    request,
     server,
+    set,
     string,
     transaction,
+    why,
 )
 
 __all__ = [
+    "block",
     "connection",
     "counter",
     "expire",
+    "guard",
     "inspection",
     "keyspace",
     "page",
+    "page_query",
     "pubsub",
+    "request",
     "server",
+    "set",
     "string",
     "transaction",
+    "why",
 ]

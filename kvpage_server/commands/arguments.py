@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvpage_server.page import MAX_U32
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import ReplyError
 
@@ -49,6 +50,17 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
         shown = shorten(plain(raw))
         raise ReplyError(f"ERR {name} must be an integer between {low} and {high}, got '{shown}'")
     return value
+
+
+def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[Argument]]:
+    """The `width` arguments of each of the N things (called `unit`) that N says follow. Raises ReplyError."""
+    count = integer_in("N", args[0], 1, MAX_U32)
+    if len(args) - 1 != count * width:
+        raise ReplyError(
+            f"ERR {name} with N = {count} takes {count * width} arguments after N, {width} a {unit}, "
+            f"got {len(args) - 1}"
+        )
+    return [args[start : start + width] for start in range(1, len(args), width)]
 
 
 def shorten(raw: bytes, most: int = 32) -> str:

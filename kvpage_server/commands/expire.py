@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from kvpage_server.commands.arguments import I64, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
@@ -86,8 +87,11 @@ _declare(
 
 def _expiry(client: Client, raw: Argument) -> int:
     """The unix milliseconds at which a key expires; -1 for never, -2 when it does not exist."""
-    entry = client.server.keyspace.look(plain(raw))
-    return -2 if entry is None else entry.expires or -1
+    key, keyspace = plain(raw), client.server.keyspace
+    entry = keyspace.look(key)
+    if entry is None:
+        return -1 if lists_pages(keyspace, key) else -2
+    return entry.expires or -1
 
 
 def _seconds(milliseconds: int) -> int:

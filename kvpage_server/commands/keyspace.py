@@ -9,6 +9,7 @@ from itertools import zip_longest
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.glob import Matches, PatternTooLong, glob
+from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, simple
@@ -51,8 +52,8 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
 )
 def exists(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
-    look = client.server.keyspace.look
-    return sum(look(key) is not None for key in plain_all(args))
+    keyspace = client.server.keyspace
+    return sum(keyspace.look(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
 
 
 @command(
@@ -73,8 +74,11 @@ def touch(client: Client, args: list[Argument]) -> Reply:
 
 @command("type", 2, "readonly fast", keys=(1, 1, 1), group="generic", usage="key", summary="Names a value's type.")
 def type_(client: Client, args: list[Argument]) -> Reply:
-    """string or none."""
-    return simple("none" if client.server.keyspace.look(plain(args[0])) is None else "string")
+    """string or none; set for an index key."""
+    key, keyspace = plain(args[0]), client.server.keyspace
+    if keyspace.look(key) is not None:
+        return simple("string")
+    return simple("set" if lists_pages(keyspace, key) else "none")
 
 
 def matcher(pattern: bytes) -> Matches | None:
@@ -118,23 +122,24 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 )
 def scan(client: Client, args: list[Argument]) -> Reply:
     """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned."""
-    cursor = _cursor(plain(args[0]))
-    matches, count, wanted_type = _scan_options(plain_all(args[1:]))
+    cursor = scan_cursor(plain(args[0]))
+    matches, count, wanted_type = scan_options(plain_all(args[1:]))
     cursor, found = client.server.keyspace.scan(cursor, count)
     if wanted_type != b"string":
         found = []
     return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
 
 
-def _cursor(word: bytes) -> int:
+def scan_cursor(word: bytes) -> int:
+    """A cursor of SCAN or SSCAN. Raises ReplyError."""
     value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
     if abs(value) > _U64_MAX:
         raise ReplyError("ERR invalid cursor")
     return value & _U64_MAX
 
 
-def _scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
-    """MATCH, COUNT and TYPE, or what holds without them."""
+def scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
+    """MATCH (None: every key), COUNT and TYPE, or what holds without them. Raises ReplyError."""
     matches, count, wanted_type = None, 10, b"string"
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:

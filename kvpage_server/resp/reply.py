@@ -73,9 +73,13 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """An array whose items are made while it is being sent."""
+    """An array whose items are made while it is being sent; without a length, one reply that takes a while to make.
 
-    length: int
+    Each step of `items` is a bounded piece of work, after which other clients may have their turn. An empty tuple is a
+    step with nothing to say yet.
+    """
+
+    length: int | None
     items: Iterator[Reply]
 
 
@@ -125,7 +129,10 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
         text = value.format + b":" + value.text
         encode(Raw(b"=%d\r\n%b\r\n" % (len(text), text)) if protocol == 3 else value.text, protocol, out)
     elif isinstance(value, Stream):
-        _encode_items(b"*", list(value.items), protocol, out)
+        if value.length is not None:
+            out.append(b"*%d\r\n" % value.length)
+        for item in value.items:
+            encode(item, protocol, out)
     elif value is NULL_ARRAY:
         out.append(b"_\r\n" if protocol == 3 else b"*-1\r\n")
     else:

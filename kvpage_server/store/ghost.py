@@ -7,7 +7,9 @@ what went before it not everything is known. Costs: O(rows) a block, O(1) a page
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.index import Block, bit_of, row_of
@@ -83,9 +85,12 @@ class Ghosts:
         ghosts = self._blocks.get((req_id, page), {})
         return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)
 
-    def of_block(self, req_id: bytes, page: int) -> Ghost | None:
-        """How a block lost its last page."""
-        return next(reversed(self._blocks.get((req_id, page), {}).values()), None)
+    def of_block(self, req_id: bytes, page: int, present: Mapping[int, int] = MappingProxyType({})) -> Ghost | None:
+        """How a block last lost a page that it still lacks; `present` are the rows of those it has."""
+        for ghost in reversed(self._blocks.get((req_id, page), {}).values()):
+            if any(heads & ~present.get(row, 0) for row, heads in ghost.rows.items()):
+                return ghost
+        return None
 
     def of_request(self, req_id: bytes) -> Ghost | None:
         """How a request lost its last page."""

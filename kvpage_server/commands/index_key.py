@@ -1,0 +1,46 @@
+"""`kv:{req}:index`, the read-only key under which a request's page keys are listed.
+
+It exists while the request has a page, and is a set. It can't be written, has no time to live, and KEYS and SCAN do not
+list it: it is a view of keys that they list anyway.
+"""
+
+from __future__ import annotations
+
+import re
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.page import WRONG_TYPE
+from kvpage_server.commands.registry import Spec
+from kvpage_server.resp.parser import Command
+from kvpage_server.resp.reply import ReplyError
+from kvpage_server.store.memory import Keyspace
+
+READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"
+UNWATCHABLE = "ERR an index key can't be watched: watch page keys"
+_TAIL = b":index"
+_KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):index\Z")
+
+
+def request_of(key: bytes) -> bytes | None:
+    """The request whose index a key is; None for any other key."""
+    found = _KEY.match(key) if key.endswith(_TAIL) else None
+    return found[1] if found else None
+
+
+def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
+    """Whether `key` is the index of a request that has a page."""
+    req_id = request_of(key)
+    return req_id is not None and bool(keyspace.blocks_of(req_id))
+
+
+def refuse_index_keys(client: Client, spec: Spec, words: Command) -> None:
+    """Raises ReplyError for a command that would write or watch an index key, or read it as a string."""
+    first, last, step = spec.keys
+    for word in words[first : last + 1 or None : step]:
+        if type(word) is bytes and request_of(word) is not None:
+            if "write" in spec.flags:
+                raise ReplyError(READ_ONLY)
+            if spec.name == "watch":
+                raise ReplyError(UNWATCHABLE)
+            if spec.group == "string" and lists_pages(client.keyspace, word):
+                raise ReplyError(WRONG_TYPE)

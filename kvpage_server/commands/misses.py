@@ -1,0 +1,38 @@
+"""Why reads of pages and blocks miss, counted by reason for INFO."""
+
+from __future__ import annotations
+
+from kvpage_server.commands.context import Client
+from kvpage_server.store.ghost import Ghost
+from kvpage_server.store.memory import PageName
+
+NEVER_STORED = "never stored"
+INCOMPLETE = "incomplete"  # the block has some of its pages
+HOLE = "hole"  # the block is there, but one before it is not
+REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", "deleted", "overwritten", "corrupt")
+
+
+def count_miss(client: Client, reason: str, times: int = 1) -> None:
+    """Something was asked for and is not there."""
+    misses = client.server.stats.page_misses
+    misses[reason] = misses.get(reason, 0) + times
+
+
+def page_missed(client: Client, name: PageName) -> None:
+    """A page was asked for and is not there."""
+    ghost = client.keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
+    count_miss(client, reason_of(ghost, NEVER_STORED))
+
+
+def block_missed(client: Client, req_id: bytes, page: int) -> None:
+    """A whole block was asked for and is not there, or only some of its pages are."""
+    block = client.keyspace.index.block(req_id, page)
+    if block is None:
+        count_miss(client, reason_of(client.keyspace.ghosts.of_block(req_id, page), NEVER_STORED))
+    else:
+        count_miss(client, reason_of(client.keyspace.ghosts.of_block(req_id, page, block.rows), INCOMPLETE))
+
+
+def reason_of(ghost: Ghost | None, otherwise: str) -> str:
+    """Why something is gone; `otherwise` when nothing is remembered of it."""
+    return ghost.reason if ghost is not None else otherwise

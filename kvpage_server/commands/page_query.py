@@ -1,0 +1,77 @@
+"""The page family's questions about single pages: KVPAGEMEXISTS, KVPAGESTAT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.commands.arguments import batch
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.keys import pages
+from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_key, page_name
+from kvpage_server.commands.registry import command
+from kvpage_server.page import unix_ms
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.memory import header_of
+
+
+@command(
+    "kvpagemexists",
+    -7,
+    "readonly",
+    group="page",
+    uses=pages(1, NAME_ARGUMENTS),
+    usage="N req layer head page type [req layer head page type ...]",
+    summary="Says of N pages whether they are there, from the index alone.",
+)
+def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0 for each, in order."""
+    names = batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
+    for name in names:
+        if client.keyspace.find(page_key(name)) is None:
+            page_name(name)
+
+    def found() -> Iterator[Reply]:
+        for name in names:
+            yield int(client.keyspace.is_page(client.keyspace.find(page_key(name))))
+
+    return Stream(len(names), found())
+
+
+@command(
+    "kvpagestat",
+    6,
+    "readonly fast",
+    group="page",
+    uses=pages(0),
+    usage="req layer head page type",
+    summary="Returns what is known of a page: its header, time to live, protection and tier.",
+)
+def kvpagestat(client: Client, args: list[Argument]) -> Reply:
+    """A map; null when the page is not there."""
+    name, keyspace = page_name(args), client.keyspace
+    page = keyspace.find(name.key)
+    if page is None:
+        return None
+    block = keyspace.block(name.req_id, name.page)
+    if not isinstance(page, Slot) or not keyspace.is_page(page) or block is None:
+        raise ReplyError(WRONG_TYPE)
+    header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
+    return {
+        "dtype": int(header.dtype),
+        "page_size": header.page_size,
+        "head_dim": header.head_dim,
+        "layer": header.layer,
+        "head": header.head,
+        "page": header.page,
+        "type": header.kv_type,
+        "bytes": header.body_size,
+        "checksum": f"{header.checksum:016x}",
+        "created_ms": header.created_ms,
+        "ttl": header.ttl,
+        "ttl_left_ms": page.expires - now if page.expires else -1,
+        "lease_left_ms": max(guard.until - now, 0),
+        "pinned": int(guard.pinned),
+        "tier": "memory",
+    }

@@ -1,0 +1,167 @@
+"""The page family's commands about a request and its blocks: KVPAGEDEL, KVPAGEINDEX, KVPAGEVERIFY.
+
+A request may have any number of pages, so all of them work in steps, between which other clients are served. A block
+that comes or goes meanwhile is seen as it is when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+import xxhash
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.keys import requests
+from kvpage_server.commands.registry import command
+from kvpage_server.page import MAX_PAGE, PageError, check_req_id
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.blocks import shape_of
+from kvpage_server.store.index import Block
+from kvpage_server.store.memory import Keyspace, header_of
+
+HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
+
+
+def request_name(raw: Argument) -> bytes:
+    """A req_id. Raises ReplyError saying what is allowed."""
+    try:
+        return check_req_id(plain(raw))
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+def page_id(raw: Argument) -> int:
+    """A page_id. Raises ReplyError saying what is allowed."""
+    return integer_in("page_id", raw, 0, MAX_PAGE)
+
+
+def named_blocks(client: Client, args: list[Argument]) -> list[Block]:
+    """The living blocks that `req [page ...]` names: those pages, each once, or all of the request by page id."""
+    req_id, pages = request_name(args[0]), dict.fromkeys(map(page_id, args[1:]))
+    if not pages:
+        return client.keyspace.blocks_of(req_id)
+    return [block for page in pages if (block := client.keyspace.block(req_id, page))]
+
+
+def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
+    """Those of the blocks that live when their turn comes."""
+    return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
+
+
+@command(
+    "kvpagedel",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    usage="req [page ...]",
+    summary="Deletes a request, or some of its blocks.",
+)
+def kvpagedel(client: Client, args: list[Argument]) -> Reply:
+    """How many pages went. Blocks go whole; the last goes first, so what is left is always a prefix."""
+    keyspace, blocks = client.keyspace, named_blocks(client, args)
+
+    def steps() -> Iterator[Reply]:
+        removed = 0
+        for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
+            removed += keyspace.remove_block(block, "del")
+            yield ()
+        yield removed
+
+    return Stream(None, steps())
+
+
+@command(
+    "kvpageindex",
+    -2,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    usage="req [WITHSIZES]",
+    summary="Lists a request's blocks and what each holds.",
+)
+def kvpageindex(client: Client, args: list[Argument]) -> Reply:
+    """A map a block, by page id: page, pages, layers, heads, planes, complete, and with WITHSIZES bytes and memory."""
+    keyspace, req_id = client.keyspace, request_name(args[0])
+    with_sizes = [plain(arg).upper() for arg in args[1:]]
+    if with_sizes not in ([], [b"WITHSIZES"]):
+        raise ReplyError(SYNTAX_ERROR)
+    blocks = keyspace.blocks_of(req_id)
+
+    def steps() -> Iterator[Reply]:
+        found: list[Reply] = []
+        for block in _still_there(keyspace, blocks):
+            found.append(_describe(keyspace, block, bool(with_sizes)))
+            yield ()
+        yield found
+
+    return Stream(None, steps())
+
+
+def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> dict[str, Reply]:
+    described: dict[str, Reply] = {
+        "page": block.page,
+        "pages": block.pages,
+        "layers": block.layers,
+        "heads": block.heads,
+        "planes": block.planes,
+        "complete": int(shape_of(keyspace, block) is not None),
+    }
+    if with_sizes:
+        described["bytes"] = sum(slot.size for slot in keyspace.slots_of(block))
+        described["memory"] = block.footprint
+    return described
+
+
+@command(
+    "kvpageverify",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    usage="req [page ...]",
+    summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
+)
+def kvpageverify(client: Client, args: list[Argument]) -> Reply:
+    """A map: pages checked, pages unchecked (written without a checksum), and the keys of the corrupt ones."""
+    keyspace, blocks = client.keyspace, named_blocks(client, args)
+
+    def steps() -> Iterator[Reply]:
+        checked = unchecked = 0
+        corrupt: list[bytes] = []
+        for block in _still_there(keyspace, blocks):
+            for key in list(block.page_keys()):
+                page = keyspace.find(key)
+                if not isinstance(page, Slot) or not keyspace.is_page(page):
+                    continue
+                intact = yield from _check(page)
+                if intact is None:
+                    unchecked += 1
+                    continue
+                checked += 1
+                if not intact and keyspace.find(key) is page:
+                    corrupt.append(key)
+                    keyspace.remove_corrupt(key)
+        yield {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
+
+    return Stream(None, steps())
+
+
+def _check(page: Slot) -> Generator[Reply, None, bool | None]:
+    """Whether a page is as its header says, in steps; None when its header knows no checksum."""
+    try:
+        header = header_of(page)
+    except PageError:
+        return False
+    if header.body_size != page.size:
+        return False
+    if not header.checksum:
+        return None
+    digest, body = xxhash.xxh3_64(), page.body
+    for start in range(0, max(page.size, 1), HASHED_AT_ONCE):
+        digest.update(body[start : start + HASHED_AT_ONCE])
+        yield ()
+    return digest.intdigest() == header.checksum

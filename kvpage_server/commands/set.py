@@ -1,0 +1,110 @@
+"""The set family, for index keys alone: SMEMBERS, SCARD, SISMEMBER, SSCAN of `kv:{req}:index`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import request_of
+from kvpage_server.commands.keyspace import scan_cursor, scan_options
+from kvpage_server.commands.page import WRONG_TYPE
+from kvpage_server.commands.registry import command
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.store.index import Block
+
+
+def _blocks(client: Client, raw: Argument) -> list[Block]:
+    """The blocks of the request that an index key lists. Raises ReplyError for a key that holds a string."""
+    key = plain(raw)
+    req_id = request_of(key)
+    if req_id is not None:
+        return client.keyspace.blocks_of(req_id)
+    if client.keyspace.find(key) is not None:
+        raise ReplyError(WRONG_TYPE)
+    return []
+
+
+@command(
+    "smembers",
+    2,
+    "readonly",
+    keys=(1, 1, 1),
+    group="set",
+    usage="key",
+    summary="Returns the page keys of a request, given its index key.",
+)
+def smembers(client: Client, args: list[Argument]) -> Reply:
+    """A set, gathered in steps."""
+    blocks = _blocks(client, args[0])
+
+    def steps() -> Iterator[Reply]:
+        keys: list[bytes] = []
+        for block in blocks:
+            keys += block.page_keys()
+            yield ()
+        yield Raw(b"%b%d\r\n" % (b"~" if client.protocol == 3 else b"*", len(keys)))
+        yield from keys
+
+    return Stream(None, steps())
+
+
+@command(
+    "scard",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="set",
+    usage="key",
+    summary="Counts the pages of a request, given its index key.",
+)
+def scard(client: Client, args: list[Argument]) -> Reply:
+    """0 when there is no such request."""
+    return sum(block.pages for block in _blocks(client, args[0]))
+
+
+@command(
+    "sismember",
+    3,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="set",
+    usage="key member",
+    summary="Says whether a page key is one of a request's, given its index key.",
+)
+def sismember(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0."""
+    index, member = plain(args[0]), plain(args[1])
+    if not _blocks(client, index):
+        return 0
+    of_request = member.startswith(index.removesuffix(b"index"))
+    return int(of_request and client.keyspace.is_page(client.keyspace.find(member)))
+
+
+@command(
+    "sscan",
+    -3,
+    "readonly",
+    keys=(1, 1, 1),
+    group="set",
+    usage="key cursor [MATCH pattern] [COUNT count]",
+    summary="Goes through the page keys of a request, given its index key, a few at a time.",
+)
+def sscan(client: Client, args: list[Argument]) -> Reply:
+    """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
+    start = scan_cursor(plain(args[1]))
+    options = plain_all(args[2:])
+    matches, wanted, _ = scan_options(options)
+    if b"TYPE" in (word.upper() for word in options[::2]):
+        raise ReplyError(SYNTAX_ERROR)
+    cursor = 0
+    found: list[bytes] = []
+    for block in _blocks(client, args[0]):
+        if block.page + 1 < start:
+            continue
+        if len(found) >= wanted:
+            cursor = block.page + 1
+            break
+        found += block.page_keys()
+    return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]

@@ -1,0 +1,72 @@
+"""KVPAGEWHY: why a read of a request or a page would miss."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.keys import requests
+from kvpage_server.commands.misses import HOLE, INCOMPLETE, NEVER_STORED
+from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_name
+from kvpage_server.commands.registry import command
+from kvpage_server.commands.request import request_name
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.store.ghost import Ghost
+from kvpage_server.store.memory import Keyspace
+
+STORED = "stored"
+
+
+@command(
+    "kvpagewhy",
+    -2,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    usage="req [layer head page type]",
+    summary="Says why a read of a request, or of a page, would miss.",
+)
+def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
+    """A map that begins with the reason: stored, never stored, expired, evicted, deleted, overwritten, corrupt or hole.
+
+    `at` is when it went (unix milliseconds), `policy` what evicted it. Of a request with a hole, `block` is the first
+    page id that is not there complete, and `cause` why. `since`: what went before then may have been forgotten.
+    """
+    keyspace = client.keyspace
+    if len(args) == 1:
+        return _why_request(keyspace, request_name(args[0]))
+    if len(args) != NAME_ARGUMENTS:
+        raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
+    name = page_name(args)
+    entry = keyspace.find(name.key)
+    if entry is None:
+        ghost = keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        return _explain(keyspace, ghost)
+    if not keyspace.is_page(entry):
+        raise ReplyError(WRONG_TYPE)
+    return {"reason": STORED}
+
+
+def _why_request(keyspace: Keyspace, req_id: bytes) -> dict[str, Reply]:
+    """The first block that a reader from the request's start would miss."""
+    blocks = {block.page: block for block in keyspace.blocks_of(req_id)}
+    if not blocks:
+        return _explain(keyspace, keyspace.ghosts.of_request(req_id))
+    for page in count():
+        block = blocks.get(page)
+        ghost = keyspace.ghosts.of_block(req_id, page, block.rows if block is not None else {})
+        if block is not None and block.is_full:
+            continue
+        if block is None and ghost is None and page > max(blocks):
+            return {"reason": STORED, "blocks": len(blocks)}
+        found = _explain(keyspace, ghost, NEVER_STORED if block is None else INCOMPLETE)
+        return {"reason": HOLE, "block": page, "cause": found.pop("reason"), **found}
+    raise AssertionError
+
+
+def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
+    if ghost is None:
+        return {"reason": otherwise, "since": keyspace.ghosts.since}
+    policy = {"policy": ghost.policy} if ghost.policy else {}
+    return {"reason": ghost.reason, "at": ghost.at, **policy}
