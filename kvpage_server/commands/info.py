@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 
 from kvpage_server import __version__
 from kvpage_server.commands.context import Server
+from kvpage_server.commands.misses import REASONS
 from kvpage_server.page import unix_ms
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
@@ -109,8 +110,17 @@ def _keyspace(server: Server) -> Fields:
 
 
 def _kvpage(server: Server) -> Fields:
-    index = server.keyspace.index
-    return {"requests": len(index), "blocks": index.blocks}
+    index, guards, ghosts = server.keyspace.index, server.keyspace.guards, server.keyspace.ghosts
+    guards.settle(unix_ms())
+    misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses.get(reason, 0) for reason in REASONS}
+    return {
+        "requests": len(index),
+        "blocks": index.blocks,
+        "leased_or_pinned": len(guards),
+        "leased_or_pinned_bytes": guards.bytes,
+        "blocks_remembered": len(ghosts),
+        **misses,
+    }
 
 
 SECTIONS: dict[str, Callable[[Server], Fields]] = {

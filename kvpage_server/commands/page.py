@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.page import (
     ALLOWED_DTYPES,
@@ -139,7 +140,7 @@ def _batch(client: Client, name: str, args: list[Argument], width: int) -> int:
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
     """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
     if entry is None:
-        page_name(args)
+        page_missed(client, page_name(args))
         return None
     if not client.keyspace.is_page(entry):
         raise ReplyError(WRONG_TYPE)
@@ -216,6 +217,8 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     def bodies() -> Iterator[Reply]:
         for name in names:
             entry = client.keyspace.read(page_key(name))
+            if entry is None:
+                page_missed(client, page_name(name))
             yield (entry,) if client.keyspace.is_page(entry) else None
 
     return Stream(count, bodies())
