@@ -64,5 +64,5 @@ def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[A
 
 
 def shorten(raw: bytes, most: int = 32) -> str:
-    """Client bytes for an error message, cut to so many; those that are not UTF-8 go back as they came."""
-    return raw[:most].decode("utf-8", "surrogateescape")
+    """Client bytes for an error message, cut to so many or at a NUL; those that are not UTF-8 go back as they came."""
+    return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")

@@ -60,6 +60,7 @@ _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _DECLARED = {b"$%d" % length: length for length in range(1000)}
 
+_TOO_LONG = "command exceeds the query buffer limit"
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
@@ -138,6 +139,8 @@ class Parser:
         while True:
             if self._missing:
                 self._take_bulks()
+                if self._size > self.limits.max_command:
+                    raise ProtocolError(_TOO_LONG)
                 if self._missing:
                     return None
             if self._args:
@@ -205,7 +208,8 @@ class Parser:
                         raise ProtocolError("too big bulk count string")
                     return
                 if data[pos] != 0x24:  # '$'
-                    raise ProtocolError(f"expected '$', got '{chr(data[pos])}'")
+                    shown = data[pos : pos + 1].decode("utf-8", "surrogateescape")
+                    raise ProtocolError(f"expected '$', got '{shown}'")
                 length = _length(data[pos + 1 : end])
                 if length is None or length < 0 or length > limits.max_bulk:
                     raise ProtocolError("invalid bulk length")
@@ -225,7 +229,7 @@ class Parser:
                     return
                 self._size += length
                 if self._size > limits.max_command:
-                    raise ProtocolError("command exceeds the query buffer limit")
+                    raise ProtocolError(_TOO_LONG)
                 self._missing = missing
                 pos = self._receive_directly(length, data, start)
                 missing = self._missing
@@ -280,13 +284,14 @@ def _length(digits: bytes) -> int | None:
         if digits[0] == 0x30 and len(digits) > 1:
             return None
         return int(digits)
-    if digits[:1] == b"-" and digits[1:].isdigit() and digits[1] != 0x30:
-        return -int(digits[1:20])
+    if digits[:1] == b"-" and digits[1:].isdigit() and digits[1] != 0x30 and len(digits) <= 20:
+        return -int(digits[1:])
     return None
 
 
 _ESCAPES = {0x6E: 0x0A, 0x72: 0x0D, 0x74: 0x09, 0x62: 0x08, 0x61: 0x07}  # \n \r \t \b \a
-_SPACE = b" \t\n\r\v\f\0"
+_BREAK = b" \t\n\r\0"  # ends a word
+_SPACE = _BREAK + b"\v\f"  # is skipped before one
 
 
 def split_words(line: bytes) -> list[bytes] | None:
@@ -302,17 +307,16 @@ def split_words(line: bytes) -> list[bytes] | None:
         if pos == size:
             return words
         word = bytearray()
-        while pos < size and line[pos] not in _SPACE:
+        while pos < size and line[pos] not in _BREAK:
             if line[pos] not in b"\"'":
                 word.append(line[pos])
                 pos += 1
                 continue
             end = _quoted(line, pos, word)
-            if end is None:
+            if end is None or (end < size and line[end] not in _SPACE):
                 return None
             pos = end
-            if pos < size and line[pos] not in _SPACE:
-                return None
+            break
         words.append(bytes(word))
 
 
