@@ -11,7 +11,14 @@ import re
 from typing import Any
 
 _TOKEN = re.compile(r"\.\.\.|[\[\]<>|]|[^\s\[\]<>|]+")
-_INTEGERS = {"seconds", "milliseconds", "N", "index", "ttl", "layer", "head", "page", "type", "dtype", "page_size"}
+_INTEGERS = """N P count cursor decrement dtype end head head_dim heads increment index layer layers lease_ms
+    milliseconds numreplicas page page_size pages_per_block protover seconds start timeout ttl type"""
+_KINDS = dict.fromkeys(_INTEGERS.split(), "integer") | {
+    "key": "key",
+    "pattern": "pattern",
+    "unix-time-seconds": "unix-time",
+    "unix-time-milliseconds": "unix-time",
+}
 
 
 def arguments(usage: str) -> list[dict[str, Any]]:
@@ -38,7 +45,7 @@ def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
         elif _is_token(word):
             found.append({"name": word.lower(), "type": "pure-token", "token": word})
             if words and not _is_token(words[0]) and words[0] not in ("[", "]", "<", ">", "|", "..."):
-                found[-1] = {**_value(words[0]), "token": word}
+                found[-1] = _named_value(word, words[0])
                 words = words[1:]
         else:
             found.append(_value(word))
@@ -59,7 +66,7 @@ def _group(words: list[str], *, optional: bool) -> tuple[dict[str, Any], list[st
     parts = [_as_one(choice) for choice in choices]
     group = parts[0] if len(parts) == 1 else {"name": "choice", "type": "oneof", "arguments": parts}
     if optional:
-        group = {**group, "flags": ["optional"]}
+        group = {**group, "flags": ["optional", *group.get("flags", [])]}
     return group, words
 
 
@@ -83,7 +90,11 @@ def _is_token(word: str) -> bool:
     return word.isupper() and len(word) > 1
 
 
+def _named_value(token: str, word: str) -> dict[str, Any]:
+    value = {**_value(word), "token": token}
+    return {**value, "type": "string"} if token == "TYPE" else value  # SCAN's, not a page's
+
+
 def _value(word: str) -> dict[str, Any]:
-    kind = "key" if word == "key" else "integer" if word in _INTEGERS else "string"
-    value = {"name": word, "type": kind}
-    return {**value, "key_spec_index": 0} if kind == "key" else value
+    value = {"name": word, "type": _KINDS.get(word, "string")}
+    return {**value, "key_spec_index": 0} if word == "key" else value
