@@ -1,7 +1,7 @@
 """`kv:{req}:index`, the read-only key under which a request's page keys are listed.
 
-It exists while the request has a page, and is a set. It can't be written, has no time to live, and KEYS and SCAN do not
-list it: it is a view of keys that they list anyway.
+It exists while the request has a page, and is a set. It can't be written and has no time to live. KEYS and SCAN do not
+list it: it is a view of keys that they list anyway. SCAN with TYPE set lists these keys alone, one a request.
 """
 
 from __future__ import annotations

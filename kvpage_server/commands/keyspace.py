@@ -11,6 +11,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.glob import Matches, PatternTooLong, glob
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
+from kvpage_server.page import index_key
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, simple
 
@@ -121,12 +122,19 @@ def keys(client: Client, args: list[Argument]) -> Reply:
     summary="Returns some keys, and the cursor to go on with.",
 )
 def scan(client: Client, args: list[Argument]) -> Reply:
-    """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned."""
+    """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned.
+
+    Index keys are sets, and the only ones: they are listed by TYPE set alone.
+    """
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]))
-    cursor, found = client.server.keyspace.scan(cursor, count)
-    if wanted_type != b"string":
-        found = []
+    if wanted_type == b"set":
+        cursor, requests = client.server.keyspace.scan_requests(cursor, count)
+        found = list(map(index_key, requests))
+    else:
+        cursor, found = client.server.keyspace.scan(cursor, count)
+        if wanted_type != b"string":
+            found = []
     return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, BlockShape
+from kvpage_server.store.scan import ScanOrder
 
 _TYPES = MAX_KV_TYPE + 1
 _ROW_HEADS = 64
@@ -83,6 +84,7 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._requests: dict[bytes, dict[int, Block]] = {}
+        self._scans = ScanOrder()
         self.blocks = 0
 
     def __len__(self) -> int:
@@ -93,6 +95,8 @@ class PageIndex:
         request = self._requests.get(req_id)
         if request is None:
             request = self._requests[req_id] = {}
+            if self._scans.current is not None:
+                self._scans.add(req_id, len(self._requests))
         block = request.get(page)
         if block is None:
             block = request[page] = Block(req_id, page)
@@ -128,9 +132,14 @@ class PageIndex:
         if not request:
             del self._requests[block.req_id]
 
-    def requests(self) -> Iterator[bytes]:
-        """Every request that has a page."""
-        return iter(self._requests)
+    def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
+        cursor, req_ids = self._scans.visit(cursor, count, self._requests, now)
+        return cursor, [req_id for req_id in req_ids if req_id in self._requests]
+
+    def rest(self, now: int) -> None:
+        """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
+        self._scans.rest(now)
 
     def of(self, req_id: bytes) -> list[Block]:
         """The blocks of a request, by page id; empty when it has none."""
@@ -145,4 +154,5 @@ class PageIndex:
     def clear(self) -> None:
         """Forget everything."""
         self._requests.clear()
+        self._scans.clear()
         self.blocks = 0

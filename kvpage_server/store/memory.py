@@ -297,6 +297,7 @@ class Keyspace:
         """Remove up to `most` keys that are due; how many it removed."""
         self._lru.now = now // 1000
         self._scans.rest(now)
+        self.index.rest(now)
         removed = 0
         for key in self._expiry.due(now):
             self._expire(key)
@@ -347,6 +348,11 @@ class Keyspace:
     def blocks_of(self, req_id: bytes) -> list[Block]:
         """The blocks of a request with their living pages, by page id."""
         return [block for block in self.index.of(req_id) if self._living(block)]
+
+    def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
+        cursor, req_ids = self.index.scan(cursor, count, unix_ms())
+        return cursor, [req_id for req_id in req_ids if self.blocks_of(req_id)]
 
     def _living(self, block: Block) -> Block | None:
         now = unix_ms()
