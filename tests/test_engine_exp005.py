@@ -45,7 +45,8 @@ def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt
     (fresh,) = engine.step()
     assert fresh.text == expected
 
-    first_half = fresh.blocks.tokens[: fresh.prompt_tokens + TOKENS // 2]
+    half = len(fresh.tokens) // 2
+    first_half = fresh.blocks.tokens[: fresh.prompt_tokens + half]
     tier = PageTier(server.url, spec, pool)
     assert tier.save(fresh.blocks)
     pool.free(fresh.blocks.block_ids)
@@ -57,11 +58,11 @@ def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt
     engine = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
     context = tier.load("exp-005", first_half)
     assert context
-    engine.submit("exp-005", first_half, context, max_tokens=TOKENS // 2)
+    engine.submit("exp-005", first_half, context, max_tokens=TOKENS - half)
     (resumed,) = engine.step()
     assert resumed.tokens_reused == len(first_half) - 1
     detokenizer = tokenizer.detokenizer
-    for token in (*first_half[fresh.prompt_tokens :], *resumed.tokens):
+    for token in (*fresh.tokens[:half], *resumed.tokens):
         detokenizer.add_token(token)
     detokenizer.finalize()
     assert detokenizer.text == expected
