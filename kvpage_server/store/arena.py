@@ -7,7 +7,7 @@ A slot holds a value the way it goes over the wire, so that a reply is one borro
 The header is the page's (unused for plain strings), the body is 64-byte aligned, and its CRLF is where the client's own
 CRLF was received. Slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
 its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed goes back to the system, but
-for one a class that is kept for the next value.
+for one a class that is kept for the next value, as long as those that are kept take no more than `MOST_SPARE` together.
 
 Who owns a slot? Whoever refers to the `Slot` object: the index, a parser that is filling it, a session that is sending
 it. The last reference to go returns the memory, so a buffer in flight is never recycled and an aborted upload leaks
@@ -27,6 +27,7 @@ _SUFFIX = 2
 _ALIGN = 64
 _CHUNK_SLOTS = 64
 _LARGEST_CHUNK = 4 * 1024 * 1024
+MOST_SPARE = 64 * 1024 * 1024
 
 
 class SizeClass:
@@ -129,11 +130,12 @@ class SlotTail:
 
 
 class Arena:
-    """Slots for values of any size. `used` and `held` are the bytes of slots in use and of all chunks."""
+    """Slots for values of any size. `used`, `held` and `spare` are bytes: of slots in use, of all, of empty chunks."""
 
     def __init__(self) -> None:
         self.used = 0
         self.held = 0
+        self.spare = 0
         self._classes: dict[int, SizeClass] = {}
 
     def allocate(self, size: int) -> Slot:
@@ -142,6 +144,8 @@ class Arena:
         if not size_class.open:
             self._map_chunk(size_class)
         chunk = size_class.open[-1]
+        if len(chunk.free) == chunk.slots:
+            self.spare -= size_class.chunk_size
         offset = chunk.free.pop()
         if not chunk.free:
             size_class.open.pop()
@@ -156,10 +160,10 @@ class Arena:
         if not chunk.free:
             size_class.open.append(chunk)
         chunk.free.append(slot.offset)
-        if len(chunk.free) == chunk.slots and len(size_class.open) > 1:
-            size_class.open.remove(chunk)
-            size_class.chunks -= 1
-            self.held -= size_class.chunk_size
+        if len(chunk.free) == chunk.slots:
+            self.spare += size_class.chunk_size
+            if len(size_class.open) > 1 or self.spare > MOST_SPARE:
+                self._unmap_chunk(chunk)
 
     def _class_for(self, size: int) -> SizeClass:
         capacity = _capacity_for(size)
@@ -172,6 +176,15 @@ class Arena:
         size_class.open.append(Chunk(self, size_class))
         size_class.chunks += 1
         self.held += size_class.chunk_size
+        self.spare += size_class.chunk_size
+
+    def _unmap_chunk(self, chunk: Chunk) -> None:
+        """Give an empty chunk back; its mapping goes with the last reference to it."""
+        size_class = chunk.size_class
+        size_class.open.remove(chunk)
+        size_class.chunks -= 1
+        self.held -= size_class.chunk_size
+        self.spare -= size_class.chunk_size
 
     def classes(self) -> Iterator[SizeClass]:
         """The size classes in use."""
