@@ -54,8 +54,7 @@ class RunningServer:
 
     def rss(self) -> int:
         """Bytes of the process that lie in memory."""
-        pages = subprocess.run(["ps", "-o", "rss=", "-p", str(self.pid)], check=True, capture_output=True).stdout
-        return int(pages) * 1024
+        return resident(self.pid)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
         """End it; its exit code."""
@@ -67,6 +66,11 @@ class RunningServer:
             self.process.kill()
             self.process.wait()
             raise
+
+
+def resident(pid: int) -> int:
+    """Bytes of a process that lie in memory."""
+    return 1024 * int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], check=True, capture_output=True).stdout)
 
 
 def free_port() -> int:

@@ -1,0 +1,437 @@
+"""The keyspace against a dictionary, and the arena under it: nothing overlaps, leaks, or is counted wrong."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import os
+import random
+import time
+import tracemalloc
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
+from servers import resident
+
+from kvpage_server.page import DType, PageKey, encode_page, unix_ms
+from kvpage_server.store.arena import MOST_SPARE, Arena, Slot
+from kvpage_server.store.memory import TEXT_OVERHEAD, Keyspace, OutOfMemory, PageName, Text
+
+MIB = 1024 * 1024
+
+
+def set_page(keys: Keyspace, key: PageKey, body: bytes, expires: int = 0) -> bytes:
+    """Store a page; its blob."""
+    blob = encode_page(key, body, dtype=DType.UINT8, page_size=1, head_dim=max(len(body), 1))
+    name = PageName(bytes(key), key.req_id, key.layer, key.head, key.page, key.kv_type)
+    keys.set_page(name, blob[:64], keys.slot_of(body), expires)
+    return blob
+
+
+def value_of(keys: Keyspace, key: bytes) -> bytes | None:
+    """The string that GET would answer."""
+    entry = keys.find(key)
+    if entry is None or isinstance(entry, Text):
+        return entry.data if entry else None
+    return (bytes(entry.header) if keys.is_page(entry) else b"") + bytes(entry.body)
+
+
+# -- the keyspace against a dictionary -----------------------------------------------------------------------------
+
+START = unix_ms() + 10_000_000  # nothing in the machine is due by the real clock
+
+page_keys = st.builds(
+    PageKey,
+    st.sampled_from([b"a", b"b"]),
+    st.integers(0, 1),
+    st.sampled_from([0, 1, 63, 64, 65535]),
+    st.integers(0, 2),
+    st.integers(0, 1),
+)
+plain_keys = st.sampled_from([b"x", b"y", b"kv:a:index", b"kv:a:0:0:0:9", b"\0"])
+bodies = st.builds(
+    lambda size, fill: bytes([fill]) * size,
+    st.sampled_from([0, 1, 100, 1024, 1025, 4096, 70_000]),
+    st.integers(0, 255),
+)
+expiries = st.just(0) | st.integers(1, 20_000).map(lambda ms: START + ms)
+
+
+class KeyspaceMachine(RuleBasedStateMachine):
+    """Every operation on the keyspace and on a dictionary: key -> (blob or string, expiry, whether it is a page)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys = Keyspace()
+        self.model: dict[bytes, tuple[bytes, int, bool]] = {}
+        self.now = START
+        self.events: list[tuple[str, bytes]] = []
+        self.keys.on_event = lambda event, key: self.events.append((event, key))
+
+    used = Bundle("used")
+
+    @rule(key=page_keys, body=bodies, expires=expiries, target=used)
+    def write_page(self, key: PageKey, body: bytes, expires: int) -> bytes:
+        blob = set_page(self.keys, key, body, expires)
+        self.model[bytes(key)] = (blob, expires, True)
+        return bytes(key)
+
+    @rule(key=plain_keys | page_keys.map(bytes) | used, text=bodies, expires=expiries, target=used)
+    def write_string(self, key: bytes, text: bytes, expires: int) -> bytes:
+        self.keys.set_string(key, text, expires)
+        self.model[key] = (text, expires, False)
+        return key
+
+    @rule(key=used)
+    def delete(self, key: bytes) -> None:
+        assert self.keys.delete(key) == (self.model.pop(key, None) is not None)
+
+    @rule(key=used, expires=expiries)
+    def expire(self, key: bytes, expires: int) -> None:
+        if key in self.model:
+            self.keys.set_expiry(key, expires)
+            value, _, is_page = self.model[key]
+            self.model[key] = (value, expires, is_page)
+
+    @rule(key=used)
+    def expire_in_the_past(self, key: bytes) -> None:
+        if self.model.pop(key, None):
+            self.keys.set_expiry(key, 1)
+
+    @rule(key=used)
+    def read(self, key: bytes) -> None:
+        hits, misses = self.keys.counters.hits, self.keys.counters.misses
+        there = key in self.model
+        assert (self.keys.read(key) is not None) == there
+        assert (self.keys.counters.hits - hits, self.keys.counters.misses - misses) == (there, not there)
+
+    @rule(ms=st.integers(0, 8000), most=st.integers(1, 3))
+    def time_passes(self, ms: int, most: int) -> None:
+        """Seconds that are over are swept, a few keys at a time."""
+        self.now += ms
+        expired = self.keys.counters.expired
+        while (swept := self.keys.sweep(self.now, most)) == most:
+            pass
+        assert swept < most
+        second = self.now // 1000 * 1000
+        due = [key for key, (_, expires, _) in self.model.items() if 0 < expires < second]
+        for key in due:
+            del self.model[key]
+        assert self.keys.counters.expired - expired == len(due)
+
+    @precondition(lambda self: self.model)
+    @rule(share=st.floats(0.1, 0.9))
+    def memory_gets_scarce(self, share: float) -> None:
+        before = {block: block.pages for req in self.keys.index.requests() for block in self.keys.index.of(req)}
+        evicted = self.keys.counters.evicted
+        self.keys.maxmemory = limit = max(int(self.keys.used_memory * share), 1)
+        self.keys.make_room()
+        self.keys.maxmemory = 0
+        assert self.keys.used_memory <= limit
+        for block, pages in before.items():  # whole or not at all
+            assert self.keys.block(block.req_id, block.page) is None or block.pages == pages
+        gone = [key for key in self.model if self.keys.find(key) is None]
+        assert self.keys.counters.evicted - evicted == len(gone)
+        for key in gone:
+            del self.model[key]
+
+    @rule()
+    def flush(self) -> None:
+        self.keys.flush()
+        self.model.clear()
+        self.nothing_is_left()
+
+    @rule()
+    def scan(self) -> None:
+        found: list[bytes] = []
+        cursor = 0
+        while True:
+            cursor, keys = self.keys.scan(cursor, 3)
+            found += keys
+            if not cursor:
+                break
+        assert set(found) == set(self.model)
+
+    @invariant()
+    def values_are_what_was_written(self) -> None:
+        assert len(self.keys) == len(self.model)
+        assert set(self.keys.keys()) == set(self.model)
+        for key, (value, expires, is_page) in self.model.items():
+            assert value_of(self.keys, key) == value
+            assert self.keys.expires_of(key) == expires
+            assert self.keys.is_page(self.keys.find(key)) == is_page
+
+    @invariant()
+    def accounts_are_right(self) -> None:
+        assert self.keys.volatile == sum(expires > 0 for _, expires, _ in self.model.values())
+        entries = {key: self.keys.find(key) for key in self.model}
+        texts = sum(len(k) + e.size + TEXT_OVERHEAD for k, e in entries.items() if isinstance(e, Text))
+        slots = sum(e.footprint for e in entries.values() if isinstance(e, Slot))
+        assert self.keys.arena.used == slots
+        assert self.keys.used_memory == slots + texts
+        assert self.keys.arena.held >= slots
+
+    @invariant()
+    def the_index_knows_every_page_and_no_other(self) -> None:
+        index = self.keys.index
+        pages = [PageKey.parse(key) for key, (_, _, is_page) in self.model.items() if is_page]
+        assert set(index.requests()) == {page.req_id for page in pages}
+        blocks = [block for req in index.requests() for block in index.of(req)]
+        assert {(block.req_id, block.page) for block in blocks} == {(page.req_id, page.page) for page in pages}
+        assert index.blocks == len(blocks)
+        listed = [key for block in blocks for key in block.page_keys()]
+        assert sorted(listed) == sorted(map(bytes, pages))
+        for block in blocks:
+            assert block.pages == len(list(block.page_keys()))
+            assert block.footprint == sum(slot.footprint for slot in self.keys.slots_of(block))
+
+    def nothing_is_left(self) -> None:
+        keys = self.keys
+        assert (len(keys), keys.volatile, keys.used_memory, keys.arena.used) == (0, 0, 0, 0)
+        assert (len(keys.index), keys.index.blocks, keys.keys()) == (0, 0, [])
+
+    def teardown(self) -> None:
+        """Deleting key by key leaves as little as a flush does."""
+        for key in list(self.model):
+            assert self.keys.delete(key)
+        self.nothing_is_left()
+        gone = [key for event, key in self.events if event in ("del", "expired", "evicted")]
+        assert len(gone) >= len(set(self.model))
+
+
+TestKeyspace = KeyspaceMachine.TestCase
+TestKeyspace.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+# -- expiry by the real clock --------------------------------------------------------------------------------------
+
+
+def test_a_key_that_is_due_is_not_found_before_it_is_swept() -> None:
+    keys = Keyspace()
+    set_page(keys, PageKey(b"r", 0, 0, 0, 0), b"page", expires=unix_ms() + 30)
+    keys.set_string(b"text", b"text", unix_ms() + 30)
+    assert len(keys.keys()) == 2
+    time.sleep(0.04)
+    assert len(keys) == 2
+    assert keys.keys() == []
+    assert keys.read(b"kv:r:0:0:0:0") is None
+    assert keys.find(b"text") is None
+    assert not keys.delete(b"text")
+    assert (len(keys), len(keys.index), keys.used_memory) == (0, 0, 0)
+    assert keys.counters.expired == 2
+
+
+def test_a_sweep_takes_no_more_than_it_is_told_and_nothing_twice() -> None:
+    keys = Keyspace()
+    past = unix_ms() - 5000
+    for i in range(2500):
+        keys.set_string(b"%d" % i, b"", past + i % 7)
+    assert [keys.sweep(unix_ms(), 1000) for _ in range(4)] == [1000, 1000, 500, 0]
+    assert len(keys) == 0
+
+
+def test_prolonging_a_life_again_and_again_costs_no_memory() -> None:
+    keys = Keyspace()
+    keys.set_string(b"session", b"", START)
+    tracemalloc.start()
+    try:
+        for i in range(30_000):
+            keys.set_expiry(b"session", START + i * 1000)
+        assert tracemalloc.get_traced_memory()[0] < MIB
+    finally:
+        tracemalloc.stop()
+    assert keys.sweep(START + 29_000_000, 10) == 0
+    assert keys.sweep(START + 30_001_000, 10) == 1
+
+
+# -- eviction ------------------------------------------------------------------------------------------------------
+
+
+def fill(keys: Keyspace, blocks: int, heads: int = 4) -> None:
+    for block in range(blocks):
+        for head in range(heads):
+            set_page(keys, PageKey(b"r", 0, head, block, 0), bytes(4096))
+
+
+def blocks_left(keys: Keyspace) -> list[int]:
+    return [block.page for block in keys.blocks_of(b"r")]
+
+
+def squeeze(keys: Keyspace, share: float) -> None:
+    keys.maxmemory = int(keys.used_memory * share)
+    keys.make_room()
+
+
+def test_what_was_used_longest_ago_goes_first_in_whole_blocks() -> None:
+    keys = Keyspace(policy="allkeys-lru")
+    fill(keys, 10)
+    keys.read(b"kv:r:0:3:0:0")  # any page of block 0 is a use of the block
+    set_page(keys, PageKey(b"r", 0, 0, 1, 0), bytes(4096))  # and so is a write
+    squeeze(keys, 0.5)
+    assert blocks_left(keys) == [0, 1, 7, 8, 9]
+    assert keys.counters.evicted == 20
+
+
+def test_asking_whether_a_page_is_there_is_no_use_of_it() -> None:
+    keys = Keyspace(policy="allkeys-lru")
+    fill(keys, 4)
+    keys.find(b"kv:r:0:0:0:0")
+    squeeze(keys, 0.5)
+    assert blocks_left(keys) == [2, 3]
+
+
+def test_strings_and_blocks_are_evicted_in_one_order() -> None:
+    keys = Keyspace(policy="allkeys-lru")
+    keys.set_string(b"old", bytes(100))
+    fill(keys, 1)
+    keys.set_string(b"new", bytes(5000))
+    squeeze(keys, 0.99)
+    assert set(keys.keys()) == {b"new", *(b"kv:r:0:%d:0:0" % head for head in range(4))}
+    squeeze(keys, 0.5)
+    assert keys.keys() == [b"new"]
+
+
+def test_noeviction_refuses_and_removes_nothing() -> None:
+    keys = Keyspace(policy="noeviction")
+    fill(keys, 4)
+    with pytest.raises(OutOfMemory):
+        squeeze(keys, 0.5)
+    assert len(keys) == 16
+
+
+def test_uploads_count_towards_the_limit() -> None:
+    keys = Keyspace(policy="allkeys-lru")
+    fill(keys, 10)
+    keys.maxmemory = keys.used_memory + 4096
+    uploads = [keys.arena.allocate(4096) for _ in range(8)]
+    keys.make_room()
+    assert len(blocks_left(keys)) < 10
+    assert keys.used_memory <= keys.maxmemory
+    del uploads
+
+
+# -- the arena -----------------------------------------------------------------------------------------------------
+
+
+def address(view: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
+
+
+class ArenaMachine(RuleBasedStateMachine):
+    """Slots are filled with a pattern of their own, header and all; no other slot may ever change it."""
+
+    slots = Bundle("slots")
+
+    @initialize()
+    def begin(self) -> None:
+        self.arena = Arena()
+        self.living: dict[int, tuple[Slot, int]] = {}
+        self.numbers = 0
+
+    @rule(size=st.integers(0, 300) | st.sampled_from([1024, 4096, 5000, 16384, 65536, 3_000_000]), target=slots)
+    def allocate(self, size: int) -> int:
+        slot = self.arena.allocate(size)
+        self.numbers += 1
+        self.fill(slot, self.numbers % 251)
+        self.living[self.numbers] = (slot, size)
+        return self.numbers
+
+    def fill(self, slot: Slot, pattern: int) -> None:
+        np.frombuffer(slot.room, np.uint8)[:] = pattern
+        np.frombuffer(slot.header, np.uint8)[:] = pattern
+
+    @rule(number=consumes(slots))
+    def release(self, number: int) -> None:
+        del self.living[number]
+
+    @rule(number=consumes(slots), target=slots)
+    def seal(self, number: int) -> int:
+        slot, size = self.living[number]
+        slot.seal()
+        body = bytes([number % 251]) * size
+        assert bytes(slot.view) == b"$%d\r\n%b\r\n" % (size, body)
+        assert bytes(slot.tail.view) == body + b"\r\n"
+        assert bytes(slot.header) == bytes([number % 251]) * 64
+        self.fill(slot, number % 251)
+        return number
+
+    @invariant()
+    def every_slot_holds_what_was_written_into_it(self) -> None:
+        for number, (slot, size) in self.living.items():
+            assert slot.size == len(slot.body) == size
+            assert len(slot.room) == size + 2
+            assert (np.frombuffer(slot.room, np.uint8) == number % 251).all()
+            assert (np.frombuffer(slot.header, np.uint8) == number % 251).all()
+            assert address(slot.body) % 64 == 0
+
+    @invariant()
+    def what_is_used_is_what_the_slots_occupy(self) -> None:
+        assert self.arena.used == sum(slot.footprint for slot, _ in self.living.values())
+        assert self.arena.used <= self.arena.held - self.arena.spare
+        assert all(slot.footprint <= max(1.3 * size + 256, 512) for slot, size in self.living.values())
+
+    def teardown(self) -> None:
+        if hasattr(self, "arena"):
+            self.living.clear()
+            assert self.arena.used == 0
+
+
+TestArena = ArenaMachine.TestCase
+TestArena.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+
+
+@given(st.integers(0, 2**33))
+def test_powers_of_two_fit_without_waste(size: int) -> None:
+    slots = Arena()._class_for(size)  # sizes up to 8 GiB are only computed, not mapped
+    assert slots.capacity >= size
+    assert slots.capacity <= max(1.25 * size, 64)
+    assert slots.chunk_size >= slots.slot_size
+    if size >= 4096 and size & (size - 1) == 0:
+        assert slots.capacity == size
+
+
+def test_memory_goes_back_to_the_system() -> None:
+    """After many sizes came and went, little more is held than before; what is reused is not mapped again."""
+    gc.collect()
+    arena = Arena()
+    for _ in range(3):
+        slots = [arena.allocate(size * MIB) for size in (1, 2, 3, 5, 7, 8, 12, 16, 24, 32, 48, 64)]
+        slots += [arena.allocate(16384) for _ in range(2000)]
+        for slot in slots:
+            np.frombuffer(slot.body, np.uint8)[:] = 1
+        full = resident(os.getpid())
+        assert arena.held >= arena.used >= 222 * MIB
+        del slots, slot
+        assert arena.used == 0
+        assert arena.held == arena.spare <= MOST_SPARE
+        assert resident(os.getpid()) < full - 150 * MIB
+
+
+def test_a_slot_in_flight_is_not_recycled() -> None:
+    """Overwriting a value while an older one is still being sent gives the new one other memory."""
+    keys = Keyspace()
+    keys.set_string(b"key", b"a" * 5000)
+    sending = keys.find(b"key")
+    assert isinstance(sending, Slot)
+    view = sending.view
+    for letter in (b"b", b"c", b"d"):
+        keys.set_string(b"key", letter * 5000)
+        assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
+    keys.flush()
+    assert bytes(view) == b"$5000\r\n" + b"a" * 5000 + b"\r\n"
+    assert keys.arena.used == sending.footprint
+    del view, sending
+    assert keys.arena.used == 0
+
+
+def test_random_sizes_over_a_long_time_do_not_fragment() -> None:
+    """20,000 values of changing sizes through a bounded store: what is held stays near what is used."""
+    keys, noise = Keyspace(maxmemory=16 * MIB), random.Random(6)
+    for i in range(20_000):
+        keys.make_room()
+        keys.set_string(b"%d" % (i % 3000), bytes(noise.choice((1100, 2048, 4096, 9000, 16384, 40_000))))
+    assert keys.used_memory <= 16 * MIB + 65536
+    assert keys.arena.held <= 1.5 * keys.arena.used + 24 * MIB
