@@ -19,6 +19,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,7 @@ class BlockPoolBatchEngine:
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._generator = BatchGenerator(model, stop_tokens=[[token] for token in self._tokenizer.eos_token_ids])
         self._running: dict[int, _Request] = {}
+        self._completed: deque[CompletedGeneration] = deque()  # what a `step` that was left early has not handed out
 
     @property
     def pending(self) -> int:
@@ -129,7 +131,7 @@ class BlockPoolBatchEngine:
         *,
         max_tokens: int = 256,
         sampler: Sampler | None = None,
-        stop: Sequence[str] = (),
+        stop: str | Sequence[str] = (),
     ) -> int:
         """Queue `prompt`, the whole of it (text or token ids), and return the uid of its completion.
 
@@ -145,10 +147,11 @@ class BlockPoolBatchEngine:
         """
         submitted = time.perf_counter()
         check_agent_id(agent_id)
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        tokens = self.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
         self._check_prompt(tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(stop):
             raise ValueError("a stop string must not be empty")
         if self.spec.context:
@@ -170,7 +173,7 @@ class BlockPoolBatchEngine:
             agent_id=agent_id,
             prompt_tokens=len(tokens),
             tokens_reused=reused,
-            stop=tuple(stop),
+            stop=stop,
             shared=shared,
             reserved=reserved,
             detokenizer=self._tokenizer.detokenizer,
@@ -183,8 +186,11 @@ class BlockPoolBatchEngine:
 
         What is submitted between two of them joins the batch.
         """
-        while self._running:
-            yield from self.step_once()
+        while self._running or self._completed:
+            if not self._completed:
+                self._completed.extend(self.step_once())
+            while self._completed:
+                yield self._completed.popleft()
 
     def step_once(self) -> list[CompletedGeneration]:
         """Advance every prompt by a chunk and every answer by a token; what completed with it."""

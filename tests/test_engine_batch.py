@@ -156,6 +156,24 @@ def test_a_prompt_submitted_between_two_completions_joins_the_batch(batch: Block
     free(batch, *completed)
 
 
+def test_leaving_the_completions_early_loses_none(batch: BlockPoolBatchEngine) -> None:
+    """All three end in the same step; the first is taken, the others wait for the next call."""
+    for i in range(3):
+        batch.submit(f"agent-{i}", PROMPT[:20], max_tokens=2)
+    first = next(iter(batch.step()))
+    assert batch.pending == 0
+    others = list(batch.step())
+    assert sorted(done.agent_id for done in (first, *others)) == ["agent-0", "agent-1", "agent-2"]
+    free(batch, first, *others)
+
+
+def test_tokens_may_come_as_an_array(batch: BlockPoolBatchEngine) -> None:
+    done = complete(batch, mx.array(batch.encode(PROMPT)), max_tokens=3)
+    assert list(done.tokens) == greedy(batch.encode(PROMPT), 3)
+    assert {type(token) for token in done.blocks.tokens} == {int}
+    free(batch, done)
+
+
 def test_the_end_of_text_ends_the_answer_and_stays_in_the_context(pool: BlockPool) -> None:
     tokenizer = letter_tokenizer()
     said = greedy(tokenizer.encode(PROMPT), 20)
@@ -185,7 +203,7 @@ def test_a_stop_string_ends_the_text_before_it(batch: BlockPoolBatchEngine) -> N
 
 def test_a_stop_string_in_one_answer_does_not_stop_the_others(batch: BlockPoolBatchEngine) -> None:
     alone = complete(batch, PROMPT, max_tokens=30)
-    stopped = batch.submit("a", PROMPT, max_tokens=30, stop=[alone.text[4:6]])
+    stopped = batch.submit("a", PROMPT, max_tokens=30, stop=alone.text[4:6])
     batch.submit("b", PROMPT, max_tokens=30)
     done = {d.uid == stopped: d for d in batch.step()}
     assert done[True].finish_reason == "stop"

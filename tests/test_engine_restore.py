@@ -23,6 +23,7 @@ import mlx.core as mx
 import numpy as np
 import numpy.typing as npt
 import pytest
+import redis
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from engine import kvcache
@@ -83,10 +84,7 @@ def decoded(cache: list[KVCache], first: int, count: int = 20) -> Logits:
 
 
 @pytest.mark.parametrize("cut", CUTS)
-def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
-    tier: PageTier, server: RunningServer, cut: int
-) -> None:
-    server.client().flushall()
+def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(tier: PageTier, client: redis.Redis, cut: int) -> None:
     live = computed(cut)
     restored = through_the_server(tier, live, cut)
     assert np.array_equal(run(TOKENS[cut:], restored), run(TOKENS[cut:], live))
