@@ -46,7 +46,7 @@ _PLANE = 3  # type dtype head_dim
     summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
-    """One block whose body is exactly as long as its shape says."""
+    """OK. P is the number of planes. The body is exactly layers x planes x heads x page_size x head_dim elements."""
     req_id, page, shape = request_name(args[0]), page_id(args[1]), _read_shape(args)
     ttl = integer_in("ttl", args[5], 0, MAX_TTL)
     body = args[-1].body if isinstance(args[-1], Slot) else memoryview(plain(args[-1]))
@@ -111,7 +111,7 @@ def _read(client: Client, req_id: bytes, page: int) -> Reply:
     summary="Returns a block's bytes, null unless it is complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
-    """One bulk string."""
+    """One bulk string: layer by layer, in it plane by plane, in it head by head."""
     return _read(client, request_name(args[0]), page_id(args[1]))
 
 
@@ -125,7 +125,7 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     summary="Returns N blocks' bytes, null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
-    """One bulk string a block, each looked up as the reply comes to it."""
+    """An array of bulk strings, each block looked up as the reply comes to it."""
     names = [(request_name(req), page_id(page)) for req, page in batch("KVBLOCKMGET", args, 2, "block")]
 
     def bodies() -> Iterator[Reply]:

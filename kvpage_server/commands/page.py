@@ -156,7 +156,7 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
     summary="Stores a page; ttl is in seconds, 0 for none.",
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
-    """One page."""
+    """OK."""
     _store(client, [_read_page(client, args, unix_ms())])
     return OK
 
@@ -170,7 +170,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a page's body, null when it is not there.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
-    """One page's body."""
+    """The body."""
     return _page_or_none(client, args, client.keyspace.read(page_key(args)))
 
 
@@ -184,7 +184,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     summary="Stores N pages, all or none.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
-    """A batch of pages: one bad page refuses all."""
+    """OK; an error when one page is refused, and then none is stored."""
     count = _batch(client, "KVPAGEMSET", args, PAGE_ARGUMENTS)
     pages, now = [], unix_ms()
     for i in range(count):
@@ -207,7 +207,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns N pages' bodies, null for those that are not there.",
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
-    """A batch of bodies, each looked up as the reply comes to it."""
+    """An array of bodies, each looked up as the reply comes to it."""
     count = _batch(client, "KVPAGEMGET", args, NAME_ARGUMENTS)
     names = [args[start : start + NAME_ARGUMENTS] for start in range(1, len(args), NAME_ARGUMENTS)]
     for name in names:

@@ -88,19 +88,23 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     "readonly",
     keys=(1, 1, 1),
     group="set",
+    since="2.8.0",
     usage="key cursor [MATCH pattern] [COUNT count]",
     summary="Goes through the page keys of a request, given its index key, a few at a time.",
 )
 def sscan(client: Client, args: list[Argument]) -> Reply:
     """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
     start = scan_cursor(plain(args[1]))
+    blocks = _blocks(client, args[0])
+    if not blocks:
+        return [b"0", []]
     options = plain_all(args[2:])
     matches, wanted, _ = scan_options(options)
     if b"TYPE" in (word.upper() for word in options[::2]):
         raise ReplyError(SYNTAX_ERROR)
     cursor = 0
     found: list[bytes] = []
-    for block in _blocks(client, args[0]):
+    for block in blocks:
         if block.page + 1 < start:
             continue
         if len(found) >= wanted:

@@ -1,0 +1,268 @@
+"""`kvpage`: looks into a running store from a terminal. Knows it by its commands alone, as any other client does."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterator
+from datetime import datetime, timedelta
+from typing import Any
+
+import redis
+from rich.console import Console
+from rich.filesize import decimal
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from kvpage_server import __version__
+from kvpage_server.page import DType, KVType, PageError, PageKey
+
+DEFAULT_URL = "redis://127.0.0.1:9221"
+_AT_ONCE = 100  # requests asked for in one go
+
+out = Console(highlight=False, soft_wrap=True)
+
+
+class Failure(Exception):
+    """What was asked for can't be shown; the message says why."""
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """The process. Exits with 1 when what was asked for is not there or not intact, with 2 when it can't be asked."""
+    args = _parser().parse_args(arguments)
+    try:
+        with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5) as store:
+            healthy = args.show(store, args)
+    except Failure as failure:
+        sys.exit(_say(str(failure), 1))
+    except redis.ConnectionError as error:
+        sys.exit(_say(f"cannot reach {args.url}: {error}", 2))
+    except (redis.RedisError, ValueError) as error:
+        sys.exit(_say(str(error), 2))
+    sys.exit(0 if healthy else 1)
+
+
+def _say(message: str, code: int) -> int:
+    print(f"kvpage: {message}", file=sys.stderr)
+    return code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="kvpage", description="Looks into a running page store.")
+    parser.add_argument("--version", action="version", version=f"kvpage {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, show: Any, help: str) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
+        command.add_argument("--url", default=DEFAULT_URL, help=f"the store's address, {DEFAULT_URL} if not given")
+        command.set_defaults(show=show)
+        return command
+
+    add("status", status, "how the store is doing")
+    add("ls", ls, "the requests, or the blocks of one").add_argument("req", metavar="REQ", nargs="?")
+    add("stat", stat, "what is known of a page").add_argument("key", metavar="KEY", help="kv:REQ:LAYER:HEAD:PAGE:TYPE")
+    verify_ = add("verify", verify, "hash a request's pages again; corrupt ones are removed")
+    verify_.add_argument("req", metavar="REQ")
+    verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int)
+    why_ = add("why", why, "why a read of a request, or of a page, would miss")
+    why_.add_argument("req", metavar="REQ")
+    why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
+    return parser
+
+
+# -- status --------------------------------------------------------------------------------------------------------
+
+
+def status(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """The store at a glance, from INFO."""
+    info: dict[str, Any] = store.info("everything")
+    if "kvpage_version" not in info:
+        raise Failure(
+            f"{args.url} is {info.get('redis_mode', 'some')} Redis {info.get('redis_version')}, not a kvpage-server"
+        )
+    uptime = _for_people(timedelta(seconds=info["uptime_in_seconds"]))
+    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {args.url}, up {uptime}\n")
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for title, line in _status_lines(info):
+        table.add_row(title, line)
+    out.print(table)
+    return True
+
+
+def _status_lines(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    used, limit = info["used_memory"], info["maxmemory"]
+    if limit:
+        yield "memory", ProgressBar(total=limit, completed=min(used, limit), width=40)
+        yield "", f"{decimal(used)} of {decimal(limit)} ({used / limit:.0%}), {info['maxmemory_policy']}"
+    else:
+        yield "memory", f"{decimal(used)}, no limit"
+    yield "", f"the process has {decimal(info['used_memory_rss'])}"
+    keys = info.get("db0", {"keys": 0, "expires": 0})
+    yield "store", f"{info['requests']:,} requests, {info['blocks']:,} blocks, {keys['keys']:,} keys"
+    yield (
+        "",
+        f"{keys['expires']:,} keys will expire; {info['expired_keys']:,} have, {info['evicted_keys']:,} were evicted",
+    )
+    yield "protected", f"{info['leased_or_pinned']:,} blocks, {decimal(info['leased_or_pinned_bytes'])}"
+    hits, misses = info["keyspace_hits"], info["keyspace_misses"]
+    ratio = f"{hits / (hits + misses):.1%} hits" if hits + misses else "none yet"
+    yield "reads", f"{ratio} ({hits:,} of {hits + misses:,})" if hits + misses else ratio
+    reasons = {name.removeprefix("page_misses_").replace("_", " "): n for name, n in info.items() if "_misses_" in name}
+    yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
+    yield "clients", f"{info['connected_clients']:,} connected, {info['total_commands_processed']:,} commands so far"
+    received, sent = info["total_net_input_bytes"], info["total_net_output_bytes"]
+    yield "network", f"{decimal(received)} received, {decimal(sent)} sent"
+
+
+# -- ls ------------------------------------------------------------------------------------------------------------
+
+
+def ls(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """The requests, or the blocks of one request."""
+    return _ls_blocks(store, args.req) if args.req is not None else _ls_requests(store)
+
+
+def _ls_requests(store: redis.Redis) -> bool:
+    table = _table("request", "blocks", "pages", "size", "in memory", numbers_from=1)
+    req_ids = sorted(set(_requests(store)))
+    for start in range(0, len(req_ids), _AT_ONCE):
+        some = req_ids[start : start + _AT_ONCE]
+        pipeline = store.pipeline(transaction=False)
+        for req_id in some:
+            _ask(pipeline, "KVPAGEINDEX", req_id, "WITHSIZES")
+        for req_id, blocks in zip(some, pipeline.execute(), strict=True):
+            pages, size, memory = (sum(block[name] for block in blocks) for name in (b"pages", b"bytes", b"memory"))
+            table.add_row(_name(req_id), f"{len(blocks):,}", f"{pages:,}", decimal(size), decimal(memory))
+    out.print(table if req_ids else "no request has a page")
+    return True
+
+
+def _requests(store: redis.Redis) -> Iterator[bytes]:
+    for key in store.scan_iter(count=1000, _type="set"):
+        yield key.removeprefix(b"kv:").removesuffix(b":index")
+
+
+def _ls_blocks(store: redis.Redis, req_id: str) -> bool:
+    blocks = _ask(store, "KVPAGEINDEX", req_id, "WITHSIZES")
+    if not blocks:
+        raise Failure(f"request {req_id} has no page; kvpage why {req_id} may say why")
+    table = _table("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
+    for block in blocks:
+        planes = " ".join(KVType(plane).name for plane in block[b"planes"])
+        counts = [f"{block[name]:,}" for name in (b"layers", b"heads", b"pages")]
+        sizes = [decimal(block[name]) for name in (b"bytes", b"memory")]
+        table.add_row(str(block[b"page"]), "yes" if block[b"complete"] else "no", planes, *counts, *sizes)
+    out.print(table)
+    return True
+
+
+# -- stat, verify, why ---------------------------------------------------------------------------------------------
+
+
+def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """A page's header and what the store knows of it."""
+    try:
+        key = PageKey.parse(args.key.encode("utf-8", "surrogateescape"))
+    except PageError as error:
+        raise Failure(str(error)) from None
+    name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
+    found = _ask(store, "KVPAGESTAT", *name)
+    if found is None:
+        raise Failure(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
+    page = {field.decode(): value for field, value in found.items()}
+    dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    left, lease = page["ttl_left_ms"], page["lease_left_ms"]
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for row in (
+        ("holds", f"{plane}, {page['page_size']} tokens x {page['head_dim']} {dtype}, {page['bytes']:,} bytes"),
+        ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
+        ("checksum", page["checksum"].decode()),
+        ("created", _when(page["created_ms"])),
+        ("lives", "for ever" if left < 0 else f"{_for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"),
+        ("leased", f"for {_for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
+        ("pinned", "yes" if page["pinned"] else "no"),
+        ("tier", page["tier"].decode()),
+    ):
+        table.add_row(*row)
+    out.print(table)
+    return True
+
+
+def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Whether a request's pages are what was stored."""
+    with out.status("hashing"):
+        found = _ask(store, "KVPAGEVERIFY", args.req, *args.pages)
+    checked, corrupt = found[b"checked"], found[b"corrupt"]
+    if unchecked := found[b"unchecked"]:
+        out.print(f"{unchecked:,} pages were written without a checksum")
+    if not corrupt:
+        out.print(f"{checked:,} pages checked, all intact")
+        return True
+    out.print(f"[red]{len(corrupt):,} of {checked:,} pages were corrupt and are removed[/]")
+    for key in corrupt:
+        out.print(Text("  ") + _name(key))
+    return False
+
+
+def why(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Why a read would miss."""
+    if args.name and len(args.name) != 4:
+        raise Failure(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
+    found = _ask(store, "KVPAGEWHY", args.req, *args.name)
+    answer = {k.decode(): v.decode() if isinstance(v, bytes) else v for k, v in found.items()}
+    reason = answer["reason"]
+    if reason == "hole":
+        out.print(f"block {answer['block']} is not there whole: {_explain(answer['cause'], answer)}")
+    else:
+        out.print(_explain(reason, answer))
+    return True
+
+
+def _explain(reason: str, answer: dict[str, Any]) -> str:
+    if "at" in answer:
+        by = f" by {answer['policy']}" if "policy" in answer else ""
+        return f"{reason}{by}, {_when(answer['at'])}"
+    if "since" in answer:
+        return f"{reason}, as far as is known since {_when(answer['since'])}"
+    return f"{reason}: a read would not miss"
+
+
+# -- words ---------------------------------------------------------------------------------------------------------
+
+
+def _ask(store: redis.Redis, *words: Any) -> Any:
+    return store.execute_command(*words)  # type: ignore[no-untyped-call]
+
+
+def _table(*columns: str, numbers_from: int) -> Table:
+    table = Table(box=None, header_style="bold", pad_edge=False)
+    for i, column in enumerate(columns):
+        table.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
+    return table
+
+
+def _name(raw: bytes) -> Text:
+    return Text(raw.decode("utf-8", "backslashreplace"))
+
+
+def _when(unix_ms: int) -> str:
+    at = datetime.fromtimestamp(unix_ms / 1000)
+    ago = datetime.now() - at
+    return f"{at:%Y-%m-%d %H:%M:%S} ({_for_people(ago)} ago)" if ago >= timedelta(seconds=1) else "just now"
+
+
+def _for_people(time: timedelta) -> str:
+    """A span in its two largest units."""
+    seconds = int(time.total_seconds())
+    units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
+    shown = [f"{count} {unit}" for unit, count in units.items() if count]
+    return " ".join(shown[:2]) or "0 s"
+
+
+if __name__ == "__main__":
+    main()
