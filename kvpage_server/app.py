@@ -6,39 +6,51 @@ import asyncio
 import gc
 import logging
 import os
+import resource
 import signal
 import sys
+import time
+from pathlib import Path
 
 import uvloop
 
-from kvpage_server import __version__
+from kvpage_server import __version__, log
+from kvpage_server.commands.configure import apply
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.info import human
+from kvpage_server.commands.users import UserFileError
 from kvpage_server.config import Config, ConfigError, from_arguments
+from kvpage_server.net import tls
+from kvpage_server.net.limits import Watch
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
 from kvpage_server.store.memory import Keyspace
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 2000  # keys a sweep: some milliseconds
+WATCH_EVERY = 1.0  # seconds
+_OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
 
-  kvpage-server [FILE] [--name value ...]   any line of conf/kvpage.conf is a --name
-  kvpage-server --check-config [FILE] [--name value ...]
+  kvpage-server [FILE] [--name value ...]    serve
+  kvpage-server --check-config [FILE] ...    say whether the configuration is valid
   kvpage-server --help | --version
+
+FILE has `name value` lines as redis.conf does; each can be given here too, and then wins:
+
+{{parameters}}
+Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
 """
 
-log = logging.getLogger("kvpage")
-
-_LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
+logger = logging.getLogger("kvpage")
 
 
 def main(arguments: list[str] | None = None) -> None:
     """The process. Exits with 1 when the configuration or an address is refused."""
     words = sys.argv[1:] if arguments is None else arguments
     if words[:1] in (["--help"], ["-h"]):
-        print(USAGE, end="")
+        print(_usage(), end="")
         return
     if words[:1] in (["--version"], ["-v"]):
         print(f"kvpage-server {__version__}")
@@ -46,51 +58,97 @@ def main(arguments: list[str] | None = None) -> None:
     check_only = words[:1] == ["--check-config"]
     try:
         config = from_arguments(words[1:] if check_only else words)
+        os.chdir(config.dir)
+        server = Server(config, Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy))
+        _load_users(server)
+        if config.tls_port:
+            tls.context(config)
         if check_only:
             print("the configuration is valid")
             return
-        os.chdir(config.dir)
-        _log_to_stderr(config)
-        _run(config)
-    except (ConfigError, ListenError) as error:
+        log.start(config)
+        apply(server, (name for name in config.parameters() if name != "requirepass"))
+        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+            runner.run(serve(server))
+    except (ConfigError, UserFileError, tls.CertificateError, ListenError) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
         sys.exit(f"kvpage-server: {error.filename or ''}: {error.strerror}")
 
 
-def _run(config: Config) -> None:
-    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(serve(config))
+def _usage() -> str:
+    rows = [f"  --{name:<28} {field.metadata['doc']}\n" for name, field in Config.parameters().items()]
+    return USAGE.format(parameters="".join(rows))
 
 
-async def serve(config: Config) -> None:
+def _load_users(server: Server) -> None:
+    """Have the users of the configuration. Raises UserFileError, ConfigError, OSError."""
+    config = server.config
+    if config.requirepass:
+        server.users.require_password(config.requirepass)
+    if config.aclfile and config.user:
+        raise ConfigError("users stand either in `user` lines or in an aclfile, not in both")
+    if config.aclfile:
+        server.users.load_file(Path(config.aclfile))
+    else:
+        server.users.load(
+            (f"user {' '.join(words[:1])}", [os.fsencode(word) for word in words]) for words in config.user
+        )
+
+
+async def serve(server: Server) -> None:
     """Serve until SIGTERM, SIGINT or SHUTDOWN. Raises ListenError."""
     loop = asyncio.get_running_loop()
     stopping = asyncio.Event()
+    server.stop = stopping.set
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
-    keys = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
-    state = Server(config, keys, stopping.set)
-    listener = Listener(state, loop)
+    _have_descriptors(server.config)
+    listener = Listener(server, loop)
     addresses = listener.start()
     _calm_the_collector()
-    _greet(config, addresses)
-    sweeper = asyncio.create_task(_sweep(keys))
+    _greet(server, addresses)
+    tasks = [asyncio.create_task(_sweep(server.keyspace)), asyncio.create_task(_watch(Watch(server)))]
+    pidfile = Path(server.config.pidfile) if server.config.pidfile else None
+    if pidfile:
+        pidfile.write_text(f"{os.getpid()}\n")
     try:
         await stopping.wait()
     finally:
-        sweeper.cancel()
+        for task in tasks:
+            task.cancel()
         listener.stop()
-        for client in list(state.clients.values()):
+        for client in list(server.clients.values()):
             client.close()
         await asyncio.sleep(0)  # the sessions send what they have
-        log.info("bye: %d commands served", state.stats.commands)
+        if pidfile:
+            pidfile.unlink(missing_ok=True)
+        logger.info("bye: %d commands served", server.stats.commands)
 
 
 async def _sweep(keys: Keyspace) -> None:
     while True:
         swept = keys.sweep(unix_ms(), SWEEP_MOST)
         await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
+
+
+async def _watch(watch: Watch) -> None:
+    while True:
+        await asyncio.sleep(WATCH_EVERY)
+        watch.look(time.monotonic())
+
+
+def _have_descriptors(config: Config) -> None:
+    """Ask the system for as many file descriptors as maxclients needs, or make do with what it gives."""
+    wanted = config.maxclients + _OWN_DESCRIPTORS
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    given = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (given, hard))
+    if given < wanted:
+        config.maxclients = max(given - _OWN_DESCRIPTORS, 1)
+        logger.warning("maxclients is %d: the system gives %d file descriptors", config.maxclients, given)
 
 
 def _calm_the_collector() -> None:
@@ -100,18 +158,42 @@ def _calm_the_collector() -> None:
     gc.set_threshold(50_000, 20, 1_000_000)
 
 
-def _greet(config: Config, addresses: list[str]) -> None:
+def _greet(server: Server, addresses: list[str]) -> None:
+    config, users = server.config, server.users
     limit = human(config.maxmemory) if config.maxmemory else "no limit"
-    log.info("kvpage-server %s, pid %d, ready on %s", __version__, os.getpid(), ", ".join(addresses))
-    log.info("store: memory, limit %s, %s", limit, config.maxmemory_policy)
+    facts: dict[str, object] = {
+        "version": __version__,
+        "pid": os.getpid(),
+        "addresses": addresses,
+        "store": "memory",
+        "maxmemory": config.maxmemory,
+        "maxmemory_policy": config.maxmemory_policy,
+    }
+    logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
+    logger.info("  store   memory, limit %s, %s", limit, config.maxmemory_policy)
+    logger.info("  access  %s", _access(server))
+    logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
+    if users.default.no_password and not config.protected_mode and not _only_local(addresses):
+        logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")
 
 
-def _log_to_stderr(config: Config) -> None:
-    logging.basicConfig(
-        level=_LEVELS[config.loglevel],
-        format="%(asctime)s.%(msecs)03d %(levelname).1s %(message)s",
-        datefmt="%Y-%m-%d %H:%M:%S",
-    )
+def _access(server: Server) -> str:
+    """Who may come in, in words."""
+    others = len(server.users.by_name) - 1
+    default = server.users.default
+    if not default.enabled:
+        first = "the default user is off"
+    elif not default.no_password:
+        first = "a password is needed"
+    elif server.config.protected_mode:
+        first = "no password, so from this machine only"
+    else:
+        first = "no password"
+    return f"{first}, {others} more user{'s' * (others != 1)}" if others else first
+
+
+def _only_local(addresses: list[str]) -> bool:
+    return all(address.startswith(("127.", "[::1]", "unix ")) for address in addresses)
 
 
 if __name__ == "__main__":

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
+from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpage_server.resp.parser import split_words
 from kvpage_server.store.eviction import POLICIES
@@ -22,10 +23,14 @@ class ConfigError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """How a parameter's value is read from words, and written back as one string."""
+    """How a parameter's value is read from words, and written back as words.
+
+    Where a parameter may stand on several lines, `add` joins a line's value to what there was.
+    """
 
     read: Callable[[list[str]], Any]
-    write: Callable[[Any], str] = str
+    write: Callable[[Any], list[str]] = lambda value: [str(value)]
+    add: Callable[[Any, Any], Any] | None = None
 
 
 def _one(words: list[str]) -> str:
@@ -39,7 +44,7 @@ def integer(low: int, high: int) -> Kind:
 
     def read(words: list[str]) -> int:
         word = _one(words)
-        if not re.fullmatch(r"-?\d+", word) or not low <= int(word) <= high:
+        if not re.fullmatch(r"-?\d{1,18}", word) or not low <= int(word) <= high:
             raise ValueError(f"must be a whole number between {low} and {high}, got '{word}'")
         return int(word)
 
@@ -49,12 +54,23 @@ def integer(low: int, high: int) -> Kind:
 _UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
 
 
-def _read_memory(words: list[str]) -> int:
-    word = _one(words)
-    found = re.fullmatch(r"(\d+)([a-z]*)", word.lower())
+def _bytes(word: str) -> int:
+    found = re.fullmatch(r"(\d{1,18})([a-z]*)", word.lower())
     if not found or found[2] not in _UNITS:
         raise ValueError(f"must be a number of bytes such as 0, 512mb or 4gb, got '{word}'")
     return int(found[1]) * _UNITS[found[2]]
+
+
+def memory(low: int = 0) -> Kind:
+    """A number of bytes, with or without a unit."""
+
+    def read(words: list[str]) -> int:
+        size = _bytes(_one(words))
+        if size < low:
+            raise ValueError(f"must be at least {low} bytes, got {size}")
+        return size
+
+    return Kind(read)
 
 
 def _read_yes_no(words: list[str]) -> bool:
@@ -76,17 +92,76 @@ def choice(*allowed: str) -> Kind:
     return Kind(read)
 
 
-memory = Kind(_read_memory)
-yes_no = Kind(_read_yes_no, lambda value: "yes" if value else "no")
+def letters(allowed: str) -> Kind:
+    """Any of some letters, together."""
+
+    def read(words: list[str]) -> str:
+        word = _one(words)
+        if not set(word) <= set(allowed):
+            raise ValueError(f"must be made of the letters {allowed}, got '{word}'")
+        return word
+
+    return Kind(read)
+
+
+def _read_octal(words: list[str]) -> int:
+    word = _one(words)
+    if not re.fullmatch(r"[0-7]{1,4}", word) or int(word, 8) > 0o777:
+        raise ValueError(f"must be permissions in octal between 0 and 777, got '{word}'")
+    return int(word, 8)
+
+
+def _read_memory_or_share(words: list[str]) -> int | str:
+    word = _one(words)
+    if re.fullmatch(r"\d{1,2}%|100%", word):
+        return word
+    return _bytes(word)
+
+
+class OutputLimit(NamedTuple):
+    """How many bytes of replies may wait: never `hard`; `soft` for no longer than `seconds`. 0 is no limit."""
+
+    hard: int
+    soft: int
+    seconds: int
+
+
+_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # of connections; there are no replicas here
+
+
+def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:
+    if not words or len(words) % 4:
+        raise ValueError(f"takes 4 values a class of clients: class, hard limit, soft limit, seconds; got {len(words)}")
+    limits = {}
+    for start in range(0, len(words), 4):
+        name, hard, soft, seconds = words[start : start + 4]
+        name = {"slave": "replica"}.get(name.lower(), name.lower())
+        if name not in _CLIENT_CLASSES:
+            raise ValueError(f"classes of clients are {', '.join(_CLIENT_CLASSES)}, got '{name}'")
+        if not re.fullmatch(r"\d{1,9}", seconds):
+            raise ValueError(f"seconds must be a whole number, got '{seconds}'")
+        limits[name] = OutputLimit(_bytes(hard), _bytes(soft), int(seconds))
+    return limits
+
+
+def _write_output_limits(limits: dict[str, OutputLimit]) -> list[str]:
+    return [word for name, limit in limits.items() for word in (name, *map(str, limit))]
+
+
+yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
-words = Kind(lambda found: found, lambda value: " ".join(value))
+words = Kind(lambda found: found, lambda value: value)
+octal = Kind(_read_octal, lambda value: [f"{value:o}"])
+memory_or_share = Kind(_read_memory_or_share)
+output_limits = Kind(_read_output_limits, _write_output_limits, lambda old, new: {**old, **new})
+lines = Kind(lambda found: [found], lambda value: [word for line in value for word in line], lambda old, new: old + new)
 
 
-def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False) -> Any:
-    """Declare a parameter. Its name is the field's, with dashes."""
-    metadata = {"kind": kind, "doc": doc, "mutable": mutable}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False) -> Any:
+    """Declare a parameter. Its name is the field's, with dashes. CONFIG GET does not show a hidden one."""
+    metadata = {"kind": kind, "doc": doc, "mutable": mutable, "hidden": hidden}
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: copy(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
@@ -94,49 +169,129 @@ def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False) -> Any:
 class Config:
     """Every parameter, with its default."""
 
-    port: int = option(integer(0, 65535), 9221, "TCP port; 0 takes a free one")
+    port: int = option(
+        integer(0, 65535), 9221, "TCP port; 0 takes a free one, or none where tls-port or unixsocket is given"
+    )
     bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses to listen on; one after '-' may be missing")
+    tcp_backlog: int = option(integer(1, 65535), 511, "connections that may wait to be accepted")
+    unixsocket: str = option(text, "", "path of a unix socket to listen on")
+    unixsocketperm: int = option(octal, 0o700, "its permissions, in octal")
+    tls_port: int = option(integer(0, 65535), 0, "port for TLS; 0 is none")
+    tls_cert_file: str = option(text, "", "the server's certificate, PEM")
+    tls_key_file: str = option(text, "", "its private key, PEM")
+    tls_key_file_pass: str = option(text, "", "what opens the key", hidden=True)
+    tls_ca_cert_file: str = option(text, "", "certificates of the authorities that vouch for clients, PEM")
+    tls_auth_clients: str = option(choice("yes", "no", "optional"), "yes", "whether a client must show a certificate")
+    protected_mode: bool = option(yes_no, True, "as long as anybody may come in, only this machine may", mutable=True)
+    requirepass: str = option(text, "", "password of the user `default`", mutable=True)
+    user: list[list[str]] = option(lines, [], "a user and its rules, as ACL SETUSER takes them", hidden=True)
+    aclfile: str = option(text, "", "a file of `user` lines, instead of those here")
+    acllog_max_len: int = option(integer(0, 100_000), 128, "refusals that ACL LOG remembers", mutable=True)
+    maxclients: int = option(integer(1, 1_000_000), 10_000, "connections at a time", mutable=True)
+    timeout: int = option(
+        integer(0, 2**31), 0, "seconds after which an idle connection is ended; 0 is never", mutable=True
+    )
+    tcp_keepalive: int = option(integer(0, 2**15), 300, "seconds between probes of a silent connection; 0 is none")
+    proto_max_bulk_len: int = option(memory(1024**2), 512 * 1024**2, "bytes of the longest string a client may send")
+    client_query_buffer_limit: int = option(
+        memory(1024**2), 1024**3, "bytes of one command that may wait for its end", mutable=True
+    )
+    client_output_buffer_limit: dict[str, OutputLimit] = option(
+        output_limits,
+        {
+            "normal": OutputLimit(0, 64 * 1024**2, 60),
+            "replica": OutputLimit(0, 0, 0),
+            "pubsub": OutputLimit(32 * 1024**2, 8 * 1024**2, 60),
+        },
+        "replies that may wait to be read, by class of clients: hard limit, soft limit, seconds above the soft one",
+        mutable=True,
+    )
+    maxmemory_clients: int | str = option(
+        memory_or_share,
+        1024**3,
+        "bytes that all connections may hold at once, or a share of maxmemory: 25%",
+        mutable=True,
+    )
     dir: str = option(text, ".", "the directory the server works in")
-    maxmemory: int = option(memory, 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
+    maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
     maxmemory_policy: str = option(choice(*POLICIES), "allkeys-lru", "what goes when memory is full", mutable=True)
     page_checksums: bool = option(yes_no, True, "hash the bodies of pages when they are written", mutable=True)
     strict_page_shape: bool = option(
         yes_no, False, "refuse a body that is not page_size x head_dim x itemsize bytes", mutable=True
     )
-    proto_max_bulk_len: int = option(memory, 512 * 1024**2, "bytes of the longest string a client may send")
-    loglevel: str = option(choice("debug", "verbose", "notice", "warning"), "notice", "how much the log says")
+    notify_keyspace_events: str = option(
+        letters("KEg$lshzxeAtdmn"), "", "which events of keys are published", mutable=True
+    )
+    slowlog_log_slower_than: int = option(
+        integer(-1, 2**53), 10_000, "microseconds from which SLOWLOG remembers a call; -1 is never", mutable=True
+    )
+    slowlog_max_len: int = option(integer(0, 100_000), 128, "calls that SLOWLOG remembers", mutable=True)
+    latency_monitor_threshold: int = option(
+        integer(0, 2**31), 0, "milliseconds from which LATENCY notes an event; 0 is never", mutable=True
+    )
+    loglevel: str = option(
+        choice("debug", "verbose", "notice", "warning"), "notice", "how much the log says", mutable=True
+    )
+    logfile: str = option(text, "", "the log's file; empty is standard error")
+    log_format: str = option(choice("text", "json"), "text", "lines for people, or an object a line for machines")
+    pidfile: str = option(text, "", "a file to write the process's id to")
     databases: int = option(integer(1, 1), 1, "the number of databases: one")
     save: str = option(Kind(" ".join), "", "snapshots by time: none, the store has no disk yet")
     appendonly: bool = option(choice("no"), "no", "no append-only file is kept")
 
+    file: Path | None = field(default=None, metadata={"line": False})  # where it came from
+
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
         """Every parameter's declaration by its name in the file."""
-        return {f.name.replace("_", "-"): f for f in fields(cls)}
+        return {f.name.replace("_", "-"): f for f in fields(cls) if "kind" in f.metadata}
 
     def set(self, name: str, values: Sequence[str]) -> None:
         """Give a parameter a value. Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             raise ConfigError(f"unknown parameter '{name}'")
+        kind = declared.metadata["kind"]
         try:
-            value = declared.metadata["kind"].read(list(values))
+            value = kind.read(list(values))
         except ValueError as error:
             raise ConfigError(f"{name} {error}") from None
-        setattr(self, declared.name, value)
+        setattr(self, declared.name, kind.add(getattr(self, declared.name), value) if kind.add else value)
+
+    def split(self, name: str, value: str) -> list[str]:
+        """The words of a value that came as one string, as CONFIG SET gives it."""
+        one = self.parameters()[name].metadata["kind"] not in (words, output_limits)
+        return [value] if one else value.split()
+
+    def words(self, name: str) -> list[str]:
+        """A parameter's value as the words of a line."""
+        declared = self.parameters()[name]
+        return list(declared.metadata["kind"].write(getattr(self, declared.name)))
 
     def get(self, name: str) -> str:
-        """A parameter's value as the file would spell it."""
-        declared = self.parameters()[name]
-        return str(declared.metadata["kind"].write(getattr(self, declared.name)))
+        """A parameter's value as CONFIG GET tells it."""
+        return " ".join(self.words(name))
 
     @classmethod
     def is_mutable(cls, name: str) -> bool:
         """Whether CONFIG SET may change it."""
         return bool(cls.parameters()[name].metadata["mutable"])
 
+    @classmethod
+    def is_hidden(cls, name: str) -> bool:
+        """Whether CONFIG GET keeps quiet about it."""
+        return bool(cls.parameters()[name].metadata["hidden"])
+
+    @property
+    def client_memory(self) -> int:
+        """Bytes that all connections may hold at once; 0 is no limit."""
+        if isinstance(self.maxmemory_clients, str):
+            return self.maxmemory * int(self.maxmemory_clients.rstrip("%")) // 100
+        return self.maxmemory_clients
+
     def load(self, path: Path) -> None:
         """Take every line of a file. Raises ConfigError naming file and line, OSError when it cannot be read."""
+        self.file = path.absolute()
         for number, name, values in read_lines(path):
             try:
                 self.set(name, values)

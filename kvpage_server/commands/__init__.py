@@ -4,9 +4,14 @@ Knows the store and the values of replies; knows no socket.
 """
 
 from kvpage_server.commands import (
+    acl,
     block,
+    client,
+    command,
+    configure,
     connection,
     counter,
+    diagnose,
     expire,
     guard,
     inspection,
@@ -23,9 +28,14 @@ from kvpage_server.commands import (
 )
 
 __all__ = [
+    "acl",
     "block",
+    "client",
+    "command",
+    "configure",
     "connection",
     "counter",
+    "diagnose",
     "expire",
     "guard",
     "inspection",

@@ -3,82 +3,149 @@
 from __future__ import annotations
 
 import re
-import time
 
 from kvpage_server import __version__
-from kvpage_server.commands.arguments import as_integer, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import REDIS_VERSION
-from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.registry import command
+from kvpage_server.commands.users import DEFAULT
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, PONG, Reply, ReplyError
+from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, simple
 
 _PRINTABLE = re.compile(rb"[!-~]*\Z")
+_AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
+
+
+def checked_name(name: bytes) -> bytes:
+    """A client's name, when it is one. Raises ReplyError."""
+    if not _PRINTABLE.match(name):
+        raise ReplyError("ERR Client names cannot contain spaces, newlines or special characters.")
+    return name
+
+
+def is_printable(value: bytes) -> bool:
+    """Whether it may stand in a line of CLIENT LIST."""
+    return bool(_PRINTABLE.match(value))
 
 
 @command("ping", -1, "fast", group="connection", usage="[message]", summary="Says that the server lives.")
 def ping(client: Client, args: list[Argument]) -> Reply:
-    """PONG, or the message."""
+    """PONG, or the message; while it listens in RESP2, in the form of a message."""
     if len(args) > 1:
         raise ReplyError("ERR wrong number of arguments for 'ping' command")
+    if client.protocol == 2 and (client.channels or client.patterns):
+        return Push([b"pong", plain(args[0]) if args else b""])
     return plain(args[0]) if args else PONG
 
 
-@command("echo", 2, "fast", group="connection", usage="message", summary="Returns the message.")
+@command("echo", 2, "loading stale fast", group="connection", usage="message", summary="Returns the message.")
 def echo(client: Client, args: list[Argument]) -> Reply:
     """The message."""
     return plain(args[0])
 
 
-@command("select", 2, "fast", group="connection", usage="index", summary="Chooses the database; there is one, 0.")
+@command(
+    "select",
+    2,
+    "loading stale fast",
+    group="connection",
+    usage="index",
+    summary="Chooses the database; the only one is 0.",
+)
 def select(client: Client, args: list[Argument]) -> Reply:
     """OK for 0."""
-    index = as_integer(args[0])
-    if index is None:
-        raise ReplyError("ERR invalid DB index")
+    index = integer(args[0])
+    if not -(2**31) <= index < 2**31:
+        raise ReplyError("ERR value is out of range, value must between -2147483648 and 2147483647")
     if index != 0:
         raise ReplyError("ERR DB index is out of range")
     return OK
 
 
-@command("quit", -1, "fast", group="connection", summary="Ends the connection once the reply is sent.")
+@command("quit", -1, _AT_HAND, group="connection", summary="Ends the connection once the reply is sent.")
 def quit_(client: Client, args: list[Argument]) -> Reply:
     """OK, the last word."""
     client.close()
     return OK
 
 
+@command("reset", 1, _AT_HAND, group="connection", since="6.2.0", summary="Makes the connection as it was at first.")
+def reset(client: Client, args: list[Argument]) -> Reply:
+    """It listens to nothing, has queued nothing, has no name, talks RESP2 and is the default user, if that needs no
+    password."""
+    client.end_transaction()
+    client.server.channels.forget(client)
+    client.server.monitors.pop(client, None)
+    client.protocol, client.name, client.silence = 2, b"", 0
+    client.spared, client.touches = False, True
+    default = client.server.users.default
+    client.become(default if default.no_password and default.enabled else None)
+    return simple("RESET")
+
+
+@command(
+    "auth",
+    -2,
+    _AT_HAND,
+    group="connection",
+    usage="[username] password",
+    summary="Says who is talking, and proves it.",
+)
+def auth(client: Client, args: list[Argument]) -> Reply:
+    """OK; a name that is not given is `default`."""
+    if len(args) > 2:
+        raise ReplyError(SYNTAX_ERROR)
+    words = plain_all(args)
+    if len(words) == 1 and client.server.users.default.no_password:
+        raise ReplyError(
+            "ERR AUTH <password> called without any password configured for the default user. "
+            "Are you sure your configuration is correct?"
+        )
+    _authenticate(client, words[0] if len(words) == 2 else DEFAULT, words[-1])
+    return OK
+
+
+def _authenticate(client: Client, name: bytes, password: bytes) -> None:
+    user = client.server.users.authenticate(name, password)
+    if user is None:
+        client.server.refuse(client, "auth", b"AUTH", name)
+        raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
+    client.become(user)
+
+
 @command(
     "hello",
     -1,
-    "fast",
+    _AT_HAND,
     group="connection",
+    since="6.0.0",
     usage="[protover [AUTH username password] [SETNAME clientname]]",
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
 def hello(client: Client, args: list[Argument]) -> Reply:
     """A map of who the server is."""
     words = plain_all(args)
-    protocol = client.protocol
-    if words:
-        chosen = as_integer(words[0])
-        if chosen is None:
-            raise ReplyError("ERR Protocol version is not an integer or out of range")
-        if chosen not in (2, 3):
-            raise ReplyError("NOPROTO unsupported protocol version")
-        protocol = chosen
-    name = client.name
+    protocol = _protocol(words[0]) if words else client.protocol
+    name, credentials = client.name, None
     rest = words[1:]
     while rest:
         option = rest[0].upper()
         if option == b"AUTH" and len(rest) >= 3:
-            rest = rest[3:]
+            credentials, rest = rest[1:3], rest[3:]
         elif option == b"SETNAME" and len(rest) >= 2:
-            name = _checked_name(rest[1])
-            rest = rest[2:]
+            name, rest = checked_name(rest[1]), rest[2:]
         else:
             shown = rest[0].decode("ascii", "backslashreplace")
             raise ReplyError(f"ERR Syntax error in HELLO option '{shown}'")
+    if credentials is not None:
+        _authenticate(client, *credentials)
+    if client.user is None:
+        raise ReplyError(
+            "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO <proto> AUTH "
+            "<user> <pass> option can be used to authenticate the client and select the RESP protocol version at the "
+            "same time"
+        )
     client.protocol, client.name = protocol, name
     return {
         "server": "redis",
@@ -92,63 +159,29 @@ def hello(client: Client, args: list[Argument]) -> Reply:
     }
 
 
-def _checked_name(name: bytes) -> bytes:
-    if not _PRINTABLE.match(name):
-        raise ReplyError("ERR Client names cannot contain spaces, newlines or special characters.")
-    return name
-
-
-container("client", group="connection", summary="A container for commands about connections.")
-
-
-@command("client|id", 2, "fast", group="connection", summary="Returns the connection's id.")
-def client_id(client: Client, args: list[Argument]) -> Reply:
-    """Unique, growing."""
-    return client.id
-
-
-@command("client|getname", 2, "fast", group="connection", summary="Returns the connection's name.")
-def client_getname(client: Client, args: list[Argument]) -> Reply:
-    """Null when none was set."""
-    return client.name or None
-
-
-@command("client|setname", 3, "fast", group="connection", usage="name", summary="Names the connection.")
-def client_setname(client: Client, args: list[Argument]) -> Reply:
-    """An empty name takes it away."""
-    client.name = _checked_name(plain(args[0]))
-    return OK
+def _protocol(word: bytes) -> int:
+    chosen = as_integer(word)
+    if chosen is None:
+        raise ReplyError("ERR Protocol version is not an integer or out of range")
+    if chosen not in (2, 3):
+        raise ReplyError("NOPROTO unsupported protocol version")
+    return chosen
 
 
 @command(
-    "client|setinfo",
-    4,
-    "fast",
+    "readonly",
+    1,
+    "loading stale fast",
     group="connection",
-    usage="<LIB-NAME libname | LIB-VER libver>",
-    summary="Tells which client library is talking.",
+    since="3.0.0",
+    summary="Has no effect here.",
 )
-def client_setinfo(client: Client, args: list[Argument]) -> Reply:
-    """Shown by CLIENT LIST and INFO."""
-    option, value = plain_all(args)
-    if option.upper() not in (b"LIB-NAME", b"LIB-VER"):
-        raise ReplyError(f"ERR Unrecognized option '{option.decode('ascii', 'backslashreplace')}'")
-    what = option.lower().decode()
-    if not _PRINTABLE.match(value):
-        raise ReplyError(f"ERR {what} cannot contain spaces, newlines or special characters.")
-    if what == "lib-name":
-        client.lib_name = value
-    else:
-        client.lib_version = value
+def readonly(client: Client, args: list[Argument]) -> Reply:
+    """OK: replicas, which it is meant for, do not exist here."""
     return OK
 
 
-def describe(client: Client) -> str:
-    """A client as a line of CLIENT LIST."""
-    now = time.monotonic()
-    return (
-        f"id={client.id} addr={client.address} laddr={client.local_address} name={client.name.decode('ascii')} "
-        f"age={int(now - client.connected)} idle={int(now - client.active)} flags=N db=0 resp={client.protocol} "
-        f"cmd={client.last_command} user=default lib-name={client.lib_name.decode('ascii')} "
-        f"lib-ver={client.lib_version.decode('ascii')}"
-    )
+@command("readwrite", 1, "loading stale fast", group="connection", since="3.0.0", summary="Has no effect here.")
+def readwrite(client: Client, args: list[Argument]) -> Reply:
+    """OK, as for READONLY."""
+    return OK

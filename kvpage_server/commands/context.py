@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
+from kvpage_server.commands.access import User
 from kvpage_server.commands.channels import Channels
 from kvpage_server.commands.events import KeyEvents
+from kvpage_server.commands.keys import READ
+from kvpage_server.commands.measure import Latency, SlowLog, Stats
+from kvpage_server.commands.users import Refusals, Users
 from kvpage_server.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
@@ -19,19 +23,19 @@ from kvpage_server.store.memory import Keyspace
 if TYPE_CHECKING:
     from kvpage_server.commands.transaction import Transaction
 
+NEVER = 1 << 62  # nanoseconds: no call takes so long
 
-@dataclass(slots=True)
-class Stats:
-    """What the server did since the start (or CONFIG RESETSTAT)."""
 
-    commands: int = 0
-    connections: int = 0
-    rejected: int = 0
-    errors: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    calls: dict[str, int] = field(default_factory=dict)  # by command name
-    page_misses: dict[str, int] = field(default_factory=dict)  # by reason
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """CLIENT PAUSE: clients wait until `ends` (monotonic seconds)."""
+
+    ends: float
+    only_writes: bool
+
+
+def _nobody_listens() -> None:
+    raise RuntimeError("the server does not run")
 
 
 @dataclass(slots=True)
@@ -40,44 +44,112 @@ class Server:
 
     config: Config
     keyspace: Keyspace
-    stop: Callable[[], None]
+    stop: Callable[[], None] = _nobody_listens
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
     port: int = 0  # the port that is really listened on
+    users: Users = field(default_factory=Users)
+    refusals: Refusals = field(init=False)
     stats: Stats = field(default_factory=Stats)
+    slow_log: SlowLog = field(init=False)
+    latency: Latency = field(default_factory=Latency)
+    slow_from: int = NEVER  # nanoseconds from which a call is worth a note
     clients: dict[int, Client] = field(default_factory=dict)
     client_ids: count[int] = field(default_factory=lambda: count(1))
     channels: Channels = field(default_factory=Channels)
     events: KeyEvents = field(init=False)
+    monitors: dict[Client, None] = field(default_factory=dict)
+    pause: Pause | None = None
+    rates: tuple[int, float, float] = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
+    peak_memory: int = 0
+    in_flight: int = 0  # bytes that clients hold: commands half received, replies not yet sent
 
     def __post_init__(self) -> None:
         self.events = KeyEvents(self.keyspace, self.channels)
+        self.refusals = Refusals(lambda: self.config.acllog_max_len)
+        self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
+
+    @property
+    def bytes_out(self) -> int:
+        """Bytes sent so far, of the living connections too."""
+        return self.stats.bytes_out + sum(client.connection.sent for client in self.clients.values())
 
     def forget(self, client: Client) -> None:
         """A client is gone."""
         self.clients.pop(client.id, None)
+        self.monitors.pop(client, None)
         self.channels.forget(client)
         self.events.unwatch(client)
         client.transaction = None
 
+    def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
+        """Note that a client was refused something: for want of the right to a command, key or channel, or by auth."""
+        context = "multi" if client.transaction is not None else "toplevel"
+        name = user or (client.user.name if client.user else b"")
+        self.refusals.note(reason, context, what, name, str(client))
+
+    def end_pause(self) -> None:
+        """Let the clients that wait go on."""
+        self.pause = None
+        for client in list(self.clients.values()):
+            client.connection.resume()
+
+
+class Connection(Protocol):
+    """What there is behind a client."""
+
+    def push(self, message: Reply) -> None:
+        """Send something that was not asked for, in its turn."""
+
+    def close(self) -> None:
+        """End it once what was said is sent."""
+
+    def abort(self) -> None:
+        """End it now."""
+
+    def resume(self) -> None:
+        """Go on with the command that waited for the end of a pause."""
+
+    def trust(self, trusted: bool) -> None:
+        """Whether frames may be larger than a stranger's."""
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent so far."""
+
+    @property
+    def incoming(self) -> int:
+        """Bytes held for a command whose end has not arrived."""
+
+    @property
+    def outgoing(self) -> int:
+        """Bytes of replies that wait to be sent."""
+
 
 @dataclass(slots=True, eq=False)
 class Client:
-    """One connection, as commands see it. `push` sends out of band; `close` ends it once what was said is sent."""
+    """One connection, as commands see it."""
 
     server: Server
     address: str
     local_address: str
-    push: Callable[[Reply], None]
-    close: Callable[[], None]
+    connection: Connection
     id: int = 0
+    descriptor: int = -1  # of its socket
+    user: User | None = None  # None until it has authenticated
+    free: bool = False  # nothing stands between it and its commands; `settle` says so
     protocol: int = 2
     name: bytes = b""
     lib_name: bytes = b""
     lib_version: bytes = b""
     last_command: str = ""
     connected: float = field(default_factory=time.monotonic)
-    active: float = field(default_factory=time.monotonic)
+    active: float = field(default_factory=time.monotonic)  # when something came from it
+    finished: float = field(default_factory=time.monotonic)  # when a command was answered or read
+    silence: int = 0  # replies to swallow; negative: all of them
+    spared: bool = False  # CLIENT NO-EVICT
+    touches: bool = True  # reading a key is a use of it
+    closing: bool = False
     transaction: Transaction | None = None  # what was queued since MULTI
     watching: set[bytes] = field(default_factory=set)  # keys, kept by KeyEvents
     watched_changed: bool = False  # so the next EXEC fails
@@ -88,3 +160,115 @@ class Client:
     def keyspace(self) -> Keyspace:
         """The keys."""
         return self.server.keyspace
+
+    def push(self, message: Reply) -> None:
+        """Send something that was not asked for, in its turn."""
+        self.connection.push(message)
+
+    def close(self) -> None:
+        """End the connection once what was said is sent."""
+        self.closing = True
+        self.connection.close()
+
+    def __str__(self) -> str:
+        """As CLIENT LIST tells."""
+        now = time.monotonic()
+        incoming, outgoing = self.connection.incoming, self.connection.outgoing
+        queued = len(self.transaction.commands) if self.transaction is not None else -1
+        told = {
+            "id": self.id,
+            "addr": self.address,
+            "laddr": self.local_address,
+            "fd": self.descriptor,
+            "name": self.name.decode("ascii"),
+            "age": int(now - self.connected),
+            "idle": int(now - self.active),
+            "flags": self._flags() or "N",
+            "db": 0,
+            "sub": len(self.channels),
+            "psub": len(self.patterns),
+            "ssub": 0,
+            "multi": queued,
+            "watch": len(self.watching),
+            "qbuf": incoming,
+            "qbuf-free": 0,
+            "argv-mem": 0,
+            "multi-mem": self.transaction.size if self.transaction is not None else 0,
+            "rbs": 0,
+            "rbp": 0,
+            "obl": 0,
+            "oll": 0,
+            "omem": outgoing,
+            "tot-mem": incoming + outgoing,
+            "events": "rw" if outgoing else "r",
+            "cmd": self.last_command or "NULL",
+            "user": self.user.name.decode("utf-8", "surrogateescape") if self.user else "(none)",
+            "redir": -1,
+            "resp": self.protocol,
+            "lib-name": self.lib_name.decode("ascii"),
+            "lib-ver": self.lib_version.decode("ascii"),
+        }
+        return " ".join(f"{name}={value}" for name, value in told.items())
+
+    def _flags(self) -> str:
+        flags = {
+            "O": self in self.server.monitors,
+            "P": bool(self.channels or self.patterns),
+            "x": self.transaction is not None,
+            "d": self.watched_changed,
+            "A": self.closing,
+            "U": self.address.startswith("/"),
+            "e": self.spared,
+            "T": not self.touches,
+        }
+        return "".join(flag for flag, is_set in flags.items() if is_set)
+
+    @property
+    def listens(self) -> bool:
+        """Whether it is sent what it did not ask for."""
+        return bool(self.channels or self.patterns or self in self.server.monitors)
+
+    @property
+    def held(self) -> int:
+        """Bytes of the server's memory that it holds: what came of a command, what it queued, what it did not read."""
+        queued = self.transaction.size if self.transaction is not None else 0
+        return self.connection.incoming + self.connection.outgoing + queued
+
+    # -- who it is, and what it may see ------------------------------------------------------------------------------
+
+    def become(self, user: User | None) -> None:
+        """It has authenticated as a user, or is a stranger again."""
+        self.user = user
+        self.connection.trust(user is not None)
+        self.settle()
+
+    def end_transaction(self) -> None:
+        """Forget what was queued and what was watched."""
+        self.transaction = None
+        self.server.events.unwatch(self)
+        self.settle()
+
+    def settle(self) -> None:
+        """Find out whether its commands need to be asked about. To be called when what they depend on changes."""
+        self.free = (
+            self.user is not None
+            and self.user.unrestricted
+            and self.transaction is None
+            and not self.channels
+            and not self.patterns
+            and self.touches
+        )
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may read every key, and so know what concerns all of them."""
+        return self.user is not None and self.user.may_use_all(READ)
+
+    def sees(self, key: bytes) -> bool:
+        """Whether it may know that a key exists."""
+        return self.user is not None and self.user.may_use(key, READ)
+
+    def peers(self) -> Iterator[Client]:
+        """The connections that it may know of: all of them, or those of its user."""
+        everyone = self.sees_all
+        return (other for other in list(self.server.clients.values()) if everyone or other.user is self.user)

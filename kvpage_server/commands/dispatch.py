@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
+from time import perf_counter_ns
 
+from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import refuse_index_keys
 from kvpage_server.commands.registry import Spec, find
 from kvpage_server.resp.parser import Command
-from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.resp.reply import Raw, Reply, ReplyError
 
 log = logging.getLogger("kvpage")
 
@@ -15,18 +19,23 @@ _AT_ONCE = frozenset(("exec", "discard", "multi", "watch", "quit", "reset"))  # 
 _WHILE_SUBSCRIBED = frozenset(
     ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "ping", "quit", "reset")
 )  # what RESP2 allows then: it cannot tell a reply from a message
+_SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
+_LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
+
+
+class Paused(Exception):
+    """The command has to wait for the end of a CLIENT PAUSE."""
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command. Errors are replies too: nothing is raised."""
+    """The reply to one command. Errors are replies too; only Paused is raised: the command is to be tried again."""
+    spec = None
     try:
         spec = find(words)
-        admit(client, spec, words)
+        if not client.free or client.server.pause is not None:
+            admit(client, spec, words)
     except ReplyError as error:
-        client.server.stats.errors += 1
-        if client.transaction is not None:
-            client.transaction.refused = True
-        return error
+        return _rejected(client, spec, words, error)
     client.last_command = spec.name
     if client.transaction is not None and spec.name not in _AT_ONCE:
         return client.transaction.queue(spec, words)
@@ -34,7 +43,8 @@ def execute(client: Client, words: Command) -> Reply:
 
 
 def admit(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError when the client may not call the command now."""
+    """Raises ReplyError when the client may not call the command now, Paused when it has to wait."""
+    check_rights(client, spec, words)
     if (client.channels or client.patterns) and client.protocol == 2 and spec.name not in _WHILE_SUBSCRIBED:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
@@ -42,18 +52,112 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
         )
     if client.transaction is not None and "no_multi" in spec.flags:
         raise ReplyError("ERR Command not allowed inside a transaction")
+    pause = client.server.pause
+    if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
+        raise Paused
+
+
+def check_rights(client: Client, spec: Spec, words: Command) -> None:
+    """Raises ReplyError when the client has not authenticated or its user has no right to this; the ACL log tells."""
+    user = client.user
+    if "no_auth" in spec.flags:
+        return
+    if user is None:
+        raise ReplyError("NOAUTH Authentication required.")
+    if user.unrestricted:
+        return
+    denial = user.denial(spec, words[spec.words :])
+    if denial is not None:
+        client.server.refuse(client, denial.kind, denial.what)
+        raise ReplyError(denial.message)
+
+
+def _writes(client: Client, spec: Spec) -> bool:
+    """Whether the command changes the store, EXEC by what was queued."""
+    if spec.name == "exec" and client.transaction is not None:
+        return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
+    return bool(spec.flags & {"write", "may_replicate"})
+
+
+def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
+    stats = client.server.stats
+    stats.note_error(str(error))
+    if spec is not None:
+        stats.calls_of(spec.name).rejected += 1
+    if plain(words[0]).lower() == b"exec":
+        client.end_transaction()
+        return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
+    if client.transaction is not None:
+        client.transaction.refused = True
+    return error
 
 
 def run(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command that was admitted, now or by EXEC. Errors are replies too."""
-    stats = client.server.stats
+    server = client.server
+    stats = server.stats
     stats.commands += 1
+    if server.monitors:
+        _show_monitors(client, spec, words)
+    calls = stats.calls.get(spec.name) or stats.calls_of(spec.name)
+    started = perf_counter_ns()
     try:
-        return spec.handler(client, words[2 if spec.parent else 1 :])
+        if spec.keys[0]:
+            refuse_index_keys(client, spec, words)
+        return spec.handler(client, words[spec.words :])
     except ReplyError as error:
-        stats.errors += 1
+        calls.failed += 1
+        stats.note_error(str(error))
         return error
     except Exception:
-        stats.errors += 1
+        calls.failed += 1
+        stats.note_error("ERR")
         log.exception("%r failed; the connection goes on", words[0])
         return ReplyError("ERR internal error, the server's log says more")
+    finally:
+        took = perf_counter_ns() - started
+        calls.count += 1
+        calls.nanoseconds += took
+        calls.histogram[took.bit_length()] += 1
+        if took >= server.slow_from:
+            _note_slow(client, spec, words, took)
+
+
+def shown(spec: Spec, words: Command) -> list[bytes]:
+    """A command's words as others may see them."""
+    given = plain_all(words)
+    if spec.name in _SECRET:
+        return given[: spec.words] + [b"(redacted)"] * (len(given) - spec.words)
+    return given
+
+
+def _note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
+    server = client.server
+    threshold = server.config.slowlog_log_slower_than
+    if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:
+        server.slow_log.note(shown(spec, words), took, client.address, client.name)
+    milliseconds = took // 1_000_000
+    if 0 < server.config.latency_monitor_threshold <= milliseconds:
+        server.latency.note("fast-command" if "fast" in spec.flags else "command", milliseconds)
+
+
+def _show_monitors(client: Client, spec: Spec, words: Command) -> None:
+    """Tell those who MONITOR, as Redis spells it; administration is not shown."""
+    if spec.flags & {"admin", "skip_monitor"}:
+        return
+    quoted = b" ".join(_quote(word) for word in shown(spec, words))
+    now = time.time_ns() // 1000
+    line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
+    for monitor in list(client.server.monitors):
+        monitor.push(line)
+
+
+_SPELT = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}
+_SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t", 0x07: b"\\a", 0x08: b"\\b"}
+
+
+def _quote(word: bytes) -> bytes:
+    """In quotes, with escapes for what is not printable; a very long word is cut and says so."""
+    cut = len(word) - _LONGEST_SHOWN
+    spelt = b'"%b"' % b"".join(map(_SPELT.__getitem__, word[:_LONGEST_SHOWN]))
+    return spelt if cut <= 0 else b"%b... (%d more bytes)" % (spelt, cut)

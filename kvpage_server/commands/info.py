@@ -6,10 +6,10 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from kvpage_server import __version__
-from kvpage_server.commands.context import Server
+from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.misses import REASONS
 from kvpage_server.page import unix_ms
 
@@ -40,64 +40,168 @@ def _server(server: Server) -> Fields:
     uptime = (unix_ms() - server.started_ms) // 1000
     return {
         "redis_version": REDIS_VERSION,
-        "kvpage_version": __version__,
+        "redis_git_sha1": "00000000",
+        "redis_git_dirty": 0,
+        "redis_build_id": 0,
         "redis_mode": "standalone",
+        "kvpage_version": __version__,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "arch_bits": 64,
+        "monotonic_clock": "POSIX clock_gettime",
+        "multiplexing_api": "epoll" if sys.platform == "linux" else "kqueue",
         "python_version": platform.python_version(),
         "process_id": os.getpid(),
+        "process_supervised": "no",
         "run_id": server.run_id,
         "tcp_port": server.port,
         "server_time_usec": unix_ms() * 1000,
         "uptime_in_seconds": uptime,
         "uptime_in_days": uptime // 86400,
         "executable": sys.executable,
+        "config_file": server.config.file or "",
+        "io_threads_active": 0,
     }
 
 
 def _clients(server: Server) -> Fields:
-    return {"connected_clients": len(server.clients), "blocked_clients": 0}
+    clients = server.clients.values()
+    return {
+        "connected_clients": len(clients),
+        "cluster_connections": 0,
+        "maxclients": server.config.maxclients,
+        "client_recent_max_input_buffer": max((client.connection.incoming for client in clients), default=0),
+        "client_recent_max_output_buffer": max((client.connection.outgoing for client in clients), default=0),
+        "blocked_clients": 0,
+        "tracking_clients": 0,
+        "pubsub_clients": sum(bool(client.channels or client.patterns) for client in clients),
+        "watching_clients": sum(bool(client.watching) for client in clients),
+        "clients_in_timeout_table": 0,
+        "total_watched_keys": sum(len(client.watching) for client in clients),
+    }
 
 
 def _memory(server: Server) -> Fields:
     keyspace = server.keyspace
-    rss = resident_memory()
+    rss, used = resident_memory(), keyspace.used_memory
+    server.peak_memory = max(server.peak_memory, used)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
-        "used_memory": keyspace.used_memory,
-        "used_memory_human": human(keyspace.used_memory),
+        "used_memory": used,
+        "used_memory_human": human(used),
         "used_memory_rss": rss,
         "used_memory_rss_human": human(rss),
+        "used_memory_peak": server.peak_memory,
+        "used_memory_peak_human": human(server.peak_memory),
+        "used_memory_overhead": server.in_flight,
+        "used_memory_startup": 0,
+        "used_memory_dataset": max(used - server.in_flight, 0),
+        "total_system_memory": total,
+        "total_system_memory_human": human(total),
+        "maxmemory": keyspace.maxmemory,
+        "maxmemory_human": human(keyspace.maxmemory),
+        "maxmemory_policy": keyspace.policy,
+        "mem_fragmentation_ratio": f"{rss / used if used else 0:.2f}",
+        "mem_fragmentation_bytes": rss - used if used else 0,
+        "mem_clients_normal": server.in_flight,
+        "mem_allocator": "arena",
         "arena_used": keyspace.arena.used,
         "arena_held": keyspace.arena.held,
+    }
+
+
+def _maxmemory(server: Server) -> Fields:
+    """What a tenant may know of the memory."""
+    keyspace = server.keyspace
+    return {
         "maxmemory": keyspace.maxmemory,
         "maxmemory_human": human(keyspace.maxmemory),
         "maxmemory_policy": keyspace.policy,
     }
 
 
+def _persistence(server: Server) -> Fields:
+    return {"loading": 0, "async_loading": 0, "aof_enabled": 0}
+
+
 def _stats(server: Server) -> Fields:
-    stats, counters = server.stats, server.keyspace.counters
+    stats, counters, refused = server.stats, server.keyspace.counters, server.refusals.total
+    ops, bytes_in, bytes_out = server.rates
     return {
         "total_connections_received": stats.connections,
         "total_commands_processed": stats.commands,
+        "instantaneous_ops_per_sec": ops,
         "total_net_input_bytes": stats.bytes_in,
-        "total_net_output_bytes": stats.bytes_out,
+        "total_net_output_bytes": server.bytes_out,
+        "instantaneous_input_kbps": f"{bytes_in / 1024:.2f}",
+        "instantaneous_output_kbps": f"{bytes_out / 1024:.2f}",
         "rejected_connections": stats.rejected,
+        "sync_full": 0,
+        "sync_partial_ok": 0,
+        "sync_partial_err": 0,
         "expired_keys": counters.expired,
         "evicted_keys": counters.evicted,
+        "evicted_clients": stats.evicted_clients,
         "keyspace_hits": counters.hits,
         "keyspace_misses": counters.misses,
+        "pubsub_channels": len(server.channels.by_name),
+        "pubsub_patterns": len(server.channels.by_pattern),
+        "latest_fork_usec": 0,
+        "total_forks": 0,
         "total_error_replies": stats.errors,
+        "client_query_buffer_limit_disconnections": stats.overflown_inputs,
+        "client_output_buffer_limit_disconnections": stats.overflown_outputs,
+        "idle_disconnections": stats.idle_closed,
+        **{f"acl_access_denied_{kind}": count for kind, count in refused.items()},
     }
 
 
 def _replication(server: Server) -> Fields:
-    return {"role": "master", "connected_slaves": 0, "master_replid": server.run_id, "master_repl_offset": 0}
+    return {
+        "role": "master",
+        "connected_slaves": 0,
+        "master_failover_state": "no-failover",
+        "master_replid": server.run_id,
+        "master_repl_offset": 0,
+        "repl_backlog_active": 0,
+        "repl_backlog_size": 0,
+    }
 
 
 def _cpu(server: Server) -> Fields:
-    usage = resource.getrusage(resource.RUSAGE_SELF)
-    return {"used_cpu_sys": f"{usage.ru_stime:.6f}", "used_cpu_user": f"{usage.ru_utime:.6f}"}
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "used_cpu_sys": f"{own.ru_stime:.6f}",
+        "used_cpu_user": f"{own.ru_utime:.6f}",
+        "used_cpu_sys_children": f"{children.ru_stime:.6f}",
+        "used_cpu_user_children": f"{children.ru_utime:.6f}",
+    }
+
+
+def _modules(server: Server) -> Fields:
+    return {}
+
+
+def _commandstats(server: Server) -> Fields:
+    return {
+        f"cmdstat_{name}": f"calls={calls.count},usec={calls.nanoseconds // 1000},"
+        f"usec_per_call={calls.nanoseconds / 1000 / max(calls.count, 1):.2f},"
+        f"rejected_calls={calls.rejected},failed_calls={calls.failed}"
+        for name, calls in server.stats.calls.items()
+    }
+
+
+def _errorstats(server: Server) -> Fields:
+    return {f"errorstat_{code}": f"count={count}" for code, count in server.stats.error_codes.items()}
+
+
+def _latencystats(server: Server) -> Fields:
+    return {
+        f"latency_percentiles_usec_{name}": ",".join(
+            f"p{100 * share:g}={calls.percentile(share):.3f}" for share in (0.5, 0.99, 0.999)
+        )
+        for name, calls in server.stats.calls.items()
+        if calls.count
+    }
 
 
 def _cluster(server: Server) -> Fields:
@@ -127,22 +231,35 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
     "server": _server,
     "clients": _clients,
     "memory": _memory,
+    "persistence": _persistence,
     "stats": _stats,
     "replication": _replication,
     "cpu": _cpu,
+    "modules": _modules,
+    "commandstats": _commandstats,
+    "errorstats": _errorstats,
+    "latencystats": _latencystats,
     "cluster": _cluster,
     "keyspace": _keyspace,
     "kvpage": _kvpage,
 }
-_ALL = {"all", "default", "everything"}
+_DEFAULT = SECTIONS.keys() - {"commandstats", "latencystats"}
+
+# For whom not every key is: nothing that another's pages could change.
+_TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
 
 
-def info_text(server: Server, wanted: Iterable[str]) -> str:
-    """The sections named, every one when none is; those that do not exist are left out, as Redis does."""
+def info_text(client: Client, wanted: set[str]) -> str:
+    """The sections named, the usual ones when none is; those that do not exist are left out, as Redis does."""
     chosen = set(wanted)
+    if not wanted or "default" in wanted:
+        chosen |= _DEFAULT
+    if wanted & {"all", "everything"}:
+        chosen |= SECTIONS.keys()
     sections = []
-    for name, fields_of in SECTIONS.items():
-        if not chosen or chosen & _ALL or name in chosen:
-            lines = [f"# {name.capitalize()}", *(f"{field}:{value}" for field, value in fields_of(server).items())]
+    for name, fields_of in (SECTIONS if client.sees_all else _TENANT).items():
+        if name in chosen:
+            fields = fields_of(client.server)
+            lines = [f"# {name.capitalize()}", *(f"{field}:{value}" for field, value in fields.items())]
             sections.append("".join(f"{line}\r\n" for line in lines))
     return "\r\n".join(sections)

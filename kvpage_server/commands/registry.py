@@ -9,8 +9,9 @@ A family's module declares its commands with the `command` decorator, next to wh
 `usage` spells the arguments as Redis's documentation does: ``key value [NX | XX] [EX seconds]``, ``...`` for
 repetition. A subcommand is a row of its own, named ``container|sub``.
 
-The second words are Redis's command flags, further ACL categories that the command belongs to, and `allkeys`: it tells
-or changes something of every key, so it is for users who may use every key. Administration always is.
+The second words are Redis's command flags, and further ACL categories that the command belongs to. `allkeys` says that
+it tells or changes something of every key, so it is for users who may use every key; administration is, too, unless it
+is `filtered`: everybody is shown what is theirs.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from kvpage_server.commands.arguments import plain, shorten
+from kvpage_server.commands.arguments import plain, plain_all, shorten
 from kvpage_server.commands.keys import READ, WRITE, Use, Uses, placed
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, simple
@@ -50,6 +51,7 @@ class Spec:
     uses: Uses | None  # the keys that arguments spell
     access: int  # READ, WRITE or both: what it does to its keys
     all_keys: bool  # it concerns every key, or what only an administrator should see
+    filtered: bool  # it shows and does what the user may see and do
     channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
     group: str
     since: str
@@ -69,6 +71,10 @@ class Spec:
             return iter(())
         before = self.words  # positions count the words of the name
         return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
+
+    def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
+        """The pub/sub channels, or patterns of channels, that its arguments name."""
+        return plain_all(args[:1] if self.channels == "first" else args)
 
 
 TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
@@ -98,7 +104,7 @@ def command(
 ) -> Callable[[Handler], Handler]:
     """Enter a function into the table. `access` is what `flags` say unless it is given."""
     given = set(flags.split())
-    unknown = given - FLAGS - set(CATEGORIES) - {"allkeys"}
+    unknown = given - FLAGS - set(CATEGORIES) - {"allkeys", "filtered"}
     assert not unknown, f"{name}: {unknown} are neither flags nor categories"
 
     def enter(handler: Handler) -> Handler:
@@ -111,7 +117,8 @@ def command(
             keys=keys,
             uses=uses,
             access=access or _access(given),
-            all_keys=bool(given & {"allkeys", "admin"}) or (group == "page" and uses is None),
+            all_keys=_concerns_all_keys(given, group, uses),
+            filtered="filtered" in given,
             channels=channels,
             group=group,
             since=since,
@@ -129,6 +136,12 @@ def command(
         return handler
 
     return enter
+
+
+def _concerns_all_keys(given: set[str], group: str, uses: Uses | None) -> bool:
+    if "filtered" in given:
+        return False
+    return bool(given & {"allkeys", "admin"}) or (group == "page" and uses is None)
 
 
 def _access(given: set[str]) -> int:
@@ -151,9 +164,15 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
 def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
     """Enter a command that only its subcommands give a meaning, and its HELP."""
 
-    @command(name, -2, "", group=group, summary=summary, usage="subcommand [argument ...]", since=since)
+    @command(name, -2, "", group=group, summary=summary, since=since)
     def refuse(client: Client, args: list[Argument]) -> Reply:
         raise AssertionError(f"{name} was called without one of its subcommands")
+
+    help_of(name, group=group, since=since)
+
+
+def help_of(name: str, *, group: str, since: str) -> None:
+    """Enter the HELP of a command that has subcommands."""
 
     @command(f"{name}|help", 2, "loading stale", group=group, summary="Prints this help.", since=since)
     def help_(client: Client, args: list[Argument]) -> Reply:

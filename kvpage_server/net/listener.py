@@ -1,35 +1,41 @@
-"""Listening sockets: they accept connections and give each its session."""
+"""Listening sockets, TCP, TLS and unix: they accept connections, turn some away, and give each its session."""
 
 from __future__ import annotations
 
 import asyncio
+import logging
+import os
 import socket
+import ssl
+import stat
+from collections.abc import Callable
 
 from kvpage_server.commands.context import Server
-from kvpage_server.net.session import Session
+from kvpage_server.net import tls
+from kvpage_server.net.session import Session, Transport
+from kvpage_server.net.tls import TLSTransport
+from kvpage_server.net.transport import SocketTransport
 
-_BACKLOG = 511
+log = logging.getLogger("kvpage")
+
+_ACCEPT_TURN = 128  # connections before others have their turn
+_HANDSHAKE = 10.0  # seconds
+_OUT_OF_DESCRIPTORS = 0.1  # seconds to wait for some
+
+_FULL = b"-ERR max number of clients reached\r\n"
+_PROTECTED = (
+    b"-DENIED kvpage-server is running in protected mode: anybody may come in without a password, so only connections "
+    b"from this machine are taken. Set a password (requirepass, or ACL users) to take others, or protected-mode no "
+    b"where the network is your own.\r\n"
+)
+
+_TCP_KEEPIDLE: int = getattr(socket, "TCP_KEEPIDLE", 0) or getattr(socket, "TCP_KEEPALIVE", 0)  # the latter on macOS
+
+Accept = Callable[[socket.socket], object]
 
 
 class ListenError(OSError):
-    """No address of the configuration can be listened on."""
-
-
-def _open(address: str, port: int) -> socket.socket:
-    family = socket.AF_INET6 if ":" in address else socket.AF_INET
-    wildcard = {"*": "", "::*": "::"}.get(address, address)
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        if family == socket.AF_INET6:
-            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
-        sock.bind((wildcard, port))
-        sock.listen(_BACKLOG)
-        sock.setblocking(False)
-    except OSError:
-        sock.close()
-        raise
-    return sock
+    """An address of the configuration cannot be listened on."""
 
 
 class Listener:
@@ -38,45 +44,206 @@ class Listener:
     def __init__(self, server: Server, loop: asyncio.AbstractEventLoop) -> None:
         self._server = server
         self._loop = loop
-        self._sockets: list[socket.socket] = []
+        self._sockets: dict[socket.socket, Accept] = {}
+        self._tls: ssl.SSLContext | None = None
+        self._handshakes: set[asyncio.Task[None]] = set()
 
     def start(self) -> list[str]:
         """Listen; the addresses that worked. Raises ListenError when one that must work does not, or none does."""
-        port = self._server.config.port
+        config = self._server.config
+        try:
+            if config.port or not (config.tls_port or config.unixsocket):
+                self._server.port = self._listen(config.port, self._begin)
+            if config.tls_port:
+                self._tls = tls.context(config)
+                self._listen(config.tls_port, self._begin_tls)
+            named = [
+                ("tls " if begin == self._begin_tls else "") + _name(sock) for sock, begin in self._sockets.items()
+            ]
+            if config.unixsocket:
+                self._sockets[_open_unix(config.unixsocket, config.unixsocketperm, config.tcp_backlog)] = self._begin
+                named.append(f"unix {config.unixsocket}")
+        except (OSError, tls.CertificateError):
+            self.stop()
+            raise
+        self._attend()
+        return named
+
+    def _listen(self, port: int, begin: Accept) -> int:
+        """Listen on every address; the port, which may have been any free one."""
+        opened = []
         for entry in self._server.config.bind:
             address = entry.removeprefix("-")
             try:
-                sock = _open(address, port)
+                sock = _open(address, port, self._server.config.tcp_backlog)
             except OSError as error:
                 if entry.startswith("-"):
                     continue
-                self.stop()
                 raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
             port = sock.getsockname()[1]  # a free port is the same on every address
-            self._sockets.append(sock)
-        if not self._sockets:
+            opened.append(sock)
+        if not opened:
             raise ListenError(f"none of the addresses {' '.join(self._server.config.bind)} exists on this machine")
-        self._server.port = port
-        for sock in self._sockets:
-            self._loop.add_reader(sock, self._accept, sock)
-        return [f"[{a}]:{port}" if ":" in a else f"{a}:{port}" for a in (s.getsockname()[0] for s in self._sockets)]
-
-    def _accept(self, listening: socket.socket) -> None:
-        while True:
-            try:
-                sock, _ = listening.accept()
-            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-                return
-            sock.setblocking(False)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            try:
-                Session(self._server, self._loop, sock)
-            except OSError:  # gone before it was greeted: its peer has no name any more
-                sock.close()
+        self._sockets |= dict.fromkeys(opened, begin)
+        return port
 
     def stop(self) -> None:
         """Accept no more."""
         for sock in self._sockets:
             self._loop.remove_reader(sock)
+            if sock.family == socket.AF_UNIX:
+                os.unlink(sock.getsockname())
             sock.close()
         self._sockets.clear()
+        for handshake in self._handshakes:
+            handshake.cancel()
+
+    # -- accepting -------------------------------------------------------------------------------------------------
+
+    def _attend(self) -> None:
+        for sock in self._sockets:
+            self._loop.add_reader(sock, self._accept, sock)
+
+    def _rest(self) -> None:
+        """Out of descriptors: let those who wait wait a little."""
+        log.warning("out of file descriptors with %d clients: see ulimit -n and maxclients", len(self._server.clients))
+        for sock in self._sockets:
+            self._loop.remove_reader(sock)
+        self._loop.call_later(_OUT_OF_DESCRIPTORS, self._attend)
+
+    def _accept(self, listening: socket.socket) -> None:
+        for _ in range(_ACCEPT_TURN):
+            try:
+                sock, _address = listening.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError:
+                self._rest()
+                return
+            sock.setblocking(False)
+            try:
+                if not self._turn_away(sock):
+                    self._tune(sock)
+                    self._sockets[listening](sock)
+            except OSError:  # gone before it was greeted: its peer has no name any more
+                sock.close()
+
+    def _turn_away(self, sock: socket.socket) -> bool:
+        """Whether the connection was refused, and told why."""
+        server = self._server
+        if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
+            reason = _FULL
+        elif server.config.protected_mode and server.users.default.no_password and not _is_local(sock):
+            reason = _PROTECTED
+        else:
+            return False
+        server.stats.rejected += 1
+        log.debug("a connection was refused: %s", reason[1:40].decode())
+        sock.send(reason)
+        sock.close()
+        return True
+
+    def _tune(self, sock: socket.socket) -> None:
+        if sock.family == socket.AF_UNIX:
+            return
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        seconds = self._server.config.tcp_keepalive
+        if seconds:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, _TCP_KEEPIDLE, seconds)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, max(seconds // 3, 1))
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
+
+    def _begin(self, sock: socket.socket) -> None:
+        self._converse(sock, lambda session: SocketTransport(self._loop, sock, session))
+
+    def _begin_tls(self, sock: socket.socket) -> None:
+        handshake = self._loop.create_task(self._shake_hands(sock))
+        self._handshakes.add(handshake)
+        handshake.add_done_callback(self._handshakes.discard)
+
+    async def _shake_hands(self, sock: socket.socket) -> None:
+        address = _name(sock, peer=True)
+        transport = TLSTransport(lambda: self._converse(sock, lambda _: transport))
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: transport, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE
+            )
+        except OSError as error:  # ssl.SSLError is one
+            log.info("no TLS with %s: %s", address, error)
+            sock.close()
+
+    def _converse(self, sock: socket.socket, open_transport: Callable[[Session], Transport]) -> Session:
+        return Session(
+            self._server,
+            self._loop,
+            open_transport,
+            address=_name(sock, peer=True),
+            local_address=_name(sock),
+            descriptor=sock.fileno(),
+        )
+
+
+def _open(address: str, port: int, backlog: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    wildcard = {"*": "", "::*": "::"}.get(address, address)
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if family == socket.AF_INET6:
+            sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        sock.bind((wildcard, port))
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _open_unix(path: str, permissions: int, backlog: int) -> socket.socket:
+    """A unix socket that nobody can connect to before it has its permissions."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        _remove_stale(path)
+        before = os.umask(0o777)
+        try:
+            sock.bind(path)
+        finally:
+            os.umask(before)
+        os.chmod(path, permissions)
+        sock.listen(backlog)
+        sock.setblocking(False)
+    except OSError as error:
+        sock.close()
+        raise ListenError(f"cannot listen on the unix socket {path}: {error.strerror or error}") from error
+    return sock
+
+
+def _remove_stale(path: str) -> None:
+    """Remove the socket that a server left behind; anything else stays, and so does one that is listened on."""
+    try:
+        if not stat.S_ISSOCK(os.stat(path).st_mode):
+            return
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        try:
+            probe.connect(path)
+        except ConnectionRefusedError:
+            os.unlink(path)
+
+
+def _is_local(sock: socket.socket) -> bool:
+    if sock.family == socket.AF_UNIX:
+        return True
+    host: str = sock.getpeername()[0]
+    return host == "::1" or host.startswith("127.")
+
+
+def _name(sock: socket.socket, *, peer: bool = False) -> str:
+    """An end of a connection, as CLIENT LIST shows it."""
+    if sock.family == socket.AF_UNIX:
+        return f"{os.fsdecode(sock.getsockname())}:0"
+    host, port = (sock.getpeername() if peer else sock.getsockname())[:2]
+    return f"[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{host}:{port}"

@@ -3,41 +3,87 @@
 from __future__ import annotations
 
 import asyncio
-import socket
+import logging
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Protocol
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch import execute
-from kvpage_server.net.transport import SocketTransport
-from kvpage_server.resp.parser import Command, Limits, Parser, ProtocolError
+from kvpage_server.commands.dispatch import Paused, execute
+from kvpage_server.net import limits
+from kvpage_server.resp.parser import Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, encode
 
-TURN = 256  # commands, or items of a streamed reply, before other clients have their turn
+TURN = 256  # commands, or steps of a streamed reply, before other clients have their turn
+TURN_SECONDS = 0.004
+
+
+log = logging.getLogger("kvpage")
+
+
+class Transport(Protocol):
+    """What moves the bytes: a socket as it is, or with TLS."""
+
+    queued: int  # bytes that wait to be sent
+    bytes_out: int
+
+    @property
+    def crowded(self) -> bool:
+        """Whether so much waits to be sent that nothing should be added."""
+
+    def write(self, pieces: Iterable[Piece]) -> None:
+        """Send pieces in order, when the peer takes them."""
+
+    def pause_reading(self) -> None:
+        """Leave what comes where it is: the peer will feel it."""
+
+    def resume_reading(self) -> None:
+        """Go on reading."""
+
+    def close(self) -> None:
+        """Read no more; close once everything is sent."""
+
+    def abort(self) -> None:
+        """Close now; what waits to be sent is dropped."""
 
 
 class Session:
-    """The conversation with one connected socket."""
+    """The conversation with one connected peer. `open_transport` begins it; addresses are as CLIENT LIST shows them."""
 
-    def __init__(self, server: Server, loop: asyncio.AbstractEventLoop, sock: socket.socket) -> None:
+    def __init__(
+        self,
+        server: Server,
+        loop: asyncio.AbstractEventLoop,
+        open_transport: Callable[[Session], Transport],
+        *,
+        address: str,
+        local_address: str,
+        descriptor: int,
+    ) -> None:
         self._server = server
         self._loop = loop
-        self._parser = Parser(server.keyspace.arena.allocate, limits=Limits(max_bulk=server.config.proto_max_bulk_len))
+        self._limits = limits.of_frames(server.config)
+        self._parser = Parser(server.keyspace.arena.allocate, limits=self._limits)
         self._out: list[Piece] = []
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
+        self._pushed: list[Reply] = []  # what waits for the end of that reply
+        self._postponed: Command | None = None  # until a pause ends
+        self._held = 0  # bytes that the server knows this connection holds
         self._ending = False
         self._scheduled = False
         self.client = Client(
             server,
             id=next(server.client_ids),
-            address=_spell(sock, sock.getpeername()),
-            local_address=_spell(sock, sock.getsockname()),
-            push=self._push,
-            close=self._end,
+            address=address,
+            local_address=local_address,
+            descriptor=descriptor,
+            connection=self,
         )
+        default = server.users.default
+        self.client.become(default if default.no_password and default.enabled else None)
         server.clients[self.client.id] = self.client
         server.stats.connections += 1
-        self._transport = SocketTransport(loop, sock, self)
+        self._transport = open_transport(self)
 
     # -- the transport's side --------------------------------------------------------------------------------------
 
@@ -53,40 +99,115 @@ class Session:
         except ProtocolError as error:
             self._refuse(error)
             return
+        self.client.active = time.monotonic()
         self._run()
 
     def drained(self) -> None:
         """There is room for replies again."""
+        self.client.finished = time.monotonic()
         self._run()
 
     def lost(self) -> None:
         """The connection is gone."""
-        self._ending = True
-        self._stream = None
-        self._server.clients.pop(self.client.id, None)
+        self._let_go()
         self._server.stats.bytes_out += self._transport.bytes_out
+        self._server.forget(self.client)
+        self._loop.call_soon(self._unlink)
+
+    def _let_go(self) -> None:
+        """Hold nothing any more."""
+        self._ending = True
+        self._stream = self._postponed = None
+        self._pushed.clear()
+        self._out.clear()
+        self._parser = Parser(self._server.keyspace.arena.allocate)
+        self._server.in_flight -= self._held
+        self._held = 0
+
+    def _unlink(self) -> None:
+        """Refer to nobody who refers back: the collector hardly ever looks for circles."""
+        del self._transport, self.client.connection
+
+    # -- the client's side -----------------------------------------------------------------------------------------
+
+    def push(self, message: Reply) -> None:
+        """Send something that was not asked for; after the reply that is under way, if one is."""
+        if self._ending:
+            return
+        if self._stream is not None:
+            self._pushed.append(message)
+            return
+        encode(message, self.client.protocol, self._out)
+        self._flush()
+        self._account()
+
+    def close(self) -> None:
+        """End the conversation once what was said is sent."""
+        if not self._ending:
+            self._ending = True
+            self._loop.call_soon(self._close)
+
+    def _close(self) -> None:
+        self._flush()
+        self._transport.close()
+
+    def abort(self) -> None:
+        """End it now."""
+        self._let_go()
+        self._transport.abort()
+
+    def resume(self) -> None:
+        """Go on with the command that waited for the end of a pause."""
+        if self._postponed is not None:
+            self._schedule()
+
+    def trust(self, trusted: bool) -> None:
+        """Whether frames may be larger than a stranger's."""
+        self._limits.unauthenticated = not trusted
+
+    @property
+    def sent(self) -> int:
+        """Bytes sent so far."""
+        return self._transport.bytes_out
+
+    @property
+    def incoming(self) -> int:
+        """Bytes held for a command whose end has not arrived."""
+        return self._parser.pending
+
+    @property
+    def outgoing(self) -> int:
+        """Bytes of replies that wait to be sent."""
+        return self._transport.queued
 
     # -- commands --------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
-        left = TURN
+        left, deadline = TURN, time.monotonic() + TURN_SECONDS
         try:
             while left and not self._ending and not self._transport.crowded:
                 left -= 1
                 if self._stream is not None:
-                    self._continue_stream()
+                    if not self._continue_stream(deadline):
+                        left = 0
                     continue
-                command = self._parser.next()
+                command = self._parser.next() if self._postponed is None else self._postponed
                 if command is None:
                     break
                 self._answer(command)
                 if self._stream is not None:
                     self._flush()
+                if self.client.active > deadline:
+                    left = 0
         except ProtocolError as error:
             self._refuse(error)
             return
+        except Paused:
+            self._wait_for_the_end_of_the_pause()
+            return
         self._flush()
+        self._account()
         if self._ending:
             self._transport.close()
         elif self._transport.crowded:
@@ -107,48 +228,72 @@ class Session:
         if not self._ending:
             self._run()
 
+    def _wait_for_the_end_of_the_pause(self) -> None:
+        self._flush()
+        self._transport.pause_reading()
+        pause = self._server.pause
+        if pause is not None:
+            self._loop.call_later(max(0, pause.ends - time.monotonic()), self.resume)
+
     def _answer(self, command: Command) -> None:
-        self.client.active = time.monotonic()
-        reply = execute(self.client, command)
-        if type(reply) is Stream:
-            self._out.append(b"*%d\r\n" % reply.length)
+        client = self.client
+        client.active = client.finished = time.monotonic()
+        self._postponed = command
+        reply = execute(client, command)
+        self._postponed = None
+        if client.silence:
+            client.silence -= client.silence > 0
+        elif type(reply) is Stream:
+            if reply.length is not None:
+                self._out.append(b"*%d\r\n" % reply.length)
             self._stream = reply.items
         else:
-            encode(reply, self.client.protocol, self._out)
+            encode(reply, client.protocol, self._out)
 
-    def _continue_stream(self) -> None:
+    def _continue_stream(self, deadline: float) -> bool:
+        """Take some steps; False when there was no time for more."""
         assert self._stream is not None
+        in_time = True
         for _ in range(16):
             try:
                 encode(next(self._stream), self.client.protocol, self._out)
             except StopIteration:
                 self._stream = None
+                self._out += self._spell_pushed()
+                break
+            except Exception:
+                log.exception("a reply broke off; so does the connection of %s", self.client.address)
+                self.abort()
+                return False
+            in_time = time.monotonic() < deadline
+            if not in_time:
                 break
         self._flush()
+        return in_time
+
+    def _spell_pushed(self) -> list[Piece]:
+        """What waited for the end of a streamed reply."""
+        pieces: list[Piece] = []
+        for message in self._pushed:
+            encode(message, self.client.protocol, pieces)
+        self._pushed.clear()
+        return pieces
 
     def _flush(self) -> None:
         if self._out:
             out, self._out = self._out, []
             self._transport.write(out)
 
-    def _push(self, message: Reply) -> None:
-        encode(message, self.client.protocol, self._out)
-        self._flush()
+    def _account(self) -> None:
+        """Tell the server what this connection holds, and have the limits on it kept."""
+        held = self.client.held
+        if held != self._held:
+            self._server.in_flight += held - self._held
+            self._held = held
+            limits.keep(self.client)
 
     def _refuse(self, error: ProtocolError) -> None:
-        self._out.append(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "replace"))
+        self._out.append(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
         self._flush()
         self._ending = True
         self._transport.close()
-
-    def _end(self) -> None:
-        self._ending = True
-        self._loop.call_soon(self._transport.close)
-
-
-def _spell(sock: socket.socket, address: object) -> str:
-    """An address as CLIENT LIST shows it."""
-    if isinstance(address, tuple):
-        host, port = address[:2]
-        return f"[{host}]:{port}" if sock.family == socket.AF_INET6 else f"{host}:{port}"
-    return f"{address or 'unix'}:0"

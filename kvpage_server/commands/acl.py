@@ -1,0 +1,238 @@
+"""ACL: users, their rights, and who was turned away."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from pathlib import Path
+from typing import Any
+
+from kvpage_server.commands.access import RuleError, User
+from kvpage_server.commands.arguments import as_integer, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
+from kvpage_server.commands.users import DEFAULT, Refusal, UserFileError
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError
+
+_OWN = "noscript loading stale"
+_FLAGS = "admin noscript loading stale"
+_NO_FILE = (
+    "ERR This instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER command "
+    "and then issue a CONFIG REWRITE (assuming you have a configuration file set) in order to store users in the "
+    "configuration."
+)
+
+container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
+
+
+@command("acl|whoami", 2, _OWN, group="server", since="6.0.0", summary="Returns the connection's user.")
+def acl_whoami(client: Client, args: list[Argument]) -> Reply:
+    """Its name."""
+    assert client.user is not None
+    return client.user.name
+
+
+@command("acl|users", 2, _FLAGS, group="server", since="6.0.0", summary="Lists the users' names.")
+def acl_users(client: Client, args: list[Argument]) -> Reply:
+    """In the order of their names."""
+    return sorted(client.server.users.by_name)
+
+
+@command("acl|list", 2, _FLAGS, group="server", since="6.0.0", summary="Lists users as lines of a configuration.")
+def acl_list(client: Client, args: list[Argument]) -> Reply:
+    """Passwords as they are kept: hashed."""
+    return client.server.users.lines()
+
+
+@command(
+    "acl|getuser", 3, _FLAGS, group="server", since="6.0.0", usage="username", summary="Describes a user's rights."
+)
+def acl_getuser(client: Client, args: list[Argument]) -> Reply:
+    """A map; null for nobody of that name."""
+    user = client.server.users.by_name.get(plain(args[0]))
+    return None if user is None else _describe(user)
+
+
+def _describe(user: User) -> dict[str, Any]:
+    return {
+        "flags": ["on" if user.enabled else "off", *(["nopass"] if user.no_password else [])],
+        "passwords": list(user.passwords),
+        "commands": user.command_rules,
+        "keys": user.key_rules,
+        "channels": user.channel_rules,
+        "selectors": [],
+    }
+
+
+@command(
+    "acl|setuser",
+    -3,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="username [rule [rule ...]]",
+    summary="Makes or changes a user.",
+)
+def acl_setuser(client: Client, args: list[Argument]) -> Reply:
+    """With all of the rules or none. Connections of the user feel it at once."""
+    name, *rules = plain_all(args)
+    try:
+        client.server.users.set(name, rules)
+    except RuleError as error:
+        raise ReplyError(f"ERR {error}") from None
+    _settle(client)
+    return OK
+
+
+def _settle(client: Client) -> None:
+    """Rights changed: what every connection may do without asking, and who it belonged to, may have too."""
+    users = client.server.users
+    for other in list(client.server.clients.values()):
+        if other.user is not None and users.by_name.get(other.user.name) is not other.user:
+            other.close() if other is client else other.connection.abort()
+            continue
+        other.settle()
+        if other in client.server.monitors and not other.sees_all:
+            other.connection.abort()
+
+
+@command(
+    "acl|deluser",
+    -3,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="username [username ...]",
+    summary="Removes users and ends their connections.",
+)
+def acl_deluser(client: Client, args: list[Argument]) -> Reply:
+    """How many there were."""
+    names = plain_all(args)
+    if DEFAULT in names:
+        raise ReplyError("ERR The 'default' user cannot be removed")
+    removed = [client.server.users.by_name.pop(name, None) for name in names]
+    _settle(client)
+    return sum(user is not None for user in removed)
+
+
+@command(
+    "acl|cat",
+    -2,
+    _OWN,
+    group="server",
+    since="6.0.0",
+    usage="[category]",
+    summary="Lists the categories of commands, or the commands of one.",
+)
+def acl_cat(client: Client, args: list[Argument]) -> Reply:
+    """Redis's categories and `page`."""
+    if len(args) > 1:
+        raise ReplyError("ERR wrong number of arguments for 'acl|cat' command")
+    if not args:
+        return list(CATEGORIES)
+    category = plain(args[0]).decode("ascii", "backslashreplace")
+    if category.lower() not in CATEGORIES:
+        raise ReplyError(f"ERR Unknown category '{category}'")
+    return [spec.name for spec in TABLE.values() if category.lower() in spec.categories]
+
+
+@command(
+    "acl|dryrun",
+    -4,
+    _FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="username command [arg [arg ...]]",
+    summary="Says whether a user may run a command, without running it.",
+)
+def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
+    """OK, or why not."""
+    name, words = plain(args[0]), args[1:]
+    user = client.server.users.by_name.get(name)
+    if user is None:
+        raise ReplyError(f"ERR User '{name.decode('utf-8', 'backslashreplace')}' not found")
+    spec = find(words)
+    denial = None if "no_auth" in spec.flags else user.denial(spec, words[spec.words :])
+    return OK if denial is None else denial.verbose
+
+
+@command(
+    "acl|log",
+    -2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="[count | RESET]",
+    summary="Lists what was refused to whom.",
+)
+def acl_log(client: Client, args: list[Argument]) -> Reply:
+    """The newest first; 10 unless told."""
+    if len(args) > 1:
+        raise ReplyError("ERR wrong number of arguments for 'acl|log' command")
+    refusals = client.server.refusals
+    if args and plain(args[0]).upper() == b"RESET":
+        refusals.entries.clear()
+        return OK
+    count = as_integer(args[0]) if args else 10
+    if count is None or count < 0:
+        raise ReplyError("ERR value is out of range, must be positive")
+    return [_entry(refusal) for refusal in list(refusals.entries)[:count]]
+
+
+def _entry(refusal: Refusal) -> dict[str, Any]:
+    return {
+        "count": refusal.count,
+        "reason": refusal.reason,
+        "context": refusal.context,
+        "object": refusal.what,
+        "username": refusal.user,
+        "age-seconds": round(time.monotonic() - refusal.updated, 3),
+        "client-info": refusal.client,
+        "entry-id": refusal.id,
+        "timestamp-created": refusal.created_ms,
+        "timestamp-last-updated": refusal.updated_ms,
+    }
+
+
+@command("acl|save", 2, _FLAGS, group="server", since="6.0.0", summary="Writes the users into the aclfile.")
+def acl_save(client: Client, args: list[Argument]) -> Reply:
+    """Whole or not at all."""
+    try:
+        client.server.users.save_file(_file(client))
+    except OSError as error:
+        raise ReplyError(f"ERR There was an error trying to save the ACLs: {error.strerror}") from None
+    return OK
+
+
+@command("acl|load", 2, _FLAGS, group="server", since="6.0.0", summary="Has the users of the aclfile instead.")
+def acl_load(client: Client, args: list[Argument]) -> Reply:
+    """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
+    try:
+        client.server.users.load_file(_file(client))
+    except UserFileError as error:
+        raise ReplyError(f"ERR {error}") from None
+    except OSError as error:
+        raise ReplyError(f"ERR The ACL file cannot be read: {error.strerror}") from None
+    _settle(client)
+    return OK
+
+
+def _file(client: Client) -> Path:
+    if not client.server.config.aclfile:
+        raise ReplyError(_NO_FILE)
+    return Path(client.server.config.aclfile)
+
+
+@command("acl|genpass", -2, _OWN, group="server", since="6.0.0", usage="[bits]", summary="Makes up a password.")
+def acl_genpass(client: Client, args: list[Argument]) -> Reply:
+    """Random hexadecimal digits: 256 bits unless told."""
+    if len(args) > 1:
+        raise ReplyError("ERR wrong number of arguments for 'acl|genpass' command")
+    bits = as_integer(args[0]) if args else 256
+    if bits is None or not 1 <= bits <= 4096:
+        raise ReplyError(
+            "ERR ACL GENPASS argument must be the number of bits for the output password, a positive number up to 4096"
+        )
+    digits = -(-bits // 4)
+    return secrets.token_hex((digits + 1) // 2)[:digits]

@@ -1,0 +1,137 @@
+"""SLOWLOG, LATENCY and MONITOR: what the server does and what of it is slow."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpage_server.commands.arguments import integer, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.measure import Calls, LatencyEvent
+from kvpage_server.commands.registry import command, container
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
+
+_FLAGS = "admin loading stale"
+_LATENCY_FLAGS = "admin noscript loading stale"
+
+container("slowlog", group="server", since="2.2.12", summary="A container for slow log commands.")
+
+
+@command(
+    "slowlog|get", -2, _FLAGS, group="server", since="2.2.12", usage="[count]", summary="Returns the last slow calls."
+)
+def slowlog_get(client: Client, args: list[Argument]) -> Reply:
+    """Id, unix time, microseconds, words, address and name of the client; 10 unless told, all for -1."""
+    if len(args) > 1:
+        raise ReplyError("ERR wrong number of arguments for 'slowlog|get' command")
+    count = integer(args[0]) if args else 10
+    if count < -1:
+        raise ReplyError("ERR count should be greater than or equal to -1")
+    entries = list(client.server.slow_log.entries)
+    return [
+        [entry.id, entry.unix_time, entry.microseconds, entry.words, entry.address, entry.name]
+        for entry in (entries if count == -1 else entries[:count])
+    ]
+
+
+@command("slowlog|len", 2, _FLAGS, group="server", since="2.2.12", summary="Counts the slow calls remembered.")
+def slowlog_len(client: Client, args: list[Argument]) -> Reply:
+    """At most slowlog-max-len."""
+    return len(client.server.slow_log.entries)
+
+
+@command("slowlog|reset", 2, _FLAGS, group="server", since="2.2.12", summary="Forgets the slow calls.")
+def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
+    """Their ids go on."""
+    client.server.slow_log.entries.clear()
+    return OK
+
+
+container("latency", group="server", since="2.8.13", summary="A container for latency diagnostics commands.")
+
+
+@command("latency|latest", 2, _LATENCY_FLAGS, group="server", since="2.8.13", summary="Returns the last slow moments.")
+def latency_latest(client: Client, args: list[Argument]) -> Reply:
+    """A row an event: name, unix time, milliseconds, the longest ever."""
+    return [
+        [name, *event.samples[-1], event.longest]
+        for name, event in client.server.latency.events.items()
+        if event.samples
+    ]
+
+
+@command(
+    "latency|history",
+    3,
+    _LATENCY_FLAGS,
+    group="server",
+    since="2.8.13",
+    usage="event",
+    summary="Returns when an event was slow.",
+)
+def latency_history(client: Client, args: list[Argument]) -> Reply:
+    """Pairs of unix time and milliseconds, the oldest first."""
+    event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
+    return [list(sample) for sample in event.samples]
+
+
+@command(
+    "latency|reset",
+    -2,
+    _LATENCY_FLAGS,
+    group="server",
+    since="2.8.13",
+    usage="[event [event ...]]",
+    summary="Forgets slow moments.",
+)
+def latency_reset(client: Client, args: list[Argument]) -> Reply:
+    """How many events there were among those named, or at all."""
+    events = client.server.latency.events
+    named = [word.decode("ascii", "replace") for word in plain_all(args)] or list(events)
+    return sum(events.pop(name, None) is not None for name in named)
+
+
+@command(
+    "latency|histogram",
+    -2,
+    _LATENCY_FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="[command [command ...]]",
+    summary="Returns how long calls of commands took.",
+)
+def latency_histogram(client: Client, args: list[Argument]) -> Reply:
+    """By command: how many calls, and how many took no longer than so many microseconds."""
+    calls = client.server.stats.calls
+    if not args:
+        return {name: _histogram(of) for name, of in calls.items() if of.count}
+    named = [word.lower().decode("ascii", "replace") for word in plain_all(args)]
+    chosen = [name for word in named for name in calls if name == word or name.startswith(f"{word}|")]
+    return {name: _histogram(calls[name]) for name in chosen if calls[name].count}
+
+
+def _histogram(calls: Calls) -> dict[str, Any]:
+    return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
+
+
+@command("latency|doctor", 2, _LATENCY_FLAGS, group="server", since="2.8.13", summary="Says in words what was slow.")
+def latency_doctor(client: Client, args: list[Argument]) -> Reply:
+    """A line an event."""
+    server = client.server
+    threshold = server.config.latency_monitor_threshold
+    if not threshold:
+        return Verbatim(
+            b"Slow moments are not being noted: set latency-monitor-threshold to the milliseconds that count as slow."
+        )
+    told = [
+        f"{name}: {len(event.samples)} seconds with one of {threshold} ms or more, the longest of {event.longest} ms"
+        for name, event in server.latency.events.items()
+    ]
+    return Verbatim("\n".join(told or ["Nothing was slow."]).encode())
+
+
+@command("monitor", 1, _LATENCY_FLAGS, group="server", summary="Shows every command that the server runs, as it does.")
+def monitor(client: Client, args: list[Argument]) -> Reply:
+    """OK, then a line a command until the connection ends or RESET. Passwords and administration are not shown."""
+    client.server.monitors[client] = None
+    return OK

@@ -1,0 +1,133 @@
+"""What commands cost: counts and times of each, the slow ones, and the moments when the server was slow."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+_SLOW_ARGUMENTS = 32
+_SLOW_ARGUMENT = 128  # bytes
+_SAMPLES = 160  # a latency event
+_BUCKETS = 64
+
+
+@dataclass(slots=True)
+class Calls:
+    """One command since the start. `histogram[i]` counts the calls that took at least 2**(i-1) and below 2**i ns."""
+
+    count: int = 0
+    nanoseconds: int = 0
+    failed: int = 0
+    rejected: int = 0  # before they ran
+    histogram: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+
+    def percentile(self, share: float) -> float:
+        """The microseconds within which that share (0 to 1) of the calls ended; up to a factor of two too many."""
+        wanted, seen = share * self.count, 0
+        for bucket, calls in enumerate(self.histogram):
+            seen += calls
+            if calls and seen >= wanted:
+                return float(1 << bucket) / 1000
+        return 0.0
+
+    def cumulative(self) -> Iterator[tuple[int, int]]:
+        """Microseconds in powers of two, and how many calls took no longer: what LATENCY HISTOGRAM tells."""
+        seen = 0
+        for bucket, calls in enumerate(self.histogram):
+            seen += calls
+            if calls:
+                yield max(1, (1 << bucket) // 1000), seen
+
+
+@dataclass(slots=True)
+class Stats:
+    """What the server did since the start (or CONFIG RESETSTAT)."""
+
+    commands: int = 0
+    connections: int = 0
+    rejected: int = 0  # connections above maxclients
+    errors: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    evicted_clients: int = 0
+    overflown_inputs: int = 0  # connections ended because a command was too long
+    overflown_outputs: int = 0  # connections ended because they did not read
+    idle_closed: int = 0
+    calls: dict[str, Calls] = field(default_factory=dict)  # by command name
+    error_codes: Counter[str] = field(default_factory=Counter)
+    page_misses: dict[str, int] = field(default_factory=dict)  # by reason
+
+    def calls_of(self, name: str) -> Calls:
+        """The record of a command, begun when it has none."""
+        found = self.calls.get(name)
+        if found is None:
+            found = self.calls[name] = Calls()
+        return found
+
+    def note_error(self, message: str) -> None:
+        """An error was replied; its code is its first word."""
+        self.errors += 1
+        self.error_codes[message.split(" ", 1)[0][:32]] += 1
+
+
+@dataclass(frozen=True, slots=True)
+class SlowCall:
+    """A call that took long."""
+
+    id: int
+    unix_time: int  # seconds
+    microseconds: int
+    words: list[bytes]
+    address: str
+    name: bytes
+
+
+class SlowLog:
+    """The last slow calls, newest first. `limit` says how many to keep."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self.entries: deque[SlowCall] = deque()
+        self._limit = limit
+        self._ids = count()
+
+    def note(self, words: list[bytes], nanoseconds: int, address: str, name: bytes) -> None:
+        """A call took long. Long words, and words past the 31st, are told by their length."""
+        kept = [_cut(word) for word in words[:_SLOW_ARGUMENTS]]
+        if len(words) > _SLOW_ARGUMENTS:
+            kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_ARGUMENTS + 1)
+        self.entries.appendleft(SlowCall(next(self._ids), int(time.time()), nanoseconds // 1000, kept, address, name))
+        while len(self.entries) > self._limit():
+            self.entries.pop()
+
+
+def _cut(word: bytes) -> bytes:
+    if len(word) <= _SLOW_ARGUMENT:
+        return word
+    return b"%b... (%d more bytes)" % (word[:_SLOW_ARGUMENT], len(word) - _SLOW_ARGUMENT)
+
+
+@dataclass(slots=True)
+class LatencyEvent:
+    """The last times that something took long: unix seconds and milliseconds."""
+
+    samples: deque[tuple[int, int]] = field(default_factory=lambda: deque(maxlen=_SAMPLES))
+    longest: int = 0
+
+
+class Latency:
+    """Events by name, for LATENCY."""
+
+    def __init__(self) -> None:
+        self.events: dict[str, LatencyEvent] = {}
+
+    def note(self, event: str, milliseconds: int) -> None:
+        """It took so long; of one second only the longest is kept."""
+        found = self.events.setdefault(event, LatencyEvent())
+        found.longest = max(found.longest, milliseconds)
+        now = int(time.time())
+        if found.samples and found.samples[-1][0] == now:
+            milliseconds = max(milliseconds, found.samples.pop()[1])
+        found.samples.append((now, milliseconds))

@@ -1,0 +1,121 @@
+"""What a client may send, hold and leave unread, and who has to go when it is too much.
+
+A client that does not read is not answered any more once about a megabyte waits for it (see `transport`), so what piles
+up unasked is what it listens to, or one great reply. A client that sends holds memory until its command is complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterable
+
+from kvpage_server.commands.context import Client, Server
+from kvpage_server.config import Config, OutputLimit
+from kvpage_server.resp.parser import Limits
+
+log = logging.getLogger("kvpage")
+
+_SMALL = 16 * 1024  # bytes: who holds less is not worth ending
+_LAST_WORDS = 10.0  # seconds that a closed connection has to read what was still said
+
+
+def of_frames(config: Config) -> Limits:
+    """What the parser of a new connection accepts."""
+    return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
+
+
+def keep(client: Client) -> None:
+    """What a client holds changed: end it if that is too much, or others if all of them hold too much."""
+    connection, config = client.connection, client.server.config
+    limit = output_limit(client)
+    if limit.hard and connection.outgoing > limit.hard:
+        _overflown(client)
+    elif connection.incoming > config.client_query_buffer_limit:
+        log.warning("client %s sent %d bytes of one command: closed", client.address, connection.incoming)
+        client.server.stats.overflown_inputs += 1
+        connection.abort()
+    elif client.server.in_flight > config.client_memory > 0:
+        make_room(client.server)
+
+
+def output_limit(client: Client) -> OutputLimit:
+    """How much may wait to be read by a client."""
+    return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
+
+
+def make_room(server: Server) -> None:
+    """End connections until all of them hold no more than maxmemory-clients.
+
+    Those go first that have held most for longest: bytes times seconds since they last finished something, a second
+    added. A client in the middle of a large upload outlives one that sits on a smaller one.
+    """
+    now = time.monotonic()
+    holders = [client for client in server.clients.values() if client.held > _SMALL and not client.spared]
+    holders.sort(key=lambda client: client.held * (1 + now - client.finished), reverse=True)
+    for client in holders:
+        if server.in_flight <= server.config.client_memory:
+            return
+        log.warning("clients hold %d bytes: %s with %d is closed", server.in_flight, client.address, client.held)
+        server.stats.evicted_clients += 1
+        client.connection.abort()
+
+
+def _overflown(client: Client) -> None:
+    log.warning("client %s left %d bytes unread: closed", client.address, client.connection.outgoing)
+    client.server.stats.overflown_outputs += 1
+    client.connection.abort()
+
+
+class Watch:
+    """Looks after all clients once a second."""
+
+    def __init__(self, server: Server) -> None:
+        self._server = server
+        self._over: dict[Client, float] = {}  # above their soft limit, and since when
+        self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
+
+    def look(self, now: float) -> None:
+        """End who is idle too long, who leaves too much unread for too long, and who does not take its leave.
+
+        `now` is in monotonic seconds.
+        """
+        server = self._server
+        if server.pause is not None and server.pause.ends <= now:
+            server.end_pause()
+        self._measure(now)
+        clients = list(server.clients.values())
+        self._end_slow_readers(clients, now)
+        self._end_idle(clients, now)
+        for client in clients:
+            if client.closing and now - client.active > _LAST_WORDS:
+                client.connection.abort()
+
+    def _measure(self, now: float) -> None:
+        stats = self._server.stats
+        totals = (now, stats.commands, stats.bytes_in, self._server.bytes_out)
+        seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
+        self._before = totals
+        if seconds > 0:
+            rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
+            self._server.rates = max((0, 0.0, 0.0), rates)  # CONFIG RESETSTAT sets totals back
+
+    def _end_slow_readers(self, clients: Iterable[Client], now: float) -> None:
+        over = {}
+        for client in clients:
+            limit = output_limit(client)
+            if limit.soft and client.connection.outgoing > limit.soft:
+                over[client] = since = self._over.get(client, now)
+                if now - since >= limit.seconds:
+                    _overflown(client)
+        self._over = over
+
+    def _end_idle(self, clients: Iterable[Client], now: float) -> None:
+        timeout = self._server.config.timeout
+        if not timeout:
+            return
+        for client in clients:
+            if now - client.active > timeout and not client.listens and not client.closing:
+                log.debug("client %s was idle for %d seconds: closed", client.address, timeout)
+                self._server.stats.idle_closed += 1
+                client.close()
