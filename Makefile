@@ -14,7 +14,7 @@ run: $(VENV)/server.stamp  ## the server with its embedded store, on port 9221
 	$(BIN)/kvpage-server conf/kvpage.conf
 
 demo: $(VENV)/dev.stamp $(MODEL)  ## a conversation that moves between two engines
-	$(BIN)/python -m engine.demo --model models/smollm2
+	$(BIN)/kvpage-engine demo
 
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model
 	$(BIN)/python -m pytest

