@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.page import (
@@ -151,6 +152,7 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
     "kvpageset",
     11,
     "write denyoom page",
+    uses=pages(0),
     group="page",
     usage="req layer head page type dtype page_size head_dim ttl body",
     summary="Stores a page; ttl is in seconds, 0 for none.",
@@ -165,6 +167,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     "kvpageget",
     6,
     "readonly fast page",
+    uses=pages(0),
     group="page",
     usage="req layer head page type",
     summary="Returns a page's body, null when it is not there.",
@@ -178,6 +181,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     "kvpagemset",
     -12,
     "write denyoom page",
+    uses=pages(1, PAGE_ARGUMENTS),
     group="page",
     usage="N req layer head page type dtype page_size head_dim ttl body "
     "[req layer head page type dtype page_size head_dim ttl body ...]",
@@ -202,6 +206,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     "kvpagemget",
     -7,
     "readonly page",
+    uses=pages(1, NAME_ARGUMENTS),
     group="page",
     usage="N req layer head page type [req layer head page type ...]",
     summary="Returns N pages' bodies, null for those that are not there.",
@@ -228,6 +233,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     "kvpageexists",
     6,
     "readonly fast page",
+    uses=pages(0),
     group="page",
     usage="req layer head page type",
     summary="Says whether a page is there, from the index alone.",
