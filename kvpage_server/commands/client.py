@@ -226,7 +226,7 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
     old = client.server.pause
     if old is not None:
         new = Pause(max(old.ends, new.ends), old.only_writes and new.only_writes)
-    client.server.pause = new
+    client.server.begin_pause(new)
     return OK
 
 

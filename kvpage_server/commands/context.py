@@ -88,10 +88,17 @@ class Server:
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
 
+    def begin_pause(self, pause: Pause) -> None:
+        """Let clients wait."""
+        self.pause = pause
+        for client in self.clients.values():
+            client.settle()
+
     def end_pause(self) -> None:
         """Let the clients that wait go on."""
         self.pause = None
         for client in list(self.clients.values()):
+            client.settle()
             client.connection.resume()
 
 
@@ -145,7 +152,7 @@ class Client:
     last_command: str = ""
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)  # when something came from it
-    finished: float = field(default_factory=time.monotonic)  # when a command was answered or read
+    finished: int = field(default_factory=time.monotonic_ns)  # when a command was last answered, or its reply read
     silence: int = 0  # replies to swallow; negative: all of them
     spared: bool = False  # CLIENT NO-EVICT
     touches: bool = True  # reading a key is a use of it
@@ -257,6 +264,7 @@ class Client:
             and not self.channels
             and not self.patterns
             and self.touches
+            and self.server.pause is None
         )
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from time import perf_counter_ns
+from time import monotonic_ns
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
@@ -32,7 +32,7 @@ def execute(client: Client, words: Command) -> Reply:
     spec = None
     try:
         spec = find(words)
-        if not client.free or client.server.pause is not None:
+        if not client.free:
             admit(client, spec, words)
     except ReplyError as error:
         return _rejected(client, spec, words, error)
@@ -83,7 +83,7 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
     stats = client.server.stats
     stats.note_error(str(error))
     if spec is not None:
-        stats.calls_of(spec.name).rejected += 1
+        stats.calls[spec.name].rejected += 1
     if plain(words[0]).lower() == b"exec":
         client.end_transaction()
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
@@ -95,28 +95,26 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
 def run(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command that was admitted, now or by EXEC. Errors are replies too."""
     server = client.server
-    stats = server.stats
-    stats.commands += 1
     if server.monitors:
         _show_monitors(client, spec, words)
-    calls = stats.calls.get(spec.name) or stats.calls_of(spec.name)
-    started = perf_counter_ns()
+    calls = server.stats.calls[spec.name]
+    started = monotonic_ns()
     try:
         if spec.keys[0]:
             refuse_index_keys(client, spec, words)
         return spec.handler(client, words[spec.words :])
     except ReplyError as error:
         calls.failed += 1
-        stats.note_error(str(error))
+        server.stats.note_error(str(error))
         return error
     except Exception:
         calls.failed += 1
-        stats.note_error("ERR")
+        server.stats.note_error("ERR")
         log.exception("%r failed; the connection goes on", words[0])
         return ReplyError("ERR internal error, the server's log says more")
     finally:
-        took = perf_counter_ns() - started
-        calls.count += 1
+        client.finished = ended = monotonic_ns()
+        took = ended - started
         calls.nanoseconds += took
         calls.histogram[took.bit_length()] += 1
         if took >= server.slow_from:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
@@ -18,11 +18,15 @@ _BUCKETS = 64
 class Calls:
     """One command since the start. `histogram[i]` counts the calls that took at least 2**(i-1) and below 2**i ns."""
 
-    count: int = 0
     nanoseconds: int = 0
     failed: int = 0
     rejected: int = 0  # before they ran
     histogram: list[int] = field(default_factory=lambda: [0] * _BUCKETS)
+
+    @property
+    def count(self) -> int:
+        """How many calls ran."""
+        return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
         """The microseconds within which that share (0 to 1) of the calls ended; up to a factor of two too many."""
@@ -46,7 +50,6 @@ class Calls:
 class Stats:
     """What the server did since the start (or CONFIG RESETSTAT)."""
 
-    commands: int = 0
     connections: int = 0
     rejected: int = 0  # connections above maxclients
     errors: int = 0
@@ -56,16 +59,14 @@ class Stats:
     overflown_inputs: int = 0  # connections ended because a command was too long
     overflown_outputs: int = 0  # connections ended because they did not read
     idle_closed: int = 0
-    calls: dict[str, Calls] = field(default_factory=dict)  # by command name
+    calls: defaultdict[str, Calls] = field(default_factory=lambda: defaultdict(Calls))  # by command name
     error_codes: Counter[str] = field(default_factory=Counter)
     page_misses: dict[str, int] = field(default_factory=dict)  # by reason
 
-    def calls_of(self, name: str) -> Calls:
-        """The record of a command, begun when it has none."""
-        found = self.calls.get(name)
-        if found is None:
-            found = self.calls[name] = Calls()
-        return found
+    @property
+    def commands(self) -> int:
+        """How many commands ran."""
+        return sum(calls.count for calls in self.calls.values())
 
     def note_error(self, message: str) -> None:
         """An error was replied; its code is its first word."""

@@ -17,6 +17,7 @@ from kvpage_server.resp.parser import Limits
 log = logging.getLogger("kvpage")
 
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
+_GRACE = 1_000_000_000  # nanoseconds
 _LAST_WORDS = 10.0  # seconds that a closed connection has to read what was still said
 
 
@@ -50,9 +51,9 @@ def make_room(server: Server) -> None:
     Those go first that have held most for longest: bytes times seconds since they last finished something, a second
     added. A client in the middle of a large upload outlives one that sits on a smaller one.
     """
-    now = time.monotonic()
+    now = time.monotonic_ns()
     holders = [client for client in server.clients.values() if client.held > _SMALL and not client.spared]
-    holders.sort(key=lambda client: client.held * (1 + now - client.finished), reverse=True)
+    holders.sort(key=lambda client: client.held * (_GRACE + now - client.finished), reverse=True)
     for client in holders:
         if server.in_flight <= server.config.client_memory:
             return

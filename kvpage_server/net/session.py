@@ -15,7 +15,7 @@ from kvpage_server.resp.parser import Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, encode
 
 TURN = 256  # commands, or steps of a streamed reply, before other clients have their turn
-TURN_SECONDS = 0.004
+TURN_NANOSECONDS = 4_000_000
 
 
 log = logging.getLogger("kvpage")
@@ -104,7 +104,7 @@ class Session:
 
     def drained(self) -> None:
         """There is room for replies again."""
-        self.client.finished = time.monotonic()
+        self.client.finished = time.monotonic_ns()
         self._run()
 
     def lost(self) -> None:
@@ -184,7 +184,7 @@ class Session:
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
-        left, deadline = TURN, time.monotonic() + TURN_SECONDS
+        left, deadline = TURN, time.monotonic_ns() + TURN_NANOSECONDS
         try:
             while left and not self._ending and not self._transport.crowded:
                 left -= 1
@@ -195,10 +195,11 @@ class Session:
                 command = self._parser.next() if self._postponed is None else self._postponed
                 if command is None:
                     break
+                self._postponed = None
                 self._answer(command)
                 if self._stream is not None:
                     self._flush()
-                if self.client.active > deadline:
+                if self.client.finished > deadline:
                     left = 0
         except ProtocolError as error:
             self._refuse(error)
@@ -237,10 +238,11 @@ class Session:
 
     def _answer(self, command: Command) -> None:
         client = self.client
-        client.active = client.finished = time.monotonic()
-        self._postponed = command
-        reply = execute(client, command)
-        self._postponed = None
+        try:
+            reply = execute(client, command)
+        except Paused:
+            self._postponed = command
+            raise
         if client.silence:
             client.silence -= client.silence > 0
         elif type(reply) is Stream:
@@ -250,7 +252,7 @@ class Session:
         else:
             encode(reply, client.protocol, self._out)
 
-    def _continue_stream(self, deadline: float) -> bool:
+    def _continue_stream(self, deadline: int) -> bool:
         """Take some steps; False when there was no time for more."""
         assert self._stream is not None
         in_time = True
@@ -265,7 +267,7 @@ class Session:
                 log.exception("a reply broke off; so does the connection of %s", self.client.address)
                 self.abort()
                 return False
-            in_time = time.monotonic() < deadline
+            in_time = time.monotonic_ns() < deadline
             if not in_time:
                 break
         self._flush()
