@@ -16,7 +16,7 @@ from kvpage_server.commands.keys import requests
 from kvpage_server.commands.registry import command
 from kvpage_server.page import MAX_PAGE, PageError, check_req_id
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.blocks import shape_of
 from kvpage_server.store.index import Block
@@ -96,7 +96,8 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
         for block in _still_there(keyspace, blocks):
             found.append(_describe(keyspace, block, bool(with_sizes)))
             yield ()
-        yield found
+        yield Raw(b"*%d\r\n" % len(found))
+        yield from found
 
     return Stream(None, steps())
 
