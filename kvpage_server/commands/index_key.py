@@ -37,7 +37,7 @@ def refuse_index_keys(client: Client, spec: Spec, words: Command) -> None:
     """Raises ReplyError for a command that would write or watch an index key, or read it as a string."""
     first, last, step = spec.keys
     for word in words[first : last + 1 or None : step]:
-        if type(word) is bytes and request_of(word) is not None:
+        if type(word) is bytes and word.endswith(_TAIL) and request_of(word) is not None:
             if "write" in spec.flags:
                 raise ReplyError(READ_ONLY)
             if spec.name == "watch":
