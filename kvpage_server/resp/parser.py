@@ -15,7 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -59,6 +59,7 @@ UNAUTHENTICATED_BULK = 16384
 _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _DECLARED = {b"$%d" % length: length for length in range(1000)}
+_FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
@@ -83,6 +84,9 @@ class Parser:
         self._bulk: Bulk | None = None  # being received directly, `_filled` bytes so far
         self._room = memoryview(b"")
         self._filled = 0
+        self._ready: list[Command] = []  # whole commands taken from _data together, the next one last
+        self._ready_size = 0  # bytes that all of them had; 0 when none is left
+        self._looked = False  # for such commands, in what was received
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -116,6 +120,7 @@ class Parser:
             fresh = bytes(_scratch[:count])
             self._data = self._data[self._pos :] + fresh if self._pos < len(self._data) else fresh
             self._pos = 0
+            self._looked = False
 
     def _finish_bulk(self) -> None:
         bulk, room = self._bulk, self._room
@@ -131,11 +136,14 @@ class Parser:
 
     @property
     def pending(self) -> int:
-        """Bytes held for a command whose end has not arrived."""
-        return self._size + len(self._data) - self._pos
+        """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
+        return self._size + len(self._data) - self._pos + self._ready_size
 
     def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        if self._ready:
+            return self._ready.pop()
+        self._ready_size = 0
         while True:
             if self._missing:
                 self._take_bulks()
@@ -146,8 +154,38 @@ class Parser:
             if self._args:
                 command, self._args, self._size = self._args, [], 0
                 return command
+            if not self._looked and self._take_short_commands():
+                return self._ready.pop()
             if not self._start_command():
                 return None
+
+    def _take_short_commands(self) -> bool:
+        """Take a pipeline of short commands at once, by splitting it at its line ends; False when there is none.
+
+        As in `_take_short_ones`, the split is believed only as far as every declared length is the true one.
+        """
+        self._looked = True
+        limits = self.limits
+        if self._data[self._pos : self._pos + 2] not in _FEW_WORDS:
+            return False
+        if limits.max_arguments < len(_FEW_WORDS) or limits.max_bulk < len(_DECLARED):
+            return False
+        lines: list[Any] = self._data[self._pos :].split(b"\r\n")
+        taken, whole, declared = 0, len(lines) - 1, _DECLARED.get
+        ready = self._ready
+        while taken < whole:
+            stop = taken + 1 + 2 * _FEW_WORDS.get(lines[taken], whole)
+            if stop > whole:
+                break
+            words = lines[taken + 2 : stop : 2]
+            if list(map(declared, lines[taken + 1 : stop : 2])) != list(map(len, words)):
+                break
+            ready.append(words)
+            taken = stop
+        ready.reverse()  # `next` takes them from the end
+        self._ready_size = sum(map(len, lines[:taken])) + 2 * taken
+        self._pos += self._ready_size
+        return taken > 0
 
     def _start_command(self) -> bool:
         """Read the line that opens a command; False when it has not arrived."""
