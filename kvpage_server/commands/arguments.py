@@ -52,14 +52,20 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
     return value
 
 
-def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[Argument]]:
-    """The `width` arguments of each of the N things (called `unit`) that N says follow. Raises ReplyError."""
+def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
+    """The N that opens a batch's arguments, when N things (called `unit`) of `width` follow. Raises ReplyError."""
     count = integer_in("N", args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:
         raise ReplyError(
             f"ERR {name} with N = {count} takes {count * width} arguments after N, {width} a {unit}, "
             f"got {len(args) - 1}"
         )
+    return count
+
+
+def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[Argument]]:
+    """The `width` arguments of each of the N things (called `unit`) that N says follow. Raises ReplyError."""
+    check_batch(name, args, width, unit)
     return [args[start : start + width] for start in range(1, len(args), width)]
 
 

@@ -7,11 +7,12 @@ does not match is each argument looked at, to say what is wrong with it.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
-from kvpage_server.commands.arguments import OUT_OF_MEMORY, integer_in, plain, plain_all
+from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
@@ -38,6 +39,7 @@ from kvpage_server.store.memory import Entry, OutOfMemory, PageName
 
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
+STEP = 16  # pages hashed or sent before other clients may have their turn
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 _NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
@@ -52,9 +54,12 @@ class NewPage(NamedTuple):
     expires: int
 
 
-def page_name(args: list[Argument]) -> PageName:
+def page_name(args: Sequence[Argument]) -> PageName:
     """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
-    key = page_key(args)
+    return _checked_name(page_key(args), args)
+
+
+def _checked_name(key: bytes, args: Sequence[Argument]) -> PageName:
     found = _NAME.match(key)
     if found:
         req_id, layer, head, page, kv_type = found.groups()
@@ -65,12 +70,21 @@ def page_name(args: list[Argument]) -> PageName:
     raise AssertionError(f"the page name {args!r} is neither valid nor invalid")
 
 
-def page_key(args: list[Argument]) -> bytes:
+def page_key(args: Sequence[Argument]) -> bytes:
     """The key that five arguments spell, without looking at them: good enough to ask whether it is there."""
     return b"kv:%b" % b":".join(plain_all(args[:NAME_ARGUMENTS]))
 
 
-def _explain_name(args: list[Argument]) -> None:
+def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
+    """The keys that a batch command's arguments spell: five every `width`, from the second on."""
+    columns = [args[first::width] for first in range(1, 1 + NAME_ARGUMENTS)]
+    try:
+        return list(map(b":".join, zip(repeat(b"kv"), *columns, strict=False)))  # type: ignore[arg-type]
+    except TypeError:  # one of them is so long that it lies in the arena
+        return [page_key(args[start:]) for start in range(1, len(args), width)]
+
+
+def _explain_name(args: Sequence[Argument]) -> None:
     req_id, layer, head, page, kv_type = args[:NAME_ARGUMENTS]
     try:
         check_req_id(plain(req_id))
@@ -103,39 +117,31 @@ def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argume
     return Shape(DType(kind), rows, columns, seconds, rows * columns * DType(kind).itemsize)
 
 
-def _read_page(client: Client, args: list[Argument], now: int) -> NewPage:
-    """Ten arguments as a page, hashed and ready to be stored; `now` in unix milliseconds."""
-    name = page_name(args)
+def _read_page(client: Client, key: bytes, args: Sequence[Argument]) -> tuple[PageName, Shape, Slot]:
+    """Ten arguments as a page; `key` is what the first five spell."""
+    name = _checked_name(key, args)
     shape = _shape(*args[NAME_ARGUMENTS : PAGE_ARGUMENTS - 1])
     body = args[PAGE_ARGUMENTS - 1]
     slot = body if isinstance(body, Slot) else client.keyspace.slot_of(plain(body))
-    config = client.server.config
-    if config.strict_page_shape and shape.nbytes != slot.size:
+    if client.server.config.strict_page_shape and shape.nbytes != slot.size:
         raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}")
+    return name, shape, slot
+
+
+def _describe(name: PageName, shape: Shape, slot: Slot, now: int, with_checksum: bool) -> NewPage:
+    """A page with its header, its body hashed; `now` in unix milliseconds."""
     dtype, page_size, head_dim, ttl, _ = shape
     _, _, layer, head, page, kv_type = name
-    digest = checksum(slot.body) if config.page_checksums else 0
+    digest = checksum(slot.body) if with_checksum else 0
     header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest)
     return NewPage(name, header, slot, now + ttl * 1000 if ttl else 0)
 
 
-def _store(client: Client, pages: list[NewPage]) -> None:
+def _make_room(client: Client) -> None:
     try:
         client.keyspace.make_room()
     except OutOfMemory:
         raise ReplyError(OUT_OF_MEMORY) from None
-    for page in pages:
-        client.keyspace.set_page(*page)
-
-
-def _batch(client: Client, name: str, args: list[Argument], width: int) -> int:
-    """The N of a batch command, when the arguments that follow are N times `width`."""
-    count = integer_in("N", args[0], 1, MAX_U32)
-    if len(args) - 1 != count * width:
-        raise ReplyError(
-            f"ERR {name} with N = {count} takes {count * width} arguments after N, {width} a page, got {len(args) - 1}"
-        )
-    return count
 
 
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
@@ -159,7 +165,9 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """OK."""
-    _store(client, [_read_page(client, args, unix_ms())])
+    read = _read_page(client, page_key(args), args)
+    _make_room(client)
+    client.keyspace.set_page(*_describe(*read, unix_ms(), client.server.config.page_checksums))
     return OK
 
 
@@ -189,17 +197,30 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """OK; an error when one page is refused, and then none is stored."""
-    count = _batch(client, "KVPAGEMSET", args, PAGE_ARGUMENTS)
-    pages, now = [], unix_ms()
-    for i in range(count):
+    count = check_batch("KVPAGEMSET", args, PAGE_ARGUMENTS, "page")
+    read = []
+    for i, key in enumerate(page_keys(args, PAGE_ARGUMENTS)):
         start = 1 + i * PAGE_ARGUMENTS
         try:
-            pages.append(_read_page(client, args[start : start + PAGE_ARGUMENTS], now))
+            read.append(_read_page(client, key, args[start : start + PAGE_ARGUMENTS]))
         except ReplyError as error:
             code, message = str(error).split(" ", 1)
             raise ReplyError(f"{code} page {i + 1} of {count}: {message}") from None
-    _store(client, pages)
-    return OK
+    _make_room(client)
+
+    def store() -> Iterator[Reply]:
+        """Hash some pages a step; then all become visible at once."""
+        now, with_checksum = unix_ms(), client.server.config.page_checksums
+        pages = []
+        for i, page in enumerate(read):
+            pages.append(_describe(*page, now, with_checksum))
+            if i % STEP == STEP - 1:
+                yield ()
+        for new in pages:
+            client.keyspace.set_page(*new)
+        yield OK
+
+    return Stream(None, store())
 
 
 @command(
@@ -213,18 +234,19 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
-    count = _batch(client, "KVPAGEMGET", args, NAME_ARGUMENTS)
-    names = [args[start : start + NAME_ARGUMENTS] for start in range(1, len(args), NAME_ARGUMENTS)]
-    for name in names:
-        if client.keyspace.find(page_key(name)) is None:
-            page_name(name)
+    count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
+    keyspace, keys = client.keyspace, page_keys(args, NAME_ARGUMENTS)
+    names = {key: page_name(args[1 + i * NAME_ARGUMENTS :]) for i, key in enumerate(keys) if keyspace.find(key) is None}
 
     def bodies() -> Iterator[Reply]:
-        for name in names:
-            entry = client.keyspace.read(page_key(name))
-            if entry is None:
-                page_missed(client, page_name(name))
-            yield (entry,) if client.keyspace.is_page(entry) else None
+        absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
+        for start in range(0, count, STEP):
+            some = keys[start : start + STEP]
+            entries = keyspace.read_all(some)
+            for key, entry in zip(some, entries, strict=True):
+                if entry is None:
+                    page_missed(client, names.get(key) or page_name(key.split(b":")[1:]))
+            yield tuple(entry if keyspace.is_page(entry) else absent for entry in entries)
 
     return Stream(count, bodies())
 
