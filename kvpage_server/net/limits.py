@@ -7,6 +7,7 @@ up unasked is what it listens to, or one great reply. A client that sends holds 
 from __future__ import annotations
 
 import logging
+import select
 import time
 from collections.abc import Iterable
 
@@ -68,6 +69,20 @@ def _overflown(client: Client) -> None:
     client.connection.abort()
 
 
+def _end_broken(clients: Iterable[Client]) -> None:
+    """End connections that their peers have reset.
+
+    libuv reports a socket's error once and looks at it no more (`uv__poll_io`); a session that read what came before the
+    reset then, and waits for more, would wait for ever.
+    """
+    by_descriptor = {client.descriptor: client for client in clients}
+    errors = select.poll()
+    for descriptor in by_descriptor:
+        errors.register(descriptor, 0)  # errors and hang-ups are reported unasked
+    for descriptor, _ in errors.poll(0):
+        by_descriptor[descriptor].connection.abort()
+
+
 class Watch:
     """Looks after all clients once a second."""
 
@@ -86,6 +101,7 @@ class Watch:
             server.end_pause()
         self._measure(now)
         clients = list(server.clients.values())
+        _end_broken(clients)
         self._end_slow_readers(clients, now)
         self._end_idle(clients, now)
         for client in clients:
