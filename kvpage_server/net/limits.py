@@ -72,8 +72,8 @@ def _overflown(client: Client) -> None:
 def _end_broken(clients: Iterable[Client]) -> None:
     """End connections that their peers have reset.
 
-    libuv reports a socket's error once and looks at it no more (`uv__poll_io`); a session that read what came before the
-    reset then, and waits for more, would wait for ever.
+    libuv reports a socket's error once and looks at it no more (`uv__poll_io`); a session that then read what came
+    before the reset, and waits for more, would wait for ever.
     """
     by_descriptor = {client.descriptor: client for client in clients}
     errors = select.poll()
