@@ -37,7 +37,11 @@ def integer(raw: Argument) -> int:
 
 def as_integer(raw: Argument) -> int | None:
     """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
-    if type(raw) is not bytes or not _INTEGER.match(raw) or raw == b"-0":
+    if type(raw) is not bytes:
+        return None
+    if raw.isdigit() and len(raw) < 19 and (raw[0] != 0x30 or len(raw) == 1):  # the usual ones, sooner
+        return int(raw)
+    if not _INTEGER.match(raw) or raw == b"-0":
         return None
     value = int(raw)
     return value if I64[0] <= value <= I64[1] else None

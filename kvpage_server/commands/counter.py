@@ -22,7 +22,8 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     new = old + amount
     if not I64[0] <= new <= I64[1]:
         raise ReplyError("ERR increment or decrement would overflow")
-    make_room(client)
+    if keyspace.maxmemory:
+        make_room(client)
     keyspace.set_string(key, b"%d" % new, entry.expires if entry is not None else 0, "incrby")
     return new
 

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 
-LONGEST = 4096  # bytes of a pattern: more is no pattern, and takes long to compile
+LONGEST = 1024  # bytes of a pattern: more is no pattern, and takes long to compile
 
 Matches = Callable[[bytes], object]  # something true when the bytes match
 

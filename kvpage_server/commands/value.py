@@ -62,9 +62,13 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
     """SET's write. Raises ReplyError when memory is full, or the value is a page with a body that is not its own."""
-    page = page_of(client.server.keyspace, key, value)
-    make_room(client)
-    put(client, key, value, page, expires)
+    keyspace = client.server.keyspace
+    if keyspace.maxmemory:
+        make_room(client)
+    if isinstance(value, bytes) and value[:4] != MAGIC:
+        keyspace.set_string(key, value, expires)
+    else:
+        put(client, key, value, page_of(keyspace, key, value), expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: NewPage | None, expires: int = 0) -> None:

@@ -198,17 +198,34 @@ class Keyspace:
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         """Store a plain string."""
-        if self.expires_of(key):
-            self.find(key)  # one that is overdue expires, it is not overwritten
-        entry: Entry
+        old = self._entries.get(key)
+        if old is not None and old.expires:
+            old = self.find(key)  # one that is overdue expires, it is not overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
-            entry = Text(value)
+            if type(old) is Text:
+                self._rewrite(key, old, value, expires, event)
+                return
+            entry: Entry = Text(value)
             self._texts += len(key) + len(value) + TEXT_OVERHEAD
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
             entry.seal()
         entry.expires = expires
         self._put(key, entry, event)
+
+    def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
+        """Store a short string where another was, without what `_put` would undo and do again."""
+        self._texts += len(value) - len(text.data)
+        text.data = value
+        if text.expires != expires:
+            self._expiry.keys += bool(expires) - bool(text.expires)
+            text.expires = expires
+            if expires:
+                self._expiry.note(key, expires)
+        self.counters.writes += 1
+        self._lru.used(key)
+        if self.on_event is not None:
+            self.on_event(event, key)
 
     def slot_of(self, value: bytes) -> Slot:
         """A slot that holds `value`."""
