@@ -1,0 +1,397 @@
+"""Clients that misbehave: none harms the others, none costs memory that stays, and the server always ends in order."""
+
+from __future__ import annotations
+
+import random
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import quantiles
+
+import pytest
+import redis
+from servers import RunningServer, free_port, start_server
+from wire import Wire, spell
+
+MIB = 1024 * 1024
+BODY = 256 * 1024
+
+
+@pytest.fixture(scope="module")
+def quiet() -> Iterator[RunningServer]:
+    """A server that only these tests talk to, so that its memory says something."""
+    with start_server("--maxmemory", "1gb") as server:
+        with server.client() as client:
+            client.set("warm", "up")
+        yield server
+
+
+@pytest.fixture
+def honest(quiet: RunningServer) -> Iterator[redis.Redis]:
+    with quiet.client() as client:
+        client.flushall()
+        yield client
+
+
+def name(page: int) -> list[bytes]:
+    return [b"r", b"0", b"0", b"%d" % page, b"0"]
+
+
+def set_page(page: int, body: bytes) -> bytes:
+    return spell([b"KVPAGESET", *name(page), b"1", b"1024", b"128", b"0", body])
+
+
+def get_pages(count: int) -> bytes:
+    return spell([b"KVPAGEMGET", b"%d" % count, *[word for page in range(count) for word in name(page)]])
+
+
+def until(condition: Callable[[], bool], within: float = 10.0) -> None:
+    """Wait for it."""
+    deadline = time.monotonic() + within
+    while not condition():
+        assert time.monotonic() < deadline, "it never came to be"
+        time.sleep(0.02)
+
+
+def arena_used(client: redis.Redis) -> int:
+    return int(client.info("memory")["arena_used"])
+
+
+def latencies(client: redis.Redis, count: int = 60) -> list[float]:
+    """Seconds that PINGs take, sorted."""
+    found = []
+    for _ in range(count):
+        start = time.perf_counter()
+        client.ping()
+        found.append(time.perf_counter() - start)
+        time.sleep(0.005)
+    return sorted(found)
+
+
+def p95(seconds: list[float]) -> float:
+    return quantiles(seconds, n=20)[-1]
+
+
+class TestMalformedFrames:
+    def test_an_error_and_the_end_of_the_connection(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        with quiet.connect() as sock:
+            sock.sendall(spell([b"SET", b"before", b"1"]) + b"*x\r\n" + spell([b"SET", b"after", b"1"]))
+            answer = b""
+            while piece := sock.recv(4096):
+                answer += piece
+        assert answer == b"+OK\r\n-ERR Protocol error: invalid multibulk length\r\n"
+        assert honest.exists("before") == 1
+        assert honest.exists("after") == 0
+
+    def test_a_bad_end_of_a_page_stores_nothing(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        honest.execute_command("KVPAGESET", *name(0), 1, 1, 1, 0, b"good")
+        with Wire(quiet.port) as wire:
+            wire.send(set_page(0, bytes(BODY))[:-2] + b"xx" + spell([b"PING"]))
+            assert wire.reply().startswith(b"-ERR Protocol error: ")
+            with pytest.raises(EOFError):
+                wire.reply()
+        assert honest.execute_command("KVPAGEGET", *name(0)) == b"good"
+
+    def test_errors_that_are_no_protocol_errors_leave_the_connection_open(self, quiet: RunningServer) -> None:
+        with Wire(quiet.port) as wire:
+            for words in ([b"NOSUCH"], [b"GET"], [b"KVPAGEGET", b"a"], [b"CLIENT", b"NOSUCH"], [b""]):
+                assert wire.ask(*words).startswith(b"-ERR ")
+            assert wire.ask(b"PING") == b"+PONG\r\n"
+
+
+class TestPieces:
+    def test_a_byte_at_a_time(self, quiet: RunningServer) -> None:
+        with Wire(quiet.port) as wire:
+            for byte in set_page(1, b"slow body") + spell([b"KVPAGEGET", *name(1)]) + b"PING\r\n":
+                wire.send(bytes([byte]))
+                time.sleep(0.0005)
+            assert [wire.reply() for _ in range(3)] == [b"+OK\r\n", b"$9\r\nslow body\r\n", b"+PONG\r\n"]
+
+    @pytest.mark.parametrize("size", [1000, 8192, 65000, 65536, 131072, 262144, 1_500_000])
+    def test_bodies_in_pieces_of_any_size(self, quiet: RunningServer, size: int) -> None:
+        noise = random.Random(size)
+        with Wire(quiet.port) as wire:
+            for _ in range(5):
+                body = noise.randbytes(size + noise.randrange(-50, 50))
+                data = set_page(1, body) + spell([b"KVPAGEGET", *name(1)])
+                while data:
+                    count = noise.choice((1, 100, 1000, 8190, 8192, 65536, 131072, size))
+                    wire.send(data[:count])
+                    data = data[count:]
+                    time.sleep(noise.choice((0, 0, 0.001)))
+                assert wire.reply() == b"+OK\r\n"
+                assert wire.reply() == b"$%d\r\n%b\r\n" % (len(body), body)
+
+    def test_thousands_of_commands_in_one_go_are_answered_in_order(self, quiet: RunningServer) -> None:
+        count = 20_000
+        commands = b"".join(spell([b"ECHO", b"%d" % i]) for i in range(count))
+        with quiet.connect() as sock, sock.makefile("rb") as incoming:
+            sender = threading.Thread(target=sock.sendall, args=(commands,))
+            sender.start()
+            for i in range(count):
+                digits = b"%d" % i
+                assert incoming.readline() == b"$%d\r\n" % len(digits)
+                assert incoming.readline() == digits + b"\r\n"
+            sender.join()
+
+    def test_pages_in_a_long_pipeline(self, quiet: RunningServer) -> None:
+        noise = random.Random(7)
+        bodies = [noise.randbytes(noise.choice((10, 5000, 70_000))) for _ in range(600)]
+        writes = b"".join(set_page(page, body) for page, body in enumerate(bodies))
+        reads = b"".join(spell([b"KVPAGEGET", *name(page)]) for page in range(len(bodies)))
+        with Wire(quiet.port) as wire:
+            sender = threading.Thread(target=wire.send, args=(writes + reads,))
+            sender.start()
+            assert {wire.reply() for _ in bodies} == {b"+OK\r\n"}
+            for body in bodies:
+                assert wire.reply() == b"$%d\r\n%b\r\n" % (len(body), body)
+            sender.join()
+
+
+class TestVanishing:
+    @pytest.mark.parametrize("rudely", [False, True], ids=["closed", "reset"])
+    def test_a_client_that_is_gone_in_the_middle_of_a_body(
+        self, quiet: RunningServer, honest: redis.Redis, rudely: bool
+    ) -> None:
+        honest.execute_command("KVPAGESET", *name(0), 1, 1, 1, 0, b"what was there")
+        before, clients = arena_used(honest), honest.info("clients")["connected_clients"]
+        socks = [quiet.connect() for _ in range(10)]
+        for sock in socks:
+            sock.sendall(set_page(0, bytes(4 * MIB))[: 2 * MIB])
+        until(lambda: arena_used(honest) > before + 40 * MIB)
+        for sock in socks:
+            if rudely:
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+        until(lambda: arena_used(honest) == before)
+        assert honest.info("clients")["connected_clients"] == clients
+        assert honest.execute_command("KVPAGEGET", *name(0)) == b"what was there"
+
+    def test_a_client_that_is_gone_while_it_is_answered(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        for page in range(64):
+            honest.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, bytes(BODY))
+        before, clients = arena_used(honest), honest.info("clients")["connected_clients"]
+        for _ in range(10):
+            with quiet.connect() as sock:
+                sock.sendall(get_pages(64))
+                sock.recv(100_000)
+        until(lambda: honest.info("clients")["connected_clients"] == clients)
+        assert arena_used(honest) == before
+        honest.flushall()
+        assert arena_used(honest) == 0
+
+    def test_connections_that_come_and_go_leave_nothing_open(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        descriptors = Path(f"/proc/{quiet.pid}/fd")
+        clients = honest.info("clients")["connected_clients"]
+        for _ in range(3):
+            for sock in [quiet.connect() for _ in range(100)]:
+                sock.close()
+        until(lambda: honest.info("clients")["connected_clients"] == clients)
+        if descriptors.exists():
+            assert len(list(descriptors.iterdir())) < 40
+
+
+class TestSlowReaders:
+    PAGES = 64  # 16 MiB
+
+    @pytest.fixture
+    def stored(self, honest: redis.Redis) -> list[bytes]:
+        noise = random.Random(8)
+        bodies = [noise.randbytes(BODY) for _ in range(self.PAGES)]
+        for page, body in enumerate(bodies):
+            honest.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, body)
+        return bodies
+
+    def test_cost_no_memory_keep_nobody_waiting_and_lose_nothing(
+        self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
+    ) -> None:
+        """Ten clients that ask for 160 MiB each and read nothing; then one of them reads it all."""
+        before, used = quiet.rss(), arena_used(honest)
+        wires = [Wire(quiet.port) for _ in range(10)]
+        for wire in wires:
+            wire.send(get_pages(self.PAGES) * 10)
+        assert p95(latencies(honest)) < 0.05
+        assert quiet.rss() < before + 24 * MIB
+        assert arena_used(honest) == used
+        for wire in wires[1:]:
+            wire.close()
+        expected = b"*%d\r\n" % self.PAGES + b"".join(b"$%d\r\n%b\r\n" % (len(body), body) for body in stored)
+        assert all(wires[0].reply() == expected for _ in range(10))
+        wires[0].close()
+        assert quiet.rss() < before + 24 * MIB
+
+    def test_pipelined_small_reads_without_reading_the_answers(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        """50 MB of answers asked for by a client that does not read: its requests wait in the kernel, not here."""
+        honest.set("value", bytes(1000))
+        before = quiet.rss()
+        command = spell([b"GET", b"value"])
+        with Wire(quiet.port) as wire:
+            sender = threading.Thread(target=wire.send, args=(command * 50_000,))
+            sender.start()
+            time.sleep(1)
+            assert p95(latencies(honest)) < 0.05
+            assert quiet.rss() < before + 24 * MIB
+            expected = b"$1000\r\n" + bytes(1000) + b"\r\n"
+            assert all(wire.reply() == expected for _ in range(50_000))
+            sender.join()
+
+    def test_what_is_overwritten_while_it_is_sent_arrives_whole(
+        self, quiet: RunningServer, honest: redis.Redis
+    ) -> None:
+        """Every page of the answer is of one version or of another, never a mixture."""
+
+        def write(version: int) -> None:
+            body = bytes([version]) * BODY
+            for page in range(self.PAGES):
+                honest.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, body)
+
+        write(1)
+        with quiet.connect() as sock, sock.makefile("rb") as incoming:
+            sock.sendall(get_pages(self.PAGES))
+            assert incoming.readline() == b"*%d\r\n" % self.PAGES
+            for page in range(self.PAGES):
+                if page % 16 == 0:
+                    write(2 + page // 16)
+                assert incoming.readline() == b"$%d\r\n" % BODY
+                body = incoming.read(BODY + 2)
+                assert len(set(body[:-2])) == 1, f"page {page} is torn"
+        honest.flushall()
+        until(lambda: arena_used(honest) == 0)
+
+    def test_a_deleted_page_that_is_being_sent_arrives(
+        self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
+    ) -> None:
+        with Wire(quiet.port) as wire:
+            wire.send(spell([b"KVPAGEGET", *name(0)]) * 160)  # 40 MiB: more than the kernel takes
+            replies = [wire.reply()]
+            honest.flushall()
+            replies += [wire.reply() for _ in range(159)]
+        whole = b"$%d\r\n%b\r\n" % (BODY, stored[0])
+        assert set(replies) == {whole, b"$-1\r\n"}
+        assert replies == sorted(replies, key=lambda reply: reply == b"$-1\r\n")  # pages, then nulls
+        until(lambda: arena_used(honest) == 0)
+
+
+class TestFairness:
+    def test_half_open_connections_keep_nobody_waiting(self, quiet: RunningServer, honest: redis.Redis) -> None:
+        beginnings = (b"", b"*", b"*3\r\n", b"*3\r\n$3\r\nSET\r\n$100000\r\nabc", b"PIN", b"*1\r\n$4\r\nPIN")
+        socks = [quiet.connect() for _ in range(60)]
+        for i, sock in enumerate(socks):
+            sock.sendall(beginnings[i % len(beginnings)])
+        assert p95(latencies(honest)) < 0.05
+        for sock in socks:
+            sock.close()
+
+    def test_a_client_that_asks_without_pause_does_not_stop_the_others(
+        self, quiet: RunningServer, honest: redis.Redis
+    ) -> None:
+        for page in range(1000):
+            honest.execute_command("KVPAGESET", *name(page), 1, 8, 128, 0, bytes(2048))
+
+        def ask(sock: socket.socket) -> None:
+            try:
+                while True:
+                    sock.sendall(get_pages(1000) * 20 + spell([b"PING"]) * 2000)
+            except OSError:
+                return
+
+        def drain(sock: socket.socket) -> None:
+            while sock.recv(MIB):
+                pass
+
+        with quiet.connect() as sock:
+            threads = [threading.Thread(target=work, args=(sock,)) for work in (ask, drain)]
+            for thread in threads:
+                thread.start()
+            waited = latencies(honest, 40)
+            sock.shutdown(socket.SHUT_RDWR)
+            for thread in threads:
+                thread.join()
+        assert p95(waited) < 0.05
+
+    def test_memory_that_was_announced_but_never_sent_evicts_nothing(self) -> None:
+        """Whoever announces more than all clients may hold is closed before it costs anybody a page."""
+        options = ("--maxmemory", "32mb", "--maxmemory-clients", "25%")
+        with start_server(*options) as server, server.client() as client:
+            for page in range(200):
+                client.execute_command("KVPAGESET", *name(page), 1, 512, 128, 0, bytes(65536))
+            socks = [server.connect() for _ in range(4)]
+            for sock in socks:
+                sock.sendall(b"*3\r\n$3\r\nSET\r\n$3\r\nbig\r\n$400000000\r\nabc")
+            time.sleep(0.2)
+            client.execute_command("KVPAGESET", *name(200), 1, 512, 128, 0, bytes(65536))
+            assert all(client.execute_command("KVPAGEEXISTS", *name(page)) for page in range(201))
+            for sock in socks:
+                with sock, suppress(ConnectionResetError):
+                    assert sock.recv(100) == b""
+
+
+class TestEnding:
+    """Whatever the clients are doing, the server ends at once and in order."""
+
+    @contextmanager
+    def busy(self, server: RunningServer) -> Iterator[list[socket.socket]]:
+        with server.client() as client:
+            for page in range(64):
+                client.execute_command("KVPAGESET", *name(page), 1, 1024, 128, 0, bytes(BODY))
+        idle, uploading, downloading = (server.connect() for _ in range(3))
+        uploading.sendall(set_page(0, bytes(8 * MIB))[:MIB])
+        downloading.sendall(get_pages(64) * 4)  # and never reads it
+        time.sleep(0.1)
+        yield [idle, uploading, downloading]
+        for sock in (idle, uploading, downloading):
+            sock.close()
+
+    @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
+    def test_a_signal_ends_it(self, how: signal.Signals) -> None:
+        with start_server() as server, self.busy(server) as clients:
+            start = time.monotonic()
+            assert server.stop(how) == 0
+            assert time.monotonic() - start < 5
+            for client in clients[:2]:
+                assert client.recv(100) == b""
+            assert "bye" in server.log
+
+    @pytest.mark.parametrize("words", [[b"SHUTDOWN"], [b"SHUTDOWN", b"NOSAVE"]])
+    def test_shutdown_ends_it(self, words: list[bytes]) -> None:
+        with start_server() as server, self.busy(server), Wire(server.port) as wire:
+            wire.send(spell(words))
+            with pytest.raises(EOFError):
+                wire.reply()
+            assert server.process.wait(5) == 0
+
+    def test_a_second_signal_is_harmless(self) -> None:
+        with start_server() as server:
+            server.process.send_signal(signal.SIGINT)
+            server.process.send_signal(signal.SIGTERM)
+            assert server.process.wait(5) == 0
+
+    def test_its_port_is_free_again_at_once(self) -> None:
+        with start_server() as server, server.client() as client:
+            client.ping()
+            server.stop()
+            with start_server(port=server.port) as successor, successor.client() as other:
+                assert other.ping()
+
+
+def test_a_port_in_use_is_named(quiet: RunningServer) -> None:
+    command = [sys.executable, "-m", "kvpage_server.app", "--bind", "127.0.0.1", "--port", str(quiet.port)]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{quiet.port}: " in result.stderr
+    assert "in use" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+def test_an_address_of_another_machine_is_named() -> None:
+    command = [sys.executable, "-m", "kvpage_server.app", "--bind", "192.0.2.1", "--port", str(free_port())]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    assert result.returncode == 1
+    assert "cannot listen on 192.0.2.1:" in result.stderr
