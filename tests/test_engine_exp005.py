@@ -8,6 +8,8 @@ from typing import Any
 
 from servers import RunningServer
 
+import engine  # noqa: F401 - picks the BLAS before mlx is imported
+
 # isort: split
 import pytest
 from mlx_lm import generate
@@ -40,9 +42,9 @@ def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt
     expected = generate(loaded, tokenizer, prompt, max_tokens=TOKENS)
 
     pool = BlockPool(4)
-    engine = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
-    engine.submit("exp-005", prompt, max_tokens=TOKENS)
-    (fresh,) = engine.step()
+    batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
+    batch.submit("exp-005", prompt, max_tokens=TOKENS)
+    (fresh,) = batch.step()
     assert fresh.text == expected
 
     half = len(fresh.tokens) // 2
@@ -55,11 +57,11 @@ def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt
 
     pool = BlockPool(4)
     tier = PageTier(server.url, spec, pool)
-    engine = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
+    batch = BlockPoolBatchEngine(loaded, tokenizer, spec, pool)
     context = tier.load("exp-005", first_half)
     assert context
-    engine.submit("exp-005", first_half, context, max_tokens=TOKENS - half)
-    (resumed,) = engine.step()
+    batch.submit("exp-005", first_half, context, max_tokens=TOKENS - half)
+    (resumed,) = batch.step()
     assert resumed.tokens_reused == len(first_half) - 1
     detokenizer = tokenizer.detokenizer
     for token in (*fresh.tokens[:half], *resumed.tokens):
