@@ -21,7 +21,9 @@ from kvpage_server.page import DType, KVType, PageError, PageKey
 DEFAULT_URL = "redis://127.0.0.1:9221"
 _AT_ONCE = 100  # requests asked for in one go
 
-out = Console(highlight=False, soft_wrap=True)
+_NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
+
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
 
 
 class Failure(Exception):
@@ -94,18 +96,15 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 def _status_lines(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     used, limit = info["used_memory"], info["maxmemory"]
-    if limit:
-        yield "memory", ProgressBar(total=limit, completed=min(used, limit), width=40)
-        yield "", f"{decimal(used)} of {decimal(limit)} ({used / limit:.0%}), {info['maxmemory_policy']}"
-    else:
-        yield "memory", f"{decimal(used)}, no limit"
+    if limit and out.is_terminal:
+        yield "", ProgressBar(total=limit, completed=min(used, limit), width=40)
+    of_limit = f" of {decimal(limit)} ({used / limit:.0%}), {info['maxmemory_policy']}" if limit else ", no limit"
+    yield "memory", decimal(used) + of_limit
     yield "", f"the process has {decimal(info['used_memory_rss'])}"
     keys = info.get("db0", {"keys": 0, "expires": 0})
     yield "store", f"{info['requests']:,} requests, {info['blocks']:,} blocks, {keys['keys']:,} keys"
-    yield (
-        "",
-        f"{keys['expires']:,} keys will expire; {info['expired_keys']:,} have, {info['evicted_keys']:,} were evicted",
-    )
+    expired, evicted = info["expired_keys"], info["evicted_keys"]
+    yield "", f"{keys['expires']:,} keys will expire, {expired:,} did, {evicted:,} were evicted"
     yield "protected", f"{info['leased_or_pinned']:,} blocks, {decimal(info['leased_or_pinned_bytes'])}"
     hits, misses = info["keyspace_hits"], info["keyspace_misses"]
     ratio = f"{hits / (hits + misses):.1%} hits" if hits + misses else "none yet"

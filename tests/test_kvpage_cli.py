@@ -1,0 +1,194 @@
+"""`kvpage` in a terminal, against a real server: what it shows, and what its exit code says."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import redis
+from servers import RunningServer, free_port, start_server
+
+from kvpage_server import __version__
+from kvpage_server.cli import main
+from kvpage_server.page import DType, PageKey, encode_page
+
+
+def kvpage(*words: str, url: str = "") -> tuple[int, str, str]:
+    """Exit code, and what it wrote to stdout and stderr."""
+    with redirect_stdout(StringIO()) as shown, redirect_stderr(StringIO()) as said:
+        try:
+            main([*words, *(["--url", url] if url else [])])
+        except SystemExit as end:
+            return int(end.code or 0), shown.getvalue(), said.getvalue()
+    raise AssertionError("it did not exit")
+
+
+def set_block(client: redis.Redis, req: str, page: int = 0, ttl: int = 0) -> None:
+    client.execute_command("KVBLOCKSET", req, page, 2, 3, 4, ttl, 2, 0, 1, 8, 1, 1, 8, bytes(2 * 2 * 3 * 64))
+
+
+def rows(text: str) -> list[list[str]]:
+    """The words of each line."""
+    return [line.split() for line in text.splitlines()]
+
+
+def test_status_tells_how_a_store_is_doing() -> None:
+    with start_server("--maxmemory", "1gb") as server, server.client() as client:
+        set_block(client, "r", ttl=1000)
+        client.execute_command("KVPAGEPIN", "r")
+        client.execute_command("KVBLOCKGET", "r", 0)
+        client.execute_command("KVPAGEGET", "r", 9, 9, 9, 0)
+        code, shown, _ = kvpage("status", url=server.url)
+    assert code == 0
+    assert f"kvpage-server {__version__} at {server.url}, up " in shown
+    assert "of 1.1 GB (0%), allkeys-lru" in shown
+    assert "1 requests, 1 blocks, 12 keys" in shown
+    assert "12 keys will expire, 0 did, 0 were evicted" in shown
+    assert "protected  1 blocks, " in shown
+    assert "50.0% hits (1 of 2)" in shown
+    assert "1 never stored" in shown
+
+
+def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: redis.Redis) -> None:
+    for page in range(3):
+        set_block(client, "agent-[bold]7", page)
+    set_block(client, "other")
+    code, shown, _ = kvpage("ls", url=server.url)
+    assert code == 0
+    assert [row[:4] for row in rows(shown)[1:]] == [
+        ["agent-[bold]7", "3", "36", "2.3"],
+        ["other", "1", "12", "768"],
+    ]
+    client.delete("kv:agent-[bold]7:0:0:1:1")
+    code, shown, _ = kvpage("ls", "agent-[bold]7", url=server.url)
+    assert code == 0
+    assert [row[:7] for row in rows(shown)[1:]] == [
+        ["0", "yes", "K", "V", "2", "3", "12"],
+        ["1", "no", "K", "V", "2", "3", "11"],
+        ["2", "yes", "K", "V", "2", "3", "12"],
+    ]
+
+
+def test_ls_of_an_empty_store_and_of_nothing(server: RunningServer, client: redis.Redis) -> None:
+    assert kvpage("ls", url=server.url)[:2] == (0, "no request has a page\n")
+    code, shown, said = kvpage("ls", "nobody", url=server.url)
+    assert (code, shown) == (1, "")
+    assert said == "kvpage: request nobody has no page; kvpage why nobody may say why\n"
+
+
+def test_ls_asks_for_many_requests_in_parts(server: RunningServer, client: redis.Redis) -> None:
+    for number in range(250):
+        set_block(client, f"r{number:03}")
+    _, shown, _ = kvpage("ls", url=server.url)
+    assert [row[0] for row in rows(shown)[1:]] == [f"r{number:03}" for number in range(250)]
+
+
+def test_stat_shows_a_page(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r", ttl=3600)
+    client.execute_command("KVPAGELEASE", "r", 60_000)
+    code, shown, _ = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
+    assert code == 0
+    lines = {row[0]: " ".join(row[1:]) for row in rows(shown)}
+    assert lines["holds"] == "V, 4 tokens x 8 float16, 64 bytes"
+    assert lines["where"] == "layer 1, head 2, page 0"
+    assert lines["lives"].startswith("59 min 5")
+    assert lines["leased"].startswith("for 5")
+    assert (lines["pinned"], lines["tier"]) == ("no", "memory")
+
+
+def test_stat_of_what_is_not_there(server: RunningServer, client: redis.Redis) -> None:
+    code, _, said = kvpage("stat", "kv:r:1:2:0:1", url=server.url)
+    assert (code, said) == (1, "kvpage: kv:r:1:2:0:1 is not there; kvpage why r 1 2 0 1 may say why\n")
+    code, _, said = kvpage("stat", "kv:r:1:2:0", url=server.url)
+    assert code == 1
+    assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in said
+
+
+def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r")
+    assert kvpage("verify", "r", url=server.url)[:2] == (0, "12 pages checked, all intact\n")
+    key = PageKey(b"r", 0, 0, 1, 0)
+    client.set(bytes(key), encode_page(key, b"x", dtype=DType.INT8, page_size=1, head_dim=1, with_checksum=False))
+    code, shown, _ = kvpage("verify", "r", "1", url=server.url)
+    assert (code, shown) == (0, "1 pages were written without a checksum\n0 pages checked, all intact\n")
+
+
+def flip_a_bit(pid: int, wanted: bytes) -> None:
+    """What a failing memory chip does to every place where a process holds `wanted`."""
+    with open(f"/proc/{pid}/maps") as maps, open(f"/proc/{pid}/mem", "r+b", buffering=0) as memory:
+        for line in maps:
+            span, rights = line.split()[:2]
+            start, end = (int(address, 16) for address in span.split("-"))
+            if not rights.startswith("rw"):
+                continue
+            memory.seek(start)
+            held = memory.read(end - start)
+            for found in re.finditer(re.escape(wanted), held):
+                memory.seek(start + found.start())
+                memory.write(bytes([wanted[0] ^ 1]))
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
+def test_verify_finds_a_flipped_bit(server: RunningServer, client: redis.Redis) -> None:
+    body = random.Random(5).randbytes(20_000)
+    for page, content in enumerate((body, bytes(20_000))):
+        client.execute_command("KVPAGESET", "r", 0, 0, page, 0, 3, 1, len(content), 0, content)
+    flip_a_bit(server.pid, body[5000:5100])
+    code, shown, _ = kvpage("verify", "r", url=server.url)
+    assert (code, shown) == (1, "1 of 2 pages were corrupt and are removed\n  kv:r:0:0:0:0\n")
+    assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) is None
+    assert kvpage("why", "r", "0", "0", "0", "0", url=server.url)[1] == "corrupt, just now\n"
+    assert kvpage("verify", "r", url=server.url)[0] == 0
+
+
+def test_why_says_what_became_of_a_page(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    set_block(client, "r", 2)
+    assert kvpage("why", "r", "0", "0", "0", "0", url=server.url)[:2] == (0, "stored: a read would not miss\n")
+    client.pexpire("kv:r:0:0:2:0", 1)
+    time.sleep(0.01)
+    code, shown, _ = kvpage("why", "r", "0", "0", "2", "0", url=server.url)
+    assert code == 0
+    assert shown.startswith("expired, ")
+    _, shown, _ = kvpage("why", "r", url=server.url)
+    assert shown.startswith("block 1 is not there whole: never stored, as far as is known since ")
+    code, _, said = kvpage("why", "r", "0", "0", url=server.url)
+    assert (code, said) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
+
+
+def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, server: RunningServer) -> None:
+    port = free_port()
+    code, _, said = kvpage("status", url=f"redis://127.0.0.1:{port}")
+    assert code == 2
+    assert said.startswith(f"kvpage: cannot reach redis://127.0.0.1:{port}: ")
+    assert said.count("\n") == 1
+    code, _, said = kvpage("status", url=redis_server.url)
+    assert code == 1
+    assert "not a kvpage-server" in said
+    code, _, said = kvpage("ls", "a:b", url=server.url)
+    assert (code, said.count("\n")) == (2, 1)
+    assert "req_id must be 1 to 256 bytes" in said
+    code, _, said = kvpage("status", url="nonsense")
+    assert code == 2
+    assert said.count("\n") == 1
+
+
+def test_the_command_is_installed(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r")
+    command = [Path(sys.executable).with_name("kvpage"), "ls", "--url", server.url]
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    assert rows(shown)[1][0] == "r"
+
+
+@pytest.mark.parametrize("command", ["", "status", "ls", "stat", "verify", "why"])
+def test_help_is_there_for_every_command(command: str) -> None:
+    code, shown, _ = kvpage(*command.split(), "--help")
+    assert code == 0
+    assert f"usage: kvpage {command}".rstrip() in shown
