@@ -126,6 +126,13 @@ class User:
         """Whether it may do that to a key, or to every key that begins so when it is a Prefix."""
         return any(pattern.covers(key, access) for pattern in self.keys)
 
+    def readable(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that it may read."""
+        patterns = [pattern.matches for pattern in self.keys if pattern.access & READ]
+        if len(patterns) == 1:
+            return list(filter(patterns[0], keys))
+        return [key for key in keys if any(matches(key) for matches in patterns)]
+
     def may_run(self, spec: Spec) -> bool:
         """Whether it may run a command at all, whatever the keys."""
         return spec.name in self.commands and (not spec.all_keys or self.may_use_all(spec.access))

@@ -86,14 +86,15 @@ def acl_setuser(client: Client, args: list[Argument]) -> Reply:
 
 
 def _settle(client: Client) -> None:
-    """Rights changed: what every connection may do without asking, and who it belonged to, may have too."""
+    """Rights changed: find out what each connection may do, and end those that may not even be what they are."""
     users = client.server.users
     for other in list(client.server.clients.values()):
         if other.user is not None and users.by_name.get(other.user.name) is not other.user:
             other.close() if other is client else other.connection.abort()
             continue
         other.settle()
-        if other in client.server.monitors and not other.sees_all:
+        listens_too_much = not all(map(other.hears, [*other.channels, *other.patterns]))
+        if listens_too_much or (other in client.server.monitors and not other.sees_all):
             other.connection.abort()
 
 

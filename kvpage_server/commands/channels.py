@@ -28,17 +28,20 @@ class Channels:
         """The client listens to a channel."""
         client.channels[channel] = None
         self.by_name.setdefault(channel, {})[client] = None
+        client.settle()
 
     def unsubscribe(self, client: Client, channel: bytes) -> None:
         """It no longer does, if it did."""
         client.channels.pop(channel, None)
         _leave(self.by_name, channel, client)
+        client.settle()
 
     def psubscribe(self, client: Client, pattern: bytes) -> None:
         """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
         self._matches[pattern] = glob(pattern)
         client.patterns[pattern] = None
         self.by_pattern.setdefault(pattern, {})[client] = None
+        client.settle()
 
     def punsubscribe(self, client: Client, pattern: bytes) -> None:
         """It no longer does, if it did."""
@@ -46,6 +49,7 @@ class Channels:
         _leave(self.by_pattern, pattern, client)
         if pattern not in self.by_pattern:
             self._matches.pop(pattern, None)
+        client.settle()
 
     def forget(self, client: Client) -> None:
         """The client listens to nothing any more."""
@@ -54,31 +58,32 @@ class Channels:
         for pattern in list(client.patterns):
             self.punsubscribe(client, pattern)
 
-    def publish(self, channel: bytes, message: bytes) -> int:
-        """Push a message to everybody who listens; how many times it was pushed.
+    def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
+        """Push a message to everybody who listens, and may know of the key that it is about; how many times.
 
         O(listeners + patterns). The message is encoded once a protocol, not once a listener.
         """
         count = 0
         listeners = self.by_name.get(channel)
         if listeners:
-            count += _push(listeners, [b"message", channel, message])
+            count += _push(listeners, [b"message", channel, message], about)
         for pattern, listeners in list(self.by_pattern.items()):
             if self._matches[pattern](channel):
-                count += _push(listeners, [b"pmessage", pattern, channel, message])
+                count += _push(listeners, [b"pmessage", pattern, channel, message], about)
         return count
 
 
-def _push(listeners: Listeners, items: list[Reply]) -> int:
+def _push(listeners: Listeners, items: list[Reply], about: bytes | None) -> int:
     encoded: dict[int, Raw] = {}
-    for client in list(listeners):
+    chosen = [client for client in listeners if about is None or client.sees(about)]
+    for client in chosen:
         protocol = client.protocol
         if protocol not in encoded:
             out: list[Piece] = []
             encode(Push(items), protocol, out)
             encoded[protocol] = Raw(b"".join(piece if isinstance(piece, bytes) else piece.view for piece in out))
         client.push(encoded[protocol])
-    return len(listeners)
+    return len(chosen)
 
 
 def _leave(listeners_of: dict[bytes, Listeners], name: bytes, client: Client) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
@@ -272,9 +272,19 @@ class Client:
         """Whether it may read every key, and so know what concerns all of them."""
         return self.user is not None and self.user.may_use_all(READ)
 
+    def visible(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that it may know of."""
+        if self.user is None:
+            return []
+        return list(keys) if self.sees_all else self.user.readable(keys)
+
     def sees(self, key: bytes) -> bool:
         """Whether it may know that a key exists."""
         return self.user is not None and self.user.may_use(key, READ)
+
+    def hears(self, channel: bytes) -> bool:
+        """Whether it may know of a channel, or of a pattern of channels."""
+        return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 
     def peers(self) -> Iterator[Client]:
         """The connections that it may know of: all of them, or those of its user."""

@@ -92,6 +92,19 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
     return error
 
 
+def run_queued(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command that was admitted when it was queued, if the client has not lost the right to it since."""
+    try:
+        check_rights(client, spec, words)
+    except ReplyError as error:
+        client.server.stats.note_error(str(error))
+        code, reason = str(error).split(" ", 1)
+        return ReplyError(
+            f"{code} ACLs rules changed between the moment the transaction was accumulated and the EXEC call. {reason}"
+        )
+    return run(client, spec, words)
+
+
 def run(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command that was admitted, now or by EXEC. Errors are replies too."""
     server = client.server

@@ -71,9 +71,9 @@ class KeyEvents:
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:
-                self._channels.publish(b"__keyspace@0__:" + key, name)
+                self._channels.publish(b"__keyspace@0__:" + key, name, about=key)
             if "E" in self._notified:
-                self._channels.publish(b"__keyevent@0__:" + name, key)
+                self._channels.publish(b"__keyevent@0__:" + name, key, about=key)
 
     def _mark(self, key: bytes) -> None:
         for client in self._watchers.get(key, ()):

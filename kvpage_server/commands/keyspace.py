@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Iterator
 from itertools import zip_longest
@@ -93,15 +94,15 @@ def matcher(pattern: bytes) -> Matches | None:
 @command(
     "keys",
     2,
-    "readonly dangerous allkeys",
+    "readonly dangerous filtered",
     group="generic",
     usage="pattern",
     summary="Returns the keys that match a pattern, all at once.",
 )
 def keys(client: Client, args: list[Argument]) -> Reply:
-    """In no particular order. Encoded while it is sent: there may be millions."""
+    """Those that the user may read, in no particular order. Encoded while it is sent: there may be millions."""
     matches = matcher(plain(args[0]))
-    found = client.server.keyspace.keys()
+    found = client.visible(client.server.keyspace.keys())
     if matches is not None:
         found = [key for key in found if matches(key)]
 
@@ -115,7 +116,7 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 @command(
     "scan",
     -2,
-    "readonly allkeys",
+    "readonly filtered",
     group="generic",
     since="2.8.0",
     usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
@@ -124,17 +125,23 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 def scan(client: Client, args: list[Argument]) -> Reply:
     """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned.
 
-    Index keys are sets, and the only ones: they are listed by TYPE set alone.
+    Index keys are sets, and the only ones: they are listed by TYPE set alone. Who may not read every key is returned
+    all of theirs at once: a cursor would tell how many others there are.
     """
+    keyspace = client.server.keyspace
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]))
+    if not client.sees_all:
+        cursor, count = 0, _U64_MAX
     if wanted_type == b"set":
-        cursor, requests = client.server.keyspace.scan_requests(cursor, count)
-        found = list(map(index_key, requests))
+        cursor, requests = keyspace.scan_requests(cursor, count)
+        found = client.visible(map(index_key, requests))
+    elif client.sees_all:
+        cursor, found = keyspace.scan(cursor, count)
     else:
-        cursor, found = client.server.keyspace.scan(cursor, count)
-        if wanted_type != b"string":
-            found = []
+        found = client.visible(keyspace.keys())
+    if wanted_type not in (b"string", b"set"):
+        found = []
     return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
 
 
@@ -173,19 +180,23 @@ def _scan_count(word: bytes) -> int:
 @command(
     "randomkey",
     1,
-    "readonly allkeys",
+    "readonly filtered",
     group="generic",
     summary="Returns a random key.",
 )
 def randomkey(client: Client, args: list[Argument]) -> Reply:
-    """Null when there is none."""
-    return client.server.keyspace.random_key()
+    """Null when there is none; of those that the user may read."""
+    if client.sees_all:
+        return client.server.keyspace.random_key()
+    keys = client.visible(client.server.keyspace.keys())
+    return random.choice(keys) if keys else None
 
 
-@command("dbsize", 1, "readonly fast keyspace allkeys", group="server", summary="Returns the number of keys.")
+@command("dbsize", 1, "readonly fast keyspace filtered", group="server", summary="Returns the number of keys.")
 def dbsize(client: Client, args: list[Argument]) -> Reply:
-    """Keys, those overdue but not yet swept too."""
-    return len(client.server.keyspace)
+    """Those that the user may read, those overdue but not yet swept too."""
+    keyspace = client.server.keyspace
+    return len(keyspace) if client.sees_all else len(client.visible(keyspace.keys()))
 
 
 @command(

@@ -115,17 +115,17 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
 @command(
     "pubsub|channels",
     -2,
-    "pubsub loading stale",
+    "pubsub loading stale filtered",
     group="pubsub",
     since="2.8.0",
     usage="[pattern]",
     summary="Returns the channels that somebody listens to.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
-    """By name; patterns are no channels."""
+    """Those that the user may listen to, by name; patterns are no channels."""
     if len(args) > 1:
         raise ReplyError("ERR unknown subcommand or wrong number of arguments for 'channels'. Try PUBSUB HELP.")
-    channels = list(client.server.channels.by_name)
+    channels = [channel for channel in client.server.channels.by_name if client.hears(channel)]
     if not args:
         return channels
     try:
@@ -138,26 +138,27 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
 @command(
     "pubsub|numsub",
     -2,
-    "pubsub loading stale",
+    "pubsub loading stale filtered",
     group="pubsub",
     since="2.8.0",
     usage="[channel [channel ...]]",
     summary="Counts who listens to channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
-    """Channels and their counts in turn, patterns not counted."""
+    """Channels and their counts in turn, patterns not counted; 0 where the user may not listen."""
     listeners = client.server.channels.by_name
-    return [item for channel in plain_all(args) for item in (channel, len(listeners.get(channel, ())))]
+    counts = {name: len(listeners.get(name, ())) if client.hears(name) else 0 for name in plain_all(args)}
+    return [item for channel in plain_all(args) for item in (channel, counts[channel])]
 
 
 @command(
     "pubsub|numpat",
     2,
-    "pubsub loading stale",
+    "pubsub loading stale filtered",
     group="pubsub",
     since="2.8.0",
     summary="Counts the patterns that somebody listens to.",
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
-    """Each counted once, however many listen."""
-    return len(client.server.channels.by_pattern)
+    """Each counted once, however many listen; those that the user may listen to."""
+    return sum(client.hears(pattern) for pattern in client.server.channels.by_pattern)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch import run
+from kvpage_server.commands.dispatch import run_queued
 from kvpage_server.commands.registry import Spec, command
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError, encode
@@ -27,18 +27,13 @@ class Transaction:
         return QUEUED
 
 
-def discard_transaction(client: Client) -> None:
-    """Forget what was queued and what was watched."""
-    client.transaction = None
-    client.server.events.unwatch(client)
-
-
 @command("multi", 1, "noscript loading stale fast allow_busy", group="transactions", summary="Starts a transaction.")
 def multi(client: Client, args: list[Argument]) -> Reply:
     """Commands are queued from now on."""
     if client.transaction is not None:
         raise ReplyError("ERR MULTI calls can not be nested")
     client.transaction = Transaction()
+    client.settle()
     return OK
 
 
@@ -62,14 +57,14 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     for key in client.watching:
         client.keyspace.find(key)  # one that is overdue changes now
     changed = client.watched_changed
-    discard_transaction(client)
+    client.end_transaction()
     if transaction.refused:
         raise ReplyError("EXECABORT Transaction discarded because of previous errors.")
     if changed:
         return NULL_ARRAY
     pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
     for spec, words in transaction.commands:
-        reply = run(client, spec, words)
+        reply = run_queued(client, spec, words)
         encode(reply, client.protocol, pieces)
     return tuple(pieces)
 
@@ -86,7 +81,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     """Watched keys are forgotten too."""
     if client.transaction is None:
         raise ReplyError("ERR DISCARD without MULTI")
-    discard_transaction(client)
+    client.end_transaction()
     return OK
 
 
