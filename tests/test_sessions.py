@@ -269,10 +269,10 @@ class TestSlowReaders:
         self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
     ) -> None:
         with Wire(quiet.port) as wire:
-            wire.send(spell([b"KVPAGEGET", *name(0)]) * 160)  # 40 MiB: more than the kernel takes
+            wire.send(spell([b"KVPAGEGET", *name(0)]) * 400)  # 100 MiB: more than the kernel and a turn take
             replies = [wire.reply()]
             honest.flushall()
-            replies += [wire.reply() for _ in range(159)]
+            replies += [wire.reply() for _ in range(399)]
         whole = b"$%d\r\n%b\r\n" % (BODY, stored[0])
         assert set(replies) == {whole, b"$-1\r\n"}
         assert replies == sorted(replies, key=lambda reply: reply == b"$-1\r\n")  # pages, then nulls
