@@ -567,9 +567,10 @@ def test_no_command_writes_an_index_key(client: redis.Redis, name: str) -> None:
 
 def test_an_index_key_is_no_string(client: redis.Redis) -> None:
     set_page(client)
-    for words in (("GET",), ("STRLEN",), ("GETRANGE", 0, 1), ("MGET",)):
+    for words in (("GET",), ("STRLEN",), ("GETRANGE", 0, 1), ("SUBSTR", 0, 1)):
         with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
             client.execute_command(words[0], "kv:r:index", *words[1:])
+    assert client.mget("kv:r:index") == [None]  # as Redis answers for what is no string
     with pytest.raises(redis.ResponseError, match="an index key can't be watched"):
         client.execute_command("WATCH", "kv:r:index")
     client.set("plain", "x")

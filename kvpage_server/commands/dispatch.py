@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Iterator
 from time import monotonic_ns
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.index_key import refuse_index_keys
+from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.registry import Spec, find
 from kvpage_server.resp.parser import Command
-from kvpage_server.resp.reply import Raw, Reply, ReplyError
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 
 log = logging.getLogger("kvpage")
 
@@ -37,9 +38,11 @@ def execute(client: Client, words: Command) -> Reply:
     except ReplyError as error:
         return _rejected(client, spec, words, error)
     client.last_command = spec.name
+    if client.free:
+        return run(client, spec, words)
     if client.transaction is not None and spec.name not in _AT_ONCE:
         return client.transaction.queue(spec, words)
-    return run(client, spec, words)
+    return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
 def admit(client: Client, spec: Spec, words: Command) -> None:
@@ -92,6 +95,23 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
     return error
 
 
+def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command whose reading is no use of the keys, nor is that of the rest of its reply."""
+    keyspace = client.server.keyspace
+    with keyspace.untouched():
+        reply = run(client, spec, words)
+
+    def items() -> Iterator[Reply]:
+        while True:
+            with keyspace.untouched():
+                item = next(reply.items, Stream)
+            if item is Stream:
+                return
+            yield item
+
+    return Stream(reply.length, items()) if type(reply) is Stream else reply
+
+
 def run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command that was admitted when it was queued, if the client has not lost the right to it since."""
     try:
@@ -113,8 +133,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
     calls = server.stats.calls[spec.name]
     started = monotonic_ns()
     try:
-        if spec.keys[0]:
-            refuse_index_keys(client, spec, words)
+        if spec.keys[0] and "write" in spec.flags:
+            refuse_to_write(spec, words)
         return spec.handler(client, words[spec.words :])
     except ReplyError as error:
         calls.failed += 1

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import re
 
-from kvpage_server.commands.context import Client
 from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import Spec
 from kvpage_server.resp.parser import Command
@@ -23,7 +22,7 @@ _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):index\Z")
 
 def request_of(key: bytes) -> bytes | None:
     """The request whose index a key is; None for any other key."""
-    found = _KEY.match(key) if key.endswith(_TAIL) else None
+    found = _KEY.match(key)
     return found[1] if found else None
 
 
@@ -33,14 +32,22 @@ def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
     return req_id is not None and bool(keyspace.blocks_of(req_id))
 
 
-def refuse_index_keys(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError for a command that would write or watch an index key, or read it as a string."""
+def refuse_to_write(spec: Spec, words: Command) -> None:
+    """Raises ReplyError when one of the keys that a command is to write is an index key."""
     first, last, step = spec.keys
-    for word in words[first : last + 1 or None : step]:
-        if type(word) is bytes and word.endswith(_TAIL) and request_of(word) is not None:
-            if "write" in spec.flags:
-                raise ReplyError(READ_ONLY)
-            if spec.name == "watch":
-                raise ReplyError(UNWATCHABLE)
-            if spec.group == "string" and lists_pages(client.keyspace, word):
-                raise ReplyError(WRONG_TYPE)
+    keys = (words[first],) if first == last else words[first : last + 1 or None : step]
+    for key in keys:
+        if type(key) is bytes and key.endswith(_TAIL) and _KEY.match(key):
+            raise ReplyError(READ_ONLY)
+
+
+def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
+    """Raises ReplyError when a key that holds no string is the index of a request that has a page."""
+    if key.endswith(_TAIL) and lists_pages(keyspace, key):
+        raise ReplyError(WRONG_TYPE)
+
+
+def refuse_to_watch(key: bytes) -> None:
+    """Raises ReplyError for an index key."""
+    if request_of(key) is not None:
+        raise ReplyError(UNWATCHABLE)

@@ -9,12 +9,14 @@ from dataclasses import dataclass
 
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.keys import READ, WRITE
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.value import length_of, make_room, page_of, part_of, put, store, string_of
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.store.memory import Entry
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
@@ -99,7 +101,16 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key", summary="Returns the value of a key.")
 def get(client: Client, args: list[Argument]) -> Reply:
     """A value, a page as its blob."""
-    return string_of(client.server.keyspace.read(plain(args[0])))
+    return string_of(_read(client, args[0]))
+
+
+def _read(client: Client, raw: Argument) -> Entry | None:
+    """A key's value. Raises ReplyError for an index key, which is a set."""
+    key = plain(raw)
+    entry = client.server.keyspace.read(key)
+    if entry is None:
+        refuse_as_string(client.server.keyspace, key)
+    return entry
 
 
 def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) -> Reply:
@@ -291,7 +302,7 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
 )
 def strlen(client: Client, args: list[Argument]) -> Reply:
     """Bytes; a page's header counts. 0 when there is none."""
-    entry = client.server.keyspace.read(plain(args[0]))
+    entry = _read(client, args[0])
     return 0 if entry is None else length_of(entry)
 
 
@@ -308,7 +319,7 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
 def getrange(client: Client, args: list[Argument]) -> Reply:
     """Bytes from start to end, both included and counted from the end when negative; empty when there are none."""
     start, end = integer(args[1]), integer(args[2])
-    entry = client.server.keyspace.read(plain(args[0]))
+    entry = _read(client, args[0])
     if entry is None:
         return b""
     size = length_of(entry)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch import run_queued
+from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.registry import Spec, command
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError, encode
@@ -100,6 +101,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     if client.transaction is not None:
         raise ReplyError("ERR WATCH inside MULTI is not allowed")
     for key in plain_all(args):
+        refuse_to_watch(key)
         client.keyspace.find(key)  # one that is overdue goes before it is watched
         client.server.events.watch(client, key)
     return OK
