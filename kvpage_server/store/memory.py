@@ -7,7 +7,8 @@ page is also known to the index by what its key says; that is how whole requests
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import NamedTuple, cast
 
@@ -86,6 +87,7 @@ class Keyspace:
         self._entries: dict[bytes, Entry] = {}
         self._expiry = Expiry(self.expires_of)
         self._lru = LRU()
+        self._touching = True  # whether reading counts as a use
         self._scans = ScanOrder()
         self._texts = 0  # bytes of short strings
 
@@ -130,8 +132,18 @@ class Keyspace:
             self.tell("keymiss", key)
             return None
         self.counters.hits += 1
-        self._lru.used(self._unit(key, entry))
+        if self._touching:
+            self._lru.used(self._unit(key, entry))
         return entry
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Let what is read meanwhile not count as a use."""
+        self._touching = False
+        try:
+            yield
+        finally:
+            self._touching = True
 
     def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """`read` of many keys; those of one block in a row are one use of it."""
@@ -149,7 +161,8 @@ class Keyspace:
             unit = self._unit(key, entry)
             if unit is not last:
                 last = unit
-                self._lru.used(unit)
+                if self._touching:
+                    self._lru.used(unit)
             found.append(entry)
         return found
 
@@ -410,7 +423,8 @@ class Keyspace:
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""
         self.counters.hits += 1
-        self._lru.used(block)
+        if self._touching:
+            self._lru.used(block)
 
     def remove_corrupt(self, key: bytes) -> None:
         """Remove a page that is not what was stored."""
