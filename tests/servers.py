@@ -83,13 +83,14 @@ def free_port() -> int:
         return int(sock.getsockname()[1])
 
 
-def listens(port: int) -> bool:
-    """Whether somebody takes connections on `port`."""
+def answers(port: int) -> bool:
+    """Whether somebody on `port` says anything, if only that it will not talk: its start is over then."""
     try:
-        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        with socket.create_connection(("127.0.0.1", port), timeout=5) as sock:
+            sock.sendall(b"PING\r\n")
+            return len(sock.recv(100)) > 0
     except OSError:
         return False
-    return True
 
 
 @contextmanager
@@ -101,9 +102,9 @@ def _run(command: list[str], port: int) -> Iterator[RunningServer]:
         server = RunningServer(process, port, log_file)
         try:
             deadline = time.monotonic() + START_WITHIN
-            while not listens(port):
+            while not answers(port):
                 if process.poll() is not None or time.monotonic() > deadline:
-                    raise RuntimeError(f"{command} does not listen on port {port}:\n{server.log}")
+                    raise RuntimeError(f"{command} does not answer on port {port}:\n{server.log}")
                 time.sleep(0.02)
             yield server
         finally:
@@ -111,10 +112,14 @@ def _run(command: list[str], port: int) -> Iterator[RunningServer]:
 
 
 @contextmanager
-def start_server(*options: str, port: int | None = None) -> Iterator[RunningServer]:
-    """A kvpage-server with `options` as on its command line. It must stop cleanly and have had no internal error."""
+def start_server(*options: str, port: int | None = None, file: Path | None = None) -> Iterator[RunningServer]:
+    """A kvpage-server with a configuration `file` and `options` as on its command line.
+
+    It must stop cleanly and have had no internal error.
+    """
     port = port or free_port()
-    with _run([sys.executable, "-m", "kvpage_server.app", "--port", str(port), *options], port) as server:
+    command = [sys.executable, "-m", "kvpage_server.app", *([str(file)] if file else []), "--port", str(port), *options]
+    with _run(command, port) as server:
         yield server
         code = server.stop()
         assert code == 0, f"exit code {code}:\n{server.log}"

@@ -16,7 +16,7 @@ from typing import Any
 
 import _venv  # noqa: F401  # isort: split
 import redis
-from servers import CLIENT_OPTIONS, listens, start_server
+from servers import CLIENT_OPTIONS, answers, start_server
 
 from kvpage_server.page import DType, KVType, PageHeader, PageKey, checksum, decode_page, encode_page
 
@@ -30,7 +30,7 @@ port = PORT
 
 def setUpModule() -> None:
     global port
-    port = PORT if listens(PORT) and _is_ours(PORT) else _resources.enter_context(start_server()).port
+    port = PORT if answers(PORT) and _is_ours(PORT) else _resources.enter_context(start_server()).port
 
 
 def tearDownModule() -> None:
