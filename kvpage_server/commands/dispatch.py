@@ -92,7 +92,7 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
     if client.transaction is not None:
         client.transaction.refused = True
-    return error
+    return _bare(error)
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
@@ -110,6 +110,12 @@ def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
             yield item
 
     return Stream(reply.length, items()) if type(reply) is Stream else reply
+
+
+def _bare(error: ReplyError) -> ReplyError:
+    """The error without the frames that it came through: they hold its command, and it itself in a circle."""
+    error.__traceback__ = error.__context__ = None
+    return error
 
 
 def run_queued(client: Client, spec: Spec, words: Command) -> Reply:
@@ -139,7 +145,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
     except ReplyError as error:
         calls.failed += 1
         server.stats.note_error(str(error))
-        return error
+        return _bare(error)
     except Exception:
         calls.failed += 1
         server.stats.note_error("ERR")
