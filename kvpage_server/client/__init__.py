@@ -1,0 +1,28 @@
+"""Pages to and from a server without a copy, on redis-py: its URLs, pools, TLS, ACL and retries."""
+
+from kvpage_server.client.aio import AsyncPageClient
+from kvpage_server.client.errors import (
+    BadBuffer,
+    DeadlineExceeded,
+    Disconnected,
+    PageClientError,
+    Refused,
+    Unsupported,
+    WrongReply,
+)
+from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.sync import PageClient
+
+__all__ = [
+    "AsyncPageClient",
+    "BadBuffer",
+    "BlockName",
+    "DeadlineExceeded",
+    "Disconnected",
+    "Page",
+    "PageClient",
+    "PageClientError",
+    "Refused",
+    "Unsupported",
+    "WrongReply",
+]

@@ -1,0 +1,255 @@
+"""AsyncPageClient: the same for an event loop, asyncio's or uvloop's.
+
+It drives the same conversations on the same connections as its twin, and lets the loop wait for their sockets. Only
+connecting, which redis-py's connections do by blocking, is left to a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from typing_extensions import Buffer
+
+from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Disconnected, PageClientError
+from kvpage_server.client.exchange import READ, WRITE, Conversation, Request
+from kvpage_server.client.page import BlockName, Page
+from kvpage_server.page import BlockShape, PageKey
+
+T = TypeVar("T")
+
+
+class AsyncPageClient:
+    """What `PageClient` is, with methods to be awaited. To be used in one event loop.
+
+    A call that is cancelled gives up its connection, and writes into no buffer any more.
+    """
+
+    def __init__(
+        self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
+    ) -> None:
+        """As `PageClient`'s."""
+        Deadline(deadline)
+        self._calls = Calls(connections=connections, verify=verify)
+        self._pool = page_pool(url, redis_options)
+        self._deadline = deadline
+        self._dialect: BlobCommands | None = None
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def misses(self) -> Counter[str]:
+        """How many pages and blocks were missed, by reason."""
+        return self._calls.misses
+
+    async def close(self) -> None:
+        """Close the connections."""
+        self._pool.disconnect()
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    async def set_page(self, page: Page, *, ttl: int = 0, deadline: float | None = None) -> None:
+        """Store a page. See `mset`."""
+        await self.mset([page], ttl=ttl, deadline=deadline)
+
+    async def mset(self, pages: Sequence[Page], *, ttl: int = 0, deadline: float | None = None) -> None:
+        """Store pages; `ttl` in seconds, 0 for none."""
+        await self._do(self._calls.mset(pages, ttl), deadline)
+
+    async def get_page(self, key: PageKey, *, deadline: float | None = None) -> Page | None:
+        """A page in memory of its own, or None."""
+        return (await self.mget([key], deadline=deadline))[0]
+
+    async def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
+        """Pages in memory of their own, None for each that was missed."""
+        return await self._do(self._calls.mget(keys), deadline)
+
+    async def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
+        """Receive a page into a buffer of its size; whether it is there."""
+        return (await self.mget_into([key], [buffer], deadline=deadline))[0]
+
+    async def mget_into(
+        self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
+    ) -> list[bool]:
+        """Receive each page into the buffer at its place; which ones are there."""
+        return await self._do(self._calls.mget_into(keys, buffers), deadline)
+
+    async def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
+        """Whether a page is there."""
+        return (await self.mexists([key], deadline=deadline))[0]
+
+    async def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
+        """Which pages are there."""
+        return await self._do(self._calls.mexists(keys), deadline)
+
+    async def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
+        """Delete pages; how many there were."""
+        return await self._do(self._calls.delete(keys), deadline)
+
+    async def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
+        """Delete a request, or the blocks of it with these page ids; how many pages there were."""
+        return await self._do(self._calls.delete_request(req_id, pages), deadline)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    async def set_block(
+        self, name: BlockName, shape: BlockShape, body: Buffer, *, ttl: int = 0, deadline: float | None = None
+    ) -> None:
+        """Store a block. See `mset_blocks`."""
+        await self.mset_blocks([name], shape, [body], ttl=ttl, deadline=deadline)
+
+    async def mset_blocks(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        bodies: Sequence[Buffer],
+        *,
+        ttl: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim."""
+        await self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
+
+    async def get_block_into(
+        self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
+    ) -> bool:
+        """Receive a block into a buffer of its size; whether it is there and complete."""
+        return (await self.mget_blocks_into([name], shape, [buffer], deadline=deadline))[0]
+
+    async def mget_blocks_into(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        buffers: Sequence[Buffer],
+        *,
+        deadline: float | None = None,
+    ) -> list[bool]:
+        """Receive each block into the buffer at its place; which ones are there and complete."""
+        return await self._do(self._calls.mget_blocks_into(names, shape, buffers), deadline)
+
+    async def prefix(
+        self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
+    ) -> int:
+        """How many of the blocks are complete, from the first one on; exactly those are leased."""
+        return await self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
+
+    async def lease(
+        self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None
+    ) -> int:
+        """Protect a request, or the blocks of it with these page ids, from eviction for a while; how many blocks."""
+        return await self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
+
+    # -- doing -----------------------------------------------------------------------------------------------------
+
+    async def _do(self, call: Call[T], deadline: float | None) -> T:
+        end = Deadline(self._deadline if deadline is None else deadline)
+        if not call.parts:
+            return call.read([])
+        to = await self._spoken(end)
+        requests = [call.ask(to, part) for part in call.parts]
+        if len(requests) == 1:
+            return call.read([await self._converse(requests[0], end)])
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self._converse(request, end)) for request in requests]
+        except* PageClientError as failed:
+            raise failed.exceptions[0] from None
+        return call.read([task.result() for task in tasks])
+
+    async def _spoken(self, end: Deadline) -> BlobCommands:
+        """What the server understands. Found out once."""
+        if self._dialect is None:
+            self._dialect = await self._converse(ask_dialect(), end)
+        return self._dialect
+
+    async def _converse(self, request: Request[T], end: Deadline) -> T:
+        connection = lend(self._pool)
+        try:
+            failures = 0
+            while True:
+                try:
+                    await _open(connection, end)
+                    return await _ask(connection, request, end)
+                except Disconnected as error:
+                    failures += 1
+                    await asyncio.sleep(pause_before_retry(connection, failures, end, error))
+        finally:
+            self._pool.release(connection)  # type: ignore[arg-type]
+
+
+async def _open(connection: PageConnection, end: Deadline) -> None:
+    """Connect, unless it is connected. A thread that is at it can't be cancelled, only waited for."""
+    if connection.is_ready:
+        return
+    opening = asyncio.ensure_future(asyncio.to_thread(connection.open, end))
+    try:
+        await asyncio.shield(opening)
+    except asyncio.CancelledError:
+        while not opening.done():
+            with suppress(asyncio.CancelledError):
+                await asyncio.wait([opening])
+        opening.exception()
+        raise
+
+
+async def _ask(connection: PageConnection, request: Request[T], end: Deadline) -> T:
+    conversation = connection.conversation(request)
+    try:
+        async with asyncio.timeout(end.left()):
+            await _pass_through(conversation)
+    except TimeoutError:
+        raise end.exceeded() from None
+    finally:
+        connection.close_unless(conversation.over)
+    return conversation.result()
+
+
+async def _pass_through(conversation: Conversation[Any]) -> None:
+    """Drive a conversation to its end. Raises Disconnected, WrongReply."""
+    loop = asyncio.get_running_loop()
+    sock = conversation.sock
+    steps = conversation.steps()
+    events, ready = next(steps, None), 0
+    while events is not None:
+        if not events:
+            await asyncio.sleep(0)
+        else:
+            ready = await _ready(loop, sock, events)
+        try:
+            events = steps.send(ready)
+        except StopIteration:
+            return
+
+
+async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, events: int) -> int:
+    """Which of the events came first."""
+    came: asyncio.Future[int] = loop.create_future()
+
+    def tell(event: int) -> None:
+        if not came.done():
+            came.set_result(event)
+
+    try:
+        if events & READ:
+            loop.add_reader(sock, tell, READ)
+        if events & WRITE:
+            loop.add_writer(sock, tell, WRITE)
+        return await came
+    finally:
+        loop.remove_reader(sock)
+        loop.remove_writer(sock)

@@ -1,0 +1,127 @@
+"""What each method of a client does, without doing it: checks its arguments, says what to ask, and reads the answers.
+
+The clients, one for threads and one for an event loop, differ in how they wait and in nothing else.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Generic, TypeVar
+
+from typing_extensions import Buffer
+
+from kvpage_server.client.buffers import places
+from kvpage_server.client.commands import BlobCommands, Missed
+from kvpage_server.client.exchange import Request
+from kvpage_server.client.page import BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
+from kvpage_server.client.parts import cut
+from kvpage_server.page import BlockShape, PageKey
+
+T = TypeVar("T")
+_WHOLE = [slice(None)]
+
+
+@dataclass(frozen=True, slots=True)
+class Call(Generic[T]):
+    """A batch in parts, each to be asked on a connection of its own, and what their answers together mean."""
+
+    parts: Sequence[slice]
+    ask: Callable[[BlobCommands, slice], Request[Any]]
+    read: Callable[[list[Any]], T]
+
+
+def _nothing(answers: list[Any]) -> None:
+    """There is nothing to be read in an OK."""
+
+
+class Calls:
+    """The methods of a client. Misses are counted by reason."""
+
+    def __init__(self, *, connections: int, verify: bool) -> None:
+        self.misses: Counter[str] = Counter()
+        self._connections = connections
+        self._verify = verify
+
+    def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
+        """Store pages."""
+        found = sized(pages, ttl)
+        parts = cut([body for _, body in found], self._connections)
+        return Call(parts, lambda to, part: to.set_pages(found[part], ttl), _nothing)
+
+    def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
+        """Pages in memory of their own."""
+
+        def read(answers: list[tuple[list[Page | None], Missed]]) -> list[Page | None]:
+            if not answers:
+                return []
+            pages, missed = answers[0]
+            self.misses.update(missed.values())
+            return pages
+
+        return Call(_WHOLE if keys else [], lambda to, _: to.fetch_pages(keys, self._verify), read)
+
+    def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
+        """Receive pages into buffers."""
+        into = places(buffers, len(keys))
+        parts = cut(into, self._connections)
+        return Call(
+            parts,
+            lambda to, part: to.read_pages(keys[part], into[part], self._verify),
+            lambda missed: self._hits(len(keys), parts, missed),
+        )
+
+    def mexists(self, keys: Sequence[PageKey]) -> Call[list[bool]]:
+        """Which pages are there."""
+        return Call(_WHOLE if keys else [], lambda to, _: to.exists(keys), lambda found: [*chain(*found)])
+
+    def delete(self, keys: Sequence[PageKey]) -> Call[int]:
+        """Delete pages."""
+        return Call(_WHOLE if keys else [], lambda to, _: to.delete(keys), sum)
+
+    def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Call[int]:
+        """Delete a request or blocks of it."""
+        check_names([(req_id, page) for page in pages or (0,)])
+        return Call(_WHOLE, lambda to, _: to.delete_request(req_id, pages), sum)
+
+    def mset_blocks(
+        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Buffer], ttl: int
+    ) -> Call[None]:
+        """Store blocks."""
+        found = sized_blocks(names, shape, bodies, ttl)
+        parts = cut(found, self._connections)
+        return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
+
+    def mget_blocks_into(
+        self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
+    ) -> Call[list[bool]]:
+        """Receive blocks into buffers."""
+        check_names(names)
+        into = places(buffers, len(names))
+        check_block_sizes(into, shape)
+        parts = cut(into, self._connections)
+        return Call(
+            parts,
+            lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),
+            lambda missed: self._hits(len(names), parts, missed),
+        )
+
+    def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
+        """How many blocks from the first on are complete."""
+        check_names(names)
+        return Call(_WHOLE if names else [], lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
+
+    def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Call[int]:
+        """Protect blocks from eviction."""
+        check_names([(req_id, page) for page in pages or (0,)])
+        return Call(_WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
+
+    def _hits(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
+        hits = [True] * count
+        for part, reasons in zip(parts, missed, strict=True):
+            self.misses.update(reasons.values())
+            for i in reasons:
+                hits[part.start + i] = False
+        return hits

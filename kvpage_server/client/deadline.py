@@ -1,0 +1,28 @@
+"""The moment by which a call has to be over."""
+
+from __future__ import annotations
+
+import time
+
+from kvpage_server.client.errors import DeadlineExceeded
+
+
+class Deadline:
+    """`seconds` from now, for all that a call does: connecting, every send and every receive together."""
+
+    def __init__(self, seconds: float) -> None:
+        if not seconds > 0:
+            raise ValueError(f"a deadline is a positive number of seconds, got {seconds}")
+        self._seconds = seconds
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds until then, more than 0. Raises DeadlineExceeded."""
+        left = self._end - time.monotonic()
+        if left <= 0:
+            raise self.exceeded()
+        return left
+
+    def exceeded(self) -> DeadlineExceeded:
+        """The error that says so."""
+        return DeadlineExceeded(f"not done within {self._seconds:g} s")

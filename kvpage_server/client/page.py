@@ -1,0 +1,96 @@
+"""Pages and blocks as the client's callers give them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+from typing_extensions import Buffer
+
+from kvpage_server.client.buffers import readable
+from kvpage_server.client.errors import BadBuffer
+from kvpage_server.page import (
+    MAX_PAGE,
+    MAX_TTL,
+    MAX_U32,
+    BlockShape,
+    DType,
+    PageKey,
+    Plane,
+    check_dtype,
+    check_range,
+    check_req_id,
+)
+
+BlockName = tuple[bytes, int]  # req_id, page_id
+
+
+class Page(NamedTuple):
+    """A page: its body is the memory of a C-contiguous ``[page_size, head_dim]`` of `dtype`."""
+
+    key: PageKey
+    body: Buffer
+    dtype: DType
+    page_size: int
+    head_dim: int
+
+
+Sized = tuple[Page, memoryview]  # a page and its body as bytes
+
+
+@lru_cache(maxsize=256)
+def _nbytes(dtype: int, page_size: int, head_dim: int) -> int:
+    check_range("page_size", page_size, 1, MAX_U32)
+    check_range("head_dim", head_dim, 1, MAX_U32)
+    return page_size * head_dim * check_dtype(dtype).itemsize
+
+
+def sized(pages: Sequence[Page], ttl: int) -> list[Sized]:
+    """Pages as they are sent. Raises BadBuffer naming one whose body is not as long as its shape says, PageError for a
+    dtype, shape or ttl out of range."""
+    check_range("ttl", ttl, 0, MAX_TTL)
+    found = []
+    for i, page in enumerate(pages):
+        body, nbytes = readable(page.body), _nbytes(page.dtype, page.page_size, page.head_dim)
+        if len(body) != nbytes:
+            raise BadBuffer(f"page {i}: page_size x head_dim x itemsize is {nbytes} bytes, its body has {len(body)}")
+        found.append((page, body))
+    return found
+
+
+def check_names(names: Sequence[BlockName]) -> None:
+    """Raises PageError for a name that no block can have."""
+    for req_id, page in names:
+        check_req_id(req_id)
+        check_range("page_id", page, 0, MAX_PAGE)
+
+
+def sized_blocks(names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Buffer], ttl: int) -> list[memoryview]:
+    """The bodies of blocks as bytes. Raises BadBuffer, PageError for a name or ttl out of range."""
+    check_names(names)
+    check_range("ttl", ttl, 0, MAX_TTL)
+    if len(bodies) != len(names):
+        raise BadBuffer(f"{len(names)} blocks need {len(names)} bodies, got {len(bodies)}")
+    views = [readable(body) for body in bodies]
+    check_block_sizes(views, shape)
+    return views
+
+
+def check_block_sizes(views: Sequence[memoryview], shape: BlockShape) -> None:
+    """Raises BadBuffer naming the first that is not as long as the block."""
+    for i, view in enumerate(views):
+        if len(view) != shape.nbytes:
+            raise BadBuffer(f"block {i}: a block of this shape has {shape.nbytes} bytes, its memory has {len(view)}")
+
+
+def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:
+    """Every page of a block and where in the body it lies, in the body's order."""
+    req_id, page = name
+    start = 0
+    for layer in range(shape.layers):
+        for plane in shape.planes:
+            size = shape.page_nbytes(plane)
+            for head in range(shape.heads):
+                yield PageKey(req_id, layer, head, page, plane.kv_type), plane, slice(start, start + size)
+                start += size

@@ -1,0 +1,181 @@
+"""Replies as values, without I/O: bytes in, Python values out. RESP2 and as much of RESP3 as answers our questions.
+
+A *receiver* says where the next bytes of the connection belong (`buffers`), is told how many came (`received`), and
+says when the reply is whole (`done`); then `result` is what was answered. Bytes after it are an error: a connection
+asks one thing at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any, Protocol
+
+import numpy as np
+
+from kvpage_server.client.errors import Refused, WrongReply
+
+MAX_LINE = 64 * 1024
+MAX_BULK = 0xFFFF_FFFF + 64  # the longest blob
+MAX_DEPTH = 8
+_DIRECT = 4096  # a bulk of at least this size is received into memory of its own
+_SCRATCH = 16 * 1024
+
+
+class Receiver(Protocol):
+    """One or more replies that are being received."""
+
+    @property
+    def done(self) -> bool:
+        """Whether everything is there."""
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes belong, in order."""
+
+    def received(self, count: int) -> None:
+        """So many bytes are there. Raises WrongReply."""
+
+    def result(self) -> Any:
+        """What was answered. Raises Refused when that is an error."""
+
+
+def refusal(line: bytes) -> Refused:
+    """The error that an error line, without its '-', tells."""
+    return Refused(line.decode("utf-8", "replace"))
+
+
+def only(values: list[Any]) -> Any:
+    """The only reply."""
+    return values[0]
+
+
+class Values:
+    """`count` replies of any kind; long strings arrive as memoryviews of memory of their own.
+
+    An error among them is raised once all are there.
+    """
+
+    def __init__(self, count: int = 1) -> None:
+        self.done = False
+        self._values: list[Any] = []
+        self._data = b""  # received, not yet parsed, from _pos on
+        self._pos = 0
+        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._room = memoryview(b"")  # of the long string that is being received, `_filled` bytes so far
+        self._filled = 0
+        self._steps = self._parse(count)
+        next(self._steps)
+
+    def buffers(self) -> list[memoryview]:
+        """Where the next bytes belong."""
+        if self._filled < len(self._room):
+            return [self._room[self._filled :], self._scratch]
+        return [self._scratch]
+
+    def received(self, count: int) -> None:
+        """Parse as far as it goes."""
+        direct = min(count, len(self._room) - self._filled)
+        self._filled += direct
+        if count > direct:
+            self._data = self._data[self._pos :] + bytes(self._scratch[: count - direct])
+            self._pos = 0
+        try:
+            next(self._steps)
+        except StopIteration:
+            self.done = True
+            if self._pos < len(self._data):
+                raise WrongReply("there are bytes after the reply") from None
+
+    def result(self) -> list[Any]:
+        """The replies. Raises Refused."""
+        for value in self._values:
+            if isinstance(value, Refused):
+                raise value
+        return self._values
+
+    def _parse(self, count: int) -> Generator[None, None, None]:
+        yield
+        self._values = yield from self._several(count, 0)
+
+    def _several(self, count: int, depth: int) -> Generator[None, None, list[Any]]:
+        values: list[Any] = []
+        while len(values) < count:
+            values.append((yield from self._value(depth)))
+        return values
+
+    def _value(self, depth: int) -> Generator[None, None, Any]:
+        if depth > MAX_DEPTH:
+            raise WrongReply(f"a reply is nested deeper than {MAX_DEPTH}")
+        line = yield from self._line()
+        kind, rest = line[:1], line[1:]
+        if kind == b"+":
+            return rest
+        if kind == b"-":
+            return refusal(rest)
+        if kind == b":":
+            return number(rest)
+        if kind == b"_":
+            return None
+        if kind in b"$=":
+            return None if rest == b"-1" else (yield from self._bulk(bulk_size(rest)))
+        if kind in b"*~%":
+            size = number(rest)
+            if size == -1:
+                return None
+            items = yield from self._several(2 * size if kind == b"%" else size, depth + 1)
+            return _mapping(items) if kind == b"%" else items
+        raise WrongReply(f"a reply begins with {line[:40]!r}")
+
+    def _line(self) -> Generator[None, None, bytes]:
+        while (end := self._data.find(b"\r\n", self._pos)) < 0:
+            if len(self._data) - self._pos > MAX_LINE:
+                raise WrongReply(f"a line is longer than {MAX_LINE} bytes")
+            yield
+        line = self._data[self._pos : end]
+        self._pos = end + 2
+        if not line:
+            raise WrongReply("a reply is an empty line")
+        return line
+
+    def _bulk(self, size: int) -> Generator[None, None, bytes | memoryview]:
+        while size < _DIRECT and len(self._data) - self._pos < size + 2:
+            yield
+        rest = len(self._data) - self._pos
+        if size < _DIRECT:
+            text = self._data[self._pos : self._pos + size + 2]
+            self._pos += size + 2
+            if not text.endswith(b"\r\n"):
+                raise WrongReply("a bulk string is not terminated by CRLF")
+            return text[:-2]
+        room = np.empty(size + 2, np.uint8).data
+        taken = min(rest, size + 2)
+        room[:taken] = self._data[self._pos : self._pos + taken]
+        self._pos += taken
+        self._room, self._filled = room, taken
+        while self._filled < size + 2:
+            yield
+        self._room, self._filled = memoryview(b""), 0
+        if bytes(room[-2:]) != b"\r\n":
+            raise WrongReply("a bulk string is not terminated by CRLF")
+        return room[:-2]
+
+
+def _mapping(items: list[Any]) -> dict[Any, Any]:
+    try:
+        return dict(zip(items[::2], items[1::2], strict=True))
+    except TypeError as error:
+        raise WrongReply(f"a map's key is no string: {error}") from error
+
+
+def number(digits: bytes) -> int:
+    """The number that a line tells. Raises WrongReply."""
+    if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
+        raise WrongReply(f"{digits[:40]!r} is no number")
+    return int(digits)
+
+
+def bulk_size(digits: bytes) -> int:
+    """The length of a bulk string. Raises WrongReply for one that no value of ours has."""
+    size = number(digits)
+    if not 0 <= size <= MAX_BULK:
+        raise WrongReply(f"a bulk string is said to have {size} bytes")
+    return size

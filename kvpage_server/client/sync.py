@@ -1,0 +1,222 @@
+"""PageClient: pages and blocks to and from a server, for threads."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+from typing_extensions import Buffer
+
+from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.connection import lend, page_pool, pause_before_retry
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Disconnected
+from kvpage_server.client.exchange import Request
+from kvpage_server.client.page import BlockName, Page
+from kvpage_server.page import BlockShape, PageKey
+
+T = TypeVar("T")
+
+
+class PageClient:
+    """Pages and blocks to and from kvpage-server, or as blobs to and from any Redis or Valkey.
+
+    Bodies are sent from and received into the caller's own memory: numpy arrays, mx.arrays, anything C-contiguous
+    that has the buffer protocol. No byte of a body is copied on the way.
+
+    What is not there, or is not what was asked for, is a miss, counted in `misses` by reason: ``absent``; ``size`` it
+    is longer or shorter than its buffer; ``header`` its header names another page; ``checksum`` its bytes are not
+    those that were written. The buffer of a page that was missed holds anything.
+
+    Every call has a deadline in seconds, for all that it does. It raises one of the errors of
+    `kvpage_server.client.errors`, after which its connection is not used again. Can be shared between threads.
+    """
+
+    def __init__(
+        self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
+    ) -> None:
+        """`url` is a redis://, rediss:// or unix:// URL and `redis_options` more options, both as redis-py's
+        ConnectionPool takes them. Large batches use up to `connections` connections at once. `deadline` is for calls
+        that name none. `verify` checks the checksum of every page that is received; pages then travel with their
+        headers. Blocks have no checksum of their own.
+
+        Raises ValueError for a URL or an option that isn't one.
+        """
+        if connections < 1:
+            raise ValueError(f"connections must be at least 1, got {connections}")
+        Deadline(deadline)
+        self._calls = Calls(connections=connections, verify=verify)
+        self._pool = page_pool(url, redis_options)
+        self._deadline = deadline
+        self._dialect: BlobCommands | None = None
+        self._threads = ThreadPoolExecutor(connections, "kvpage-client")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    @property
+    def misses(self) -> Counter[str]:
+        """How many pages and blocks were missed, by reason."""
+        return self._calls.misses
+
+    def close(self) -> None:
+        """Close the connections."""
+        self._threads.shutdown()
+        self._pool.disconnect()
+
+    # -- pages -----------------------------------------------------------------------------------------------------
+
+    def set_page(self, page: Page, *, ttl: int = 0, deadline: float | None = None) -> None:
+        """Store a page. See `mset`."""
+        self.mset([page], ttl=ttl, deadline=deadline)
+
+    def mset(self, pages: Sequence[Page], *, ttl: int = 0, deadline: float | None = None) -> None:
+        """Store pages; `ttl` in seconds, 0 for none.
+
+        All or none of those that share a connection. On a plain Redis pages with a ttl are stored one by one.
+        Raises BadBuffer for a body that is not as long as its page's shape says, PageError for one out of range.
+        """
+        self._do(self._calls.mset(pages, ttl), deadline)
+
+    def get_page(self, key: PageKey, *, deadline: float | None = None) -> Page | None:
+        """A page in memory of its own, or None."""
+        return self.mget([key], deadline=deadline)[0]
+
+    def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
+        """Pages in memory of their own, None for each that was missed."""
+        return self._do(self._calls.mget(keys), deadline)
+
+    def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
+        """Receive a page into a buffer of its size; whether it is there."""
+        return self.mget_into([key], [buffer], deadline=deadline)[0]
+
+    def mget_into(
+        self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
+    ) -> list[bool]:
+        """Receive each page into the buffer at its place; which ones are there.
+
+        Raises BadBuffer when a buffer is read-only or not contiguous.
+        """
+        return self._do(self._calls.mget_into(keys, buffers), deadline)
+
+    def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
+        """Whether a page is there."""
+        return self.mexists([key], deadline=deadline)[0]
+
+    def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
+        """Which pages are there."""
+        return self._do(self._calls.mexists(keys), deadline)
+
+    def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
+        """Delete pages; how many there were."""
+        return self._do(self._calls.delete(keys), deadline)
+
+    def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
+        """Delete a request, or the blocks of it with these page ids; how many pages there were.
+
+        Raises Unsupported on a plain Redis.
+        """
+        return self._do(self._calls.delete_request(req_id, pages), deadline)
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def set_block(
+        self, name: BlockName, shape: BlockShape, body: Buffer, *, ttl: int = 0, deadline: float | None = None
+    ) -> None:
+        """Store a block. See `mset_blocks`."""
+        self.mset_blocks([name], shape, [body], ttl=ttl, deadline=deadline)
+
+    def mset_blocks(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        bodies: Sequence[Buffer],
+        *,
+        ttl: int = 0,
+        deadline: float | None = None,
+    ) -> None:
+        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
+
+        `ttl` in seconds, 0 for none. Raises BadBuffer for a body that is not `shape.nbytes` long.
+        """
+        self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
+
+    def get_block_into(
+        self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
+    ) -> bool:
+        """Receive a block into a buffer of its size; whether it is there and complete."""
+        return self.mget_blocks_into([name], shape, [buffer], deadline=deadline)[0]
+
+    def mget_blocks_into(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        buffers: Sequence[Buffer],
+        *,
+        deadline: float | None = None,
+    ) -> list[bool]:
+        """Receive each block into the buffer at its place; which ones are there and complete.
+
+        Raises BadBuffer for a buffer that is read-only or not `shape.nbytes` long.
+        """
+        return self._do(self._calls.mget_blocks_into(names, shape, buffers), deadline)
+
+    def prefix(
+        self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
+    ) -> int:
+        """How many of the blocks are complete, from the first one on; exactly those are leased.
+
+        Raises Unsupported on a plain Redis.
+        """
+        return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
+
+    def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
+        """Protect a request, or the blocks of it with these page ids, from eviction for a while; how many blocks.
+
+        Raises Unsupported on a plain Redis.
+        """
+        return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
+
+    # -- doing -----------------------------------------------------------------------------------------------------
+
+    def _do(self, call: Call[T], deadline: float | None) -> T:
+        end = Deadline(self._deadline if deadline is None else deadline)
+        if not call.parts:
+            return call.read([])
+        to = self._spoken(end)
+        first, *rest = [call.ask(to, part) for part in call.parts]
+        others = [self._threads.submit(self._converse, request, end) for request in rest]
+        try:
+            answers = [self._converse(first, end)]
+        finally:
+            wait(others)  # they use the caller's buffers
+        return call.read(answers + [other.result() for other in others])
+
+    def _spoken(self, end: Deadline) -> BlobCommands:
+        """What the server understands. Found out once."""
+        if self._dialect is None:
+            self._dialect = self._converse(ask_dialect(), end)
+        return self._dialect
+
+    def _converse(self, request: Request[T], end: Deadline) -> T:
+        connection = lend(self._pool)
+        try:
+            failures = 0
+            while True:
+                try:
+                    return connection.ask(request, end)
+                except Disconnected as error:
+                    failures += 1
+                    time.sleep(pause_before_retry(connection, failures, end, error))
+        finally:
+            self._pool.release(connection)  # type: ignore[arg-type]

@@ -1,0 +1,96 @@
+"""A proxy on the loopback that treats a server's answers badly: it cuts them off, holds them back, lets them drip."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Proxy:
+    """Passes everything on, unless told otherwise. What is set applies to the bytes that a server sends from then on,
+    on each connection."""
+
+    target: int  # port
+    port: int = 0
+    cut_after: int | None = None  # bytes, then the connection is closed
+    mend_after: int | None = None  # so many cuts, then no more
+    stall_after: int | None = None  # bytes, then nothing more
+    drip: float = 0  # seconds between single bytes
+    connections: int = 0  # that have been made so far
+    _open: list[socket.socket] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"redis://127.0.0.1:{self.port}"
+
+    def serve(self, listening: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            self.connections += 1
+            server = socket.create_connection(("127.0.0.1", self.target))
+            self._open += [client, server]
+            threading.Thread(target=self._pass_on, args=(client, server), daemon=True).start()
+            threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 20):
+                sink.sendall(data)
+        self._close(source, sink)
+
+    def _answer(self, source: socket.socket, sink: socket.socket) -> None:
+        passed, limit = 0, None
+        with contextlib.suppress(OSError):
+            while data := source.recv(1 << 16):
+                if limit != (limit := self.cut_after if self.stall_after is None else self.stall_after):
+                    passed = 0
+                if limit is not None and passed + len(data) > limit:
+                    sink.sendall(data[: limit - passed])
+                    if self.stall_after is not None:
+                        return  # the sockets stay open until the proxy is closed
+                    if self.mend_after is not None and (mended := self.mend_after - 1) <= 0:
+                        self.cut_after, self.mend_after = None, mended
+                    break
+                passed += len(data)
+                if self.drip:
+                    for byte in data:
+                        sink.sendall(bytes([byte]))
+                        time.sleep(self.drip)
+                else:
+                    sink.sendall(data)
+        self._close(source, sink)
+
+    def _close(self, *sockets: socket.socket) -> None:
+        for sock in sockets:
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+            sock.close()
+
+    def close(self) -> None:
+        self._close(*self._open)
+
+
+@contextmanager
+def start_proxy(target: int) -> Iterator[Proxy]:
+    """A proxy in front of the server that listens on port `target`."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        proxy = Proxy(target, port=listening.getsockname()[1])
+        thread = threading.Thread(target=proxy.serve, args=(listening,), daemon=True)
+        thread.start()
+        try:
+            yield proxy
+        finally:
+            proxy.close()
+            with contextlib.suppress(OSError):
+                listening.shutdown(socket.SHUT_RDWR)
+            listening.close()
+            thread.join(10)
