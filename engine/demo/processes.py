@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
@@ -17,6 +18,7 @@ from engine.demo.worker import Messages, Turn
 
 START_WITHIN = 30.0  # seconds, for the store
 STOP_WITHIN = 10.0
+TETHERED = str(Path(__file__).with_name("tethered.py"))
 
 
 class ProcessError(RuntimeError):
@@ -45,14 +47,15 @@ class Process:
 
 @contextmanager
 def _running(name: str, *command: str) -> Iterator[Process]:
-    """A process that is stopped when the block is left, however that happens.
+    """Python with these arguments, stopped when the block is left, however that happens.
 
-    It has a session of its own, so that Ctrl-C reaches this process alone, and this one stops it.
+    It has a session of its own, so that Ctrl-C reaches this process alone, and this one stops it. Should this process
+    be killed without a chance to, its input ends, and it goes by itself.
     """
     with (
         TemporaryFile("w+") as log,
         subprocess.Popen(
-            [sys.executable, "-m", *command],
+            [sys.executable, *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -74,21 +77,21 @@ def running_store() -> Iterator[str]:
     """A page server, empty, on a free port; its URL. Raises ProcessError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
+    options = ["--bind", "127.0.0.1", "--port", str(port)]
     with (
         TemporaryDirectory() as directory,
-        _running(
-            "the store", "kvpage_server.app", "--bind", "127.0.0.1", "--port", str(port), "--dir", directory
-        ) as process,
+        _running("the store", "-P", TETHERED, "kvpage_server.app", *options, "--dir", directory) as process,
     ):
         deadline = time.monotonic() + START_WITHIN
-        while not _listens(port):
+        while not listens(port):
             if process.ended or time.monotonic() > deadline:
                 raise process.failure()
             time.sleep(0.05)
         yield f"redis://127.0.0.1:{port}"
 
 
-def _listens(port: int) -> bool:
+def listens(port: int) -> bool:
+    """Whether somebody takes connections on `port`."""
     with suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
         return True
     return False
@@ -123,5 +126,5 @@ class Engine:
 def running_engine(name: str, model: str, store: str | None = None) -> Iterator[Engine]:
     """An engine that keeps its contexts in `store`, or in its own memory."""
     options = ["--model", model, *(["--store", store] if store else [])]
-    with _running(name, "engine.demo.worker", *options) as process:
+    with _running(name, "-m", "engine.demo.worker", *options) as process:
         yield Engine(process)

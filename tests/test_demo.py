@@ -1,0 +1,136 @@
+"""`kvpage-engine demo`, as a user runs it: what it promises, what it says when a promise is not kept, how it ends."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from engine.demo import story
+from engine.demo.processes import ProcessError, listens, running_engine, running_store
+from engine.demo.worker import Turn
+
+SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
+CTRL_C_WORKS = "signal.signal(signal.SIGINT, signal.default_int_handler)"  # where the tests run in the background
+PROGRAM = f"import signal, sys; {CTRL_C_WORKS}; from engine.cli import main; sys.exit(main())"
+
+
+@pytest.mark.model
+@pytest.mark.timeout(900)
+def test_a_conversation_moves_between_engines_as_promised() -> None:
+    """With the real model, in four processes; about a minute on two idle cores."""
+    said = StringIO()
+    outcome = story.run(str(SMOLLM2), Console(file=said))
+    _, _, third = outcome.moved
+    assert third.prompt_tokens > 1000
+    assert outcome.reused >= 0.95
+    assert outcome.sooner >= 10
+    assert outcome.same_text
+    assert [turn.text for turn in outcome.moved] == [turn.text for turn in outcome.uninterrupted]
+    assert third.text == outcome.recomputed.text
+    assert len(third.tokens) >= 5
+    assert outcome.recomputed.tokens_reused == 0, "it had nothing to be compared with"
+    assert not third.store_trouble
+    story.show(outcome, Console(file=said))
+    assert "MISSED" not in said.getvalue()
+
+
+def turn(**changes: object) -> Turn:
+    return replace(Turn("So it is.", [4, 5, 6], 1000, 990, 0.5, {}), **changes)
+
+
+KEPT = story.Outcome((turn(), turn(), turn()), turn(tokens_reused=0, time_to_first_token=9.0), (turn(), turn(), turn()))
+
+
+@pytest.mark.parametrize(
+    ("third", "complaint"),
+    [
+        (turn(tokens_reused=949, store_trouble={"gap": 1}), "94.9% of B's prompt .* the store: gap"),
+        (turn(tokens=[4, 5, 7]), "not that of the uninterrupted conversation"),
+        (turn(time_to_first_token=0.91), "9.9 times sooner"),
+    ],
+)
+def test_a_promise_that_is_not_kept_is_named(third: Turn, complaint: str) -> None:
+    assert all(KEPT.promises().values())
+    outcome = replace(KEPT, moved=(turn(), turn(), third))
+    (broken,) = [promise for promise, kept in outcome.promises().items() if not kept]
+    assert re.search(complaint, broken)
+    said = StringIO()
+    story.show(outcome, Console(file=said))
+    assert f"MISSED  {broken}" in said.getvalue()
+
+
+def test_the_exit_code_says_whether_all_was_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    from engine import cli
+
+    late = replace(KEPT, recomputed=turn(time_to_first_token=4.0))
+    for outcome, code in ((KEPT, 0), (late, 1)):
+        monkeypatch.setattr(story, "run", lambda model, console, outcome=outcome: outcome)
+        assert cli.main(["demo", "--model", str(tmp_path)]) == code
+
+
+def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from engine import cli
+
+    assert cli.main(["demo", "--model", str(tmp_path / "none")]) == 1
+    assert "kvpage-engine fetch-model smollm2" in capsys.readouterr().err
+
+
+def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_path: Path) -> None:
+    with running_store() as store, running_engine("engine A", str(tmp_path), store) as engine:
+        assert listens(port_of(store))
+        with pytest.raises(ProcessError, match=r"^engine A: .* is no model directory: it has no config\.json$"):
+            engine.answer([{"role": "user", "content": "Are you there?"}])
+    assert gone(port_of(store), engine.pid)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("how", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129), (signal.SIGKILL, -9)]
+)
+def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: int) -> None:
+    command = [sys.executable, "-u", "-c", PROGRAM, "demo", "--model", str(SMOLLM2)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as demo:
+        try:
+            said = [demo.stdout.readline(), demo.stdout.readline()]
+            port, pid = port_of(said[0]), int(said[1].split("process ")[1].split(".")[0])
+            assert listens(port)
+            demo.send_signal(how)
+            _, errors = demo.communicate(timeout=30)
+            assert demo.returncode == code
+            assert errors == ""
+            assert gone(port, pid)
+        finally:
+            demo.kill()
+
+
+def port_of(text: str) -> int:
+    """The port of the URL that `text` names."""
+    return int(re.search(r"redis://127\.0\.0\.1:(\d+)", text)[1])
+
+
+def gone(port: int, pid: int) -> bool:
+    """Whether nobody listens on `port` and `pid` has ended, within some seconds."""
+    for _ in range(100):
+        if not listens(port) and not runs(pid):
+            return True
+        time.sleep(0.1)
+    return False
+
+
+def runs(pid: int) -> bool:
+    """Whether a process is there."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
