@@ -17,6 +17,10 @@ from kvpage_server.resp.parser import split_words
 from kvpage_server.store.eviction import POLICIES
 
 
+_NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
+_GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
+
+
 class ConfigError(ValueError):
     """A parameter is unknown or its value is not allowed; the message says which, where, and what is."""
 
@@ -208,8 +212,8 @@ class Config:
     )
     maxmemory_clients: int | str = option(
         memory_or_share,
-        1024**3,
-        "bytes that all connections may hold at once, or a share of maxmemory: 25%",
+        "25%",
+        "bytes that all connections may hold at once, 0 for no limit, or a share of maxmemory (of 4gb without one)",
         mutable=True,
     )
     dir: str = option(text, ".", "the directory the server works in")
@@ -284,9 +288,10 @@ class Config:
 
     @property
     def client_memory(self) -> int:
-        """Bytes that all connections may hold at once; 0 is no limit."""
+        """Bytes that all connections may hold at once; 0 is no limit. A share is never less than one great page."""
         if isinstance(self.maxmemory_clients, str):
-            return self.maxmemory * int(self.maxmemory_clients.rstrip("%")) // 100
+            share = int(self.maxmemory_clients.rstrip("%"))
+            return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
         return self.maxmemory_clients
 
     def load(self, path: Path) -> None:
