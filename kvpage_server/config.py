@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 from kvpage_server.resp.parser import split_words
 from kvpage_server.store.eviction import POLICIES
 
-
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
 _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
 
