@@ -59,6 +59,10 @@ def test_existence_of_many_pages_is_told_in_order(client: redis.Redis) -> None:
     client.set("kv:r:0:4:0:0", "a plain string is no page")
     names = [word for head in (3, 2, 1, 3, 4) for word in ("r", 0, head, 0, 0)]
     assert client.execute_command("KVPAGEMEXISTS", 5, *names) == [1, 0, 1, 1, 0]
+    many = [word for head in range(1000) for word in ("r", 0, head, 0, 0)]
+    assert client.execute_command("KVPAGEMEXISTS", 1000, *many) == [int(head in (1, 3)) for head in range(1000)]
+    with pytest.raises(redis.ResponseError, match="page_id must be an integer between 0 and 4294967295, got 'x'"):
+        client.execute_command("KVPAGEMEXISTS", 1001, *many, "r", 0, 0, "x", 0)
     assert client.info("stats")["keyspace_hits"] == 0  # to ask is no use
 
 
@@ -176,6 +180,16 @@ def test_a_deletion_in_a_transaction_is_over_before_the_next_command(client: red
     assert removed == 4
     assert verified[b"checked"] == 1
     assert held(client, "r") == [5]
+
+
+def test_a_client_that_wants_no_replies_is_obeyed_all_the_same(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    with server.connect() as sock:
+        sock.sendall(b"CLIENT REPLY OFF\r\nKVPAGEDEL r\r\nKVPAGEMSET 1 s 0 0 0 0 3 1 1 0 x\r\nKVPAGEVERIFY s\r\n")
+        sock.sendall(b"CLIENT REPLY ON\r\n")
+        assert sock.recv(1000) == b"+OK\r\n"
+    assert held(client, "r") == []
+    assert held(client, "s") == [0]
 
 
 # -- KVPAGEVERIFY --------------------------------------------------------------------------------------------------

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvpage_server.commands.arguments import batch
+from kvpage_server.commands.arguments import check_batch
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import pages
-from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_key, page_name
+from kvpage_server.commands.page import NAME_ARGUMENTS, STEP, WRONG_TYPE, page_keys, page_name
 from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
@@ -26,17 +26,26 @@ from kvpage_server.store.memory import header_of
     summary="Says of N pages whether they are there, from the index alone.",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
-    """1 or 0 for each, in order."""
-    names = batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
-    for name in names:
-        if client.keyspace.find(page_key(name)) is None:
-            page_name(name)
+    """An array of 1 or 0, in order."""
+    check_batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
+    keyspace, keys = client.keyspace, page_keys(args, NAME_ARGUMENTS)
 
-    def found() -> Iterator[Reply]:
-        for name in names:
-            yield int(client.keyspace.is_page(client.keyspace.find(page_key(name))))
+    def steps() -> Iterator[Reply]:
+        found: list[int] = []
+        for i, key in enumerate(keys):
+            entry = keyspace.find(key)
+            if entry is None:
+                try:
+                    page_name(args[1 + i * NAME_ARGUMENTS : 1 + (i + 1) * NAME_ARGUMENTS])
+                except ReplyError as error:
+                    yield error
+                    return
+            found.append(int(keyspace.is_page(entry)))
+            if i % STEP == STEP - 1:
+                yield ()
+        yield found
 
-    return Stream(len(names), found())
+    return Stream(None, steps())
 
 
 @command(

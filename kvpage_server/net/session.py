@@ -243,13 +243,14 @@ class Session:
         except Paused:
             self._postponed = command
             raise
-        if client.silence:
+        silent = client.silence != 0
+        if silent:
             client.silence -= client.silence > 0
-        elif type(reply) is Stream:
-            if reply.length is not None:
+        if type(reply) is Stream:
+            if reply.length is not None and not silent:
                 self._out.append(b"*%d\r\n" % reply.length)
-            self._stream = reply.items
-        else:
+            self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
+        elif not silent:
             encode(reply, client.protocol, self._out)
 
     def _continue_stream(self, deadline: int) -> bool:
