@@ -1,0 +1,104 @@
+"""RESP as it goes over the wire: commands spelt by hand, replies as the very bytes that came."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from typing import Any
+
+
+def spell(words: Iterable[bytes]) -> bytes:
+    """A command as clients send it."""
+    words = list(words)
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+
+
+class Wire:
+    """A connection that knows where a reply ends and nothing else."""
+
+    def __init__(self, port: int) -> None:
+        self._socket = socket.create_connection(("127.0.0.1", port), timeout=10)
+        self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._incoming = self._socket.makefile("rb")
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
+
+    def reply(self) -> bytes:
+        """The next reply or push, every byte of it."""
+        line = self._incoming.readline()
+        if not line.endswith(b"\r\n"):
+            raise EOFError(f"the connection ended after {line!r}")
+        kind, size = line[:1], line[1:-2]
+        if kind in b"$=!" and size != b"-1":
+            return line + self._incoming.read(int(size) + 2)
+        if kind in b"*~>%" and size != b"-1":
+            return line + b"".join(self.reply() for _ in range(int(size) * (2 if kind == b"%" else 1)))
+        return line
+
+    def ask(self, *words: bytes) -> bytes:
+        """One command and its reply."""
+        self.send(spell(words))
+        return self.reply()
+
+    def close(self) -> None:
+        self._incoming.close()
+        self._socket.close()
+
+    def __enter__(self) -> Wire:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Error(str):
+    """An error reply, parsed."""
+
+
+def parse(frame: bytes) -> Any:
+    """What a reply says: int, bytes, str for a simple string, Error, None, list; a map as a list of its items in turn."""
+    value, rest = _parse(frame)
+    assert not rest, rest
+    return value
+
+
+def items(frame: bytes) -> list[bytes]:
+    """The replies that an array holds, each as its bytes."""
+    line, rest = _split(frame)
+    found = []
+    for _ in range(int(line[1:]) * (2 if line[:1] == b"%" else 1)):
+        after = _parse(rest)[1]
+        found.append(rest[: len(rest) - len(after)])
+        rest = after
+    return found
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    line, _, rest = data.partition(b"\r\n")
+    return line, rest
+
+
+def _parse(data: bytes) -> tuple[Any, bytes]:
+    line, rest = _split(data)
+    kind, body = line[:1], line[1:]
+    if kind == b"+":
+        return body.decode(), rest
+    if kind == b"-":
+        return Error(body.decode("utf-8", "surrogateescape")), rest
+    if kind in b":(":
+        return int(body), rest
+    if kind == b",":
+        return float(body), rest
+    if kind == b"#":
+        return body == b"t", rest
+    if kind == b"_" or body == b"-1":
+        return None, rest
+    if kind in b"$=!":
+        size = int(body)
+        return rest[:size], rest[size + 2 :]
+    found = []
+    for _ in range(int(body) * (2 if kind == b"%" else 1)):
+        value, rest = _parse(rest)
+        found.append(value)
+    return found, rest
