@@ -90,11 +90,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     if options.only_if == (b"XX" if old is None else b"NX"):
         return reply if options.get else None
     if options.timing == b"KEEPTTL":
-        store(client, key, args[1], keyspace.expires_of(key))
-        return reply
+        expires = keyspace.expires_of(key)
     store(client, key, args[1], expires)
-    if expires:
-        keyspace.tell("expire", key)
     return reply
 
 
@@ -116,7 +113,6 @@ def _read(client: Client, raw: Argument) -> Entry | None:
 def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) -> Reply:
     key, time, value = plain(args[0]), args[1], args[2]
     store(client, key, value, expiry(name, unit, time))
-    client.server.keyspace.tell("expire", key)
     return OK
 
 

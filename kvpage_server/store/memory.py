@@ -230,7 +230,8 @@ class Keyspace:
         """Store a short string where another was, without what `_put` would undo and do again."""
         self._texts += len(value) - len(text.data)
         text.data = value
-        if text.expires != expires:
+        changed = text.expires != expires
+        if changed:
             self._expiry.keys += bool(expires) - bool(text.expires)
             text.expires = expires
             if expires:
@@ -239,6 +240,8 @@ class Keyspace:
         self._lru.used(key)
         if self.on_event is not None:
             self.on_event(event, key)
+            if expires and changed:
+                self.on_event("expire", key)
 
     def slot_of(self, value: bytes) -> Slot:
         """A slot that holds `value`."""
@@ -260,7 +263,10 @@ class Keyspace:
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
         self._lru.used(self._unit(key, entry))
-        self.tell(event, key)
+        if self.on_event is not None:
+            self.on_event(event, key)
+            if entry.expires and (old is None or old.expires != entry.expires):
+                self.on_event("expire", key)
 
     def _grow(self, block: Block, size: int) -> None:
         block.footprint += size

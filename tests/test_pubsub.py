@@ -1,0 +1,252 @@
+"""Pub/sub and keyspace notifications: who hears what, in both protocols, and what it costs when one does not read."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import redis
+import redis.asyncio
+from servers import RunningServer, start_server
+from wire import Wire, items, parse, spell
+
+
+def heard(pubsub: redis.client.PubSub, count: int) -> list[dict[str, Any]]:
+    """The next `count` messages, confirmations too."""
+    found = []
+    deadline = time.monotonic() + 5
+    while len(found) < count and time.monotonic() < deadline:
+        message = pubsub.get_message(timeout=0.5)
+        if message is not None:
+            found.append(message)
+    return found
+
+
+def silent(pubsub: redis.client.PubSub) -> bool:
+    return pubsub.get_message(timeout=0.1) is None
+
+
+@pytest.fixture(params=[2, 3])
+def listener(server: RunningServer, client: redis.Redis, request: pytest.FixtureRequest) -> Iterator[redis.Redis]:
+    """A client of either protocol."""
+    with server.client(protocol=request.param) as listener:
+        yield listener
+
+
+class TestChannels:
+    def test_messages_reach_those_who_listen_by_name_or_by_pattern(
+        self, listener: redis.Redis, client: redis.Redis
+    ) -> None:
+        with listener.pubsub() as pubsub:
+            pubsub.subscribe("news", "\x00\n")
+            pubsub.psubscribe("n[ae]ws", "other.*")
+            assert [message["data"] for message in heard(pubsub, 4)] == [1, 2, 3, 4]
+            assert client.publish("news", b"\xff\r\n") == 2
+            assert client.publish("naws", "by pattern") == 1
+            assert client.publish("\x00\n", "by name") == 1
+            assert client.publish("nobody", "listens") == 0
+            told = [(m["type"], m["pattern"], m["channel"], m["data"]) for m in heard(pubsub, 4)]
+            assert told == [
+                ("message", None, b"news", b"\xff\r\n"),
+                ("pmessage", b"n[ae]ws", b"news", b"\xff\r\n"),
+                ("pmessage", b"n[ae]ws", b"naws", b"by pattern"),
+                ("message", None, b"\x00\n", b"by name"),
+            ]
+            pubsub.unsubscribe("news")
+            pubsub.punsubscribe()
+            assert [message["data"] for message in heard(pubsub, 3)] == [3, 2, 1]
+            assert client.publish("news", "nobody left") == 0
+            assert silent(pubsub)
+
+    def test_messages_come_in_order_and_none_is_lost(self, listener: redis.Redis, client: redis.Redis) -> None:
+        with listener.pubsub(ignore_subscribe_messages=True) as pubsub:
+            pubsub.subscribe("ordered")
+            pubsub.get_message(timeout=1)
+            with client.pipeline(transaction=False) as pipe:
+                for i in range(3000):
+                    pipe.publish("ordered", i)
+                assert set(pipe.execute()) == {1}
+            assert [int(message["data"]) for message in heard(pubsub, 3000)] == list(range(3000))
+
+    def test_pubsub_tells_who_listens(self, listener: redis.Redis, client: redis.Redis) -> None:
+        with listener.pubsub() as first, client.pubsub() as second:
+            first.subscribe("told.a", "told.b")
+            second.subscribe("told.b")
+            first.psubscribe("told.*", "x*")
+            second.psubscribe("x*")
+            heard(first, 4)
+            heard(second, 2)
+            assert sorted(client.pubsub_channels("told*")) == [b"told.a", b"told.b"]
+            assert client.pubsub_numsub("told.b", "told.c") == [(b"told.b", 2), (b"told.c", 0)]
+            assert client.pubsub_numpat() == 2
+
+    def test_who_leaves_listens_no_more(self, server: RunningServer, client: redis.Redis) -> None:
+        with Wire(server.port) as wire:
+            wire.ask(b"SUBSCRIBE", b"left")
+            wire.ask(b"PSUBSCRIBE", b"le*")
+            assert client.publish("left", "1") == 2
+        deadline = time.monotonic() + 5
+        while client.publish("left", "2") and time.monotonic() < deadline:
+            time.sleep(0.02)
+        assert client.publish("left", "3") == 0
+        assert client.pubsub_numpat() == 0
+
+    def test_resp2_allows_little_else_while_it_listens(self, server: RunningServer) -> None:
+        with Wire(server.port) as wire:
+            wire.ask(b"SUBSCRIBE", b"news")
+            assert wire.ask(b"GET", b"key") == (
+                b"-ERR Can't execute 'get': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET are allowed "
+                b"in this context\r\n"
+            )
+            assert wire.ask(b"PING", b"still here") == b"*2\r\n$4\r\npong\r\n$10\r\nstill here\r\n"
+            wire.ask(b"UNSUBSCRIBE")
+            assert wire.ask(b"PING") == b"+PONG\r\n"
+
+    def test_resp3_allows_everything(self, server: RunningServer) -> None:
+        with Wire(server.port) as wire:
+            wire.ask(b"HELLO", b"3")
+            assert wire.ask(b"SUBSCRIBE", b"news")[:1] == b">"
+            wire.send(spell([b"PUBLISH", b"news", b"to myself"]))
+            assert sorted([wire.reply()[:1], wire.reply()[:1]]) == [b":", b">"]
+            assert wire.ask(b"PING") == b"+PONG\r\n"
+
+    def test_a_message_never_breaks_into_a_reply(self, server: RunningServer, client: redis.Redis) -> None:
+        """A reply that is made while it is sent is one reply, whatever is published meanwhile."""
+        body = bytes(20_000)
+        for i in range(400):
+            client.execute_command("KVPAGESET", "whole", 0, 0, i, 0, 8, 1, 20_000, 0, body)
+        names = [part for i in range(400) for part in (b"whole", b"0", b"0", b"%d" % i, b"0")]
+        with Wire(server.port) as wire:
+            wire.ask(b"HELLO", b"3")
+            wire.ask(b"SUBSCRIBE", b"meanwhile")
+            wire.send(spell([b"KVPAGEMGET", b"400", *names]))
+            time.sleep(0.1)  # it does not fit the socket: some of it waits
+            for i in range(10):
+                assert client.publish("meanwhile", i) == 1
+            frames = [wire.reply() for _ in range(11)]
+        replies = [frame for frame in frames if frame[:1] == b"*"]
+        assert [len(items(reply)) for reply in replies] == [400]
+        assert [parse(frame)[2] for frame in frames if frame[:1] == b">"] == [b"%d" % i for i in range(10)]
+        client.execute_command("KVPAGEDEL", "whole")
+
+    def test_in_a_transaction_messages_are_sent_when_it_runs(self, server: RunningServer, client: redis.Redis) -> None:
+        with client.pubsub(ignore_subscribe_messages=True) as pubsub, client.pipeline() as pipe:
+            pubsub.subscribe("done")
+            pubsub.get_message(timeout=1)
+            pipe.multi()
+            pipe.publish("done", "1")
+            assert silent(pubsub)
+            assert pipe.execute() == [1]
+            assert heard(pubsub, 1)[0]["data"] == b"1"
+
+    async def test_many_listeners_hear_the_same(self, server: RunningServer) -> None:
+        async with redis.asyncio.Redis(port=server.port) as client:
+            listeners = [client.pubsub(ignore_subscribe_messages=True) for _ in range(40)]
+            for listener in listeners:
+                await listener.subscribe("all")
+                await listener.get_message(timeout=1)
+            assert await client.publish("all", b"x" * 100_000) == 40
+            told = await asyncio.gather(*(listener.get_message(timeout=5) for listener in listeners))
+            assert [message["data"] for message in told] == [b"x" * 100_000] * 40
+            for listener in listeners:
+                await listener.aclose()
+
+    def test_a_listener_who_does_not_read_is_let_go(self) -> None:
+        with (
+            start_server("--client-output-buffer-limit", "pubsub", "8mb", "2mb", "60") as server,
+            server.client() as client,
+        ):
+            with Wire(server.port) as wire:
+                wire.ask(b"SUBSCRIBE", b"flood")
+                before = server.rss()
+                sent = 0
+                while client.publish("flood", bytes(100_000)) and sent < 1000:
+                    sent += 1
+                assert 20 < sent < 400  # what the sockets hold, and 8 MiB
+                assert server.rss() - before < 64 * 1024**2
+            assert client.ping()
+
+
+class TestNotifications:
+    @pytest.fixture
+    def events(self, client: redis.Redis) -> Iterator[redis.client.PubSub]:
+        """Listens to every event."""
+        with client.pubsub(ignore_subscribe_messages=True) as pubsub:
+            pubsub.psubscribe("__key*__:*")
+            pubsub.get_message(timeout=1)
+            yield pubsub
+        client.config_set("notify-keyspace-events", "")
+
+    @staticmethod
+    def told(events: redis.client.PubSub, count: int) -> list[tuple[bytes, bytes]]:
+        return [(message["channel"], message["data"]) for message in heard(events, count)]
+
+    def test_none_unless_asked_for(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+        client.set("key", "1")
+        assert silent(events)
+
+    def test_both_channels_tell_of_a_change(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+        client.config_set("notify-keyspace-events", "KEA")
+        client.set("key", "1", ex=100)
+        assert self.told(events, 4) == [
+            (b"__keyspace@0__:key", b"set"),
+            (b"__keyevent@0__:set", b"key"),
+            (b"__keyspace@0__:key", b"expire"),
+            (b"__keyevent@0__:expire", b"key"),
+        ]
+
+    def test_letters_choose_classes_and_channels(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+        client.config_set("notify-keyspace-events", "Kg")
+        client.set("key", "1")
+        client.delete("key")
+        assert self.told(events, 1) == [(b"__keyspace@0__:key", b"del")]
+        client.config_set("notify-keyspace-events", "Emn")
+        client.get("missing")
+        client.set("key", "1")
+        assert self.told(events, 2) == [(b"__keyevent@0__:keymiss", b"missing"), (b"__keyevent@0__:new", b"key")]
+        client.config_set("notify-keyspace-events", "x")  # no channel: nothing to tell
+        client.set("key", "1", px=1)
+        assert silent(events)
+
+    def test_unknown_letters_are_refused(self, client: redis.Redis) -> None:
+        with pytest.raises(redis.ResponseError, match="notify-keyspace-events"):
+            client.config_set("notify-keyspace-events", "KEq")
+
+    def test_pages_are_told_of_by_their_keys(self, client: redis.Redis, events: redis.client.PubSub) -> None:
+        client.config_set("notify-keyspace-events", "EA")
+        page = "told", 0, 0, 0, 0
+        key = b"kv:told:0:0:0:0"
+        client.execute_command("KVPAGESET", *page, 1, 1, 4, 0, b"8 bytes.")
+        client.execute_command("KVPAGEDEL", "told")
+        client.execute_command("KVPAGESET", *page, 1, 1, 4, 100, b"8 bytes.")
+        client.execute_command("KVPAGESET", *page, 1, 1, 4, 0, b"8 bytes.")
+        client.pexpire(key, 50)
+        assert self.told(events, 7) == [
+            (b"__keyevent@0__:set", key),
+            (b"__keyevent@0__:del", key),
+            (b"__keyevent@0__:set", key),
+            (b"__keyevent@0__:expire", key),
+            (b"__keyevent@0__:set", key),
+            (b"__keyevent@0__:expire", key),
+            (b"__keyevent@0__:expired", key),
+        ]
+
+    def test_expiry_is_told_though_nobody_asks_for_the_key(
+        self, client: redis.Redis, events: redis.client.PubSub
+    ) -> None:
+        client.config_set("notify-keyspace-events", "Ex")
+        client.set("key", "1", px=100)
+        assert self.told(events, 1) == [(b"__keyevent@0__:expired", b"key")]
+
+    def test_eviction_is_told(self) -> None:
+        options = "--maxmemory", "3mb", "--notify-keyspace-events", "Ee"
+        with start_server(*options) as server, server.client() as client, client.pubsub() as events:
+            events.psubscribe("__keyevent@0__:*")
+            heard(events, 1)
+            for i in range(8):
+                client.set(f"key:{i}", bytes(700_000))
+            told = self.told(events, 2)
+        assert told == [(b"__keyevent@0__:evicted", b"key:0"), (b"__keyevent@0__:evicted", b"key:1")]
