@@ -161,7 +161,7 @@ def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
                 reply = wire.reply()
             except (EOFError, ConnectionResetError):
                 return told
-            if b"that is all" in reply or b"'echo'" in reply or reply.startswith(b"-NOAUTH"):
+            if reply == b"$11\r\nthat is all\r\n" or reply.startswith((b"-ERR Can't execute 'echo'", b"-NOAUTH")):
                 return told
             told += reply
 
