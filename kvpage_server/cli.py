@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
@@ -39,10 +40,15 @@ def main(arguments: list[str] | None = None) -> None:
     except Failure as failure:
         sys.exit(_say(str(failure), 1))
     except redis.ConnectionError as error:
-        sys.exit(_say(f"cannot reach {args.url}: {error}", 2))
+        sys.exit(_say(f"cannot reach {_address(args.url)}: {error}", 2))
     except (redis.RedisError, ValueError) as error:
         sys.exit(_say(str(error), 2))
     sys.exit(0 if healthy else 1)
+
+
+def _address(url: str) -> str:
+    """A URL without the password it may hold."""
+    return re.sub(r"//[^/@]*@", "//", url)
 
 
 def _say(message: str, code: int) -> int:
@@ -84,7 +90,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
             f"{args.url} is {info.get('redis_mode', 'some')} Redis {info.get('redis_version')}, not a kvpage-server"
         )
     uptime = _for_people(timedelta(seconds=info["uptime_in_seconds"]))
-    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {args.url}, up {uptime}\n")
+    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {_address(args.url)}, up {uptime}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()

@@ -169,6 +169,9 @@ def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, s
     assert code == 2
     assert said.startswith(f"kvpage: cannot reach redis://127.0.0.1:{port}: ")
     assert said.count("\n") == 1
+    code, _, said = kvpage("status", url=f"redis://user:secret@127.0.0.1:{port}")
+    assert code == 2
+    assert "secret" not in said
     code, _, said = kvpage("status", url=redis_server.url)
     assert code == 1
     assert "not a kvpage-server" in said

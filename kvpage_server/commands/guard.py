@@ -99,12 +99,11 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     """How many blocks are pinned: all that were named and exist, or none and an error when that would be too much."""
     keyspace, blocks = client.keyspace, named_blocks(client, args)
     keyspace.guards.settle(unix_ms())
-    free = keyspace.guardable - keyspace.guards.bytes
     wanted = sum(block.footprint for block in blocks if not keyspace.guards.of(block).size)
-    if wanted > free:
+    if keyspace.guards.bytes + wanted > keyspace.guardable:
         raise ReplyError(
-            f"ERR leases and pins may take {keyspace.guardable} bytes, half of maxmemory: "
-            f"{max(free, 0)} are left, this would take {wanted}"
+            f"ERR leases and pins may take {keyspace.guardable} bytes together, half of maxmemory: "
+            f"{wanted} more would be too many"
         )
     return sum(keyspace.guards.pin(block, block.footprint, keyspace.guardable) for block in blocks)
 

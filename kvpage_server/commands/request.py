@@ -84,7 +84,10 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     summary="Lists a request's blocks and what each holds.",
 )
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
-    """A map a block, by page id: page, pages, layers, heads, planes, complete, and with WITHSIZES bytes and memory."""
+    """A map a block, by page id: page, pages, layers, heads, planes, complete, and with WITHSIZES bytes and memory.
+
+    `layers` and `heads` are one more than the last there is, `bytes` counts bodies, `memory` all that they occupy.
+    """
     keyspace, req_id = client.keyspace, request_name(args[0])
     with_sizes = [plain(arg).upper() for arg in args[1:]]
     if with_sizes not in ([], [b"WITHSIZES"]):
