@@ -1,0 +1,219 @@
+"""KVPAGEPREFIX, leases and pins: what eviction spares, for how long, and how much of it."""
+
+from __future__ import annotations
+
+import random
+import time
+from typing import Any
+
+import pytest
+import redis
+from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
+
+from kvpage_server.page import PageKey, unix_ms
+from kvpage_server.store.lease import Guards
+from kvpage_server.store.memory import Keyspace, PageName
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Redis) -> None:
+    for page in (0, 1, 2, 4):
+        set_block(client, "r", page)
+    names = [word for page in range(6) for word in ("r", page)]
+    assert prefix(client, *names) == 3
+    assert prefix(client, *names[:4]) == 2
+    assert prefix(client, *names[6:]) == 0
+    assert prefix(client, *names, pages=5) == 0
+    client.delete("kv:r:0:1:1:1")
+    assert prefix(client, *names) == 1
+
+
+def test_a_prefix_of_content_hashes_goes_through_many_requests(client: redis.Redis) -> None:
+    for req in "abc":
+        set_block(client, req, 0)
+    assert prefix(client, "a", 0, "b", 0, "c", 0, "d", 0) == 3
+
+
+def test_a_prefix_counts_no_block_of_which_a_page_has_expired(client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    set_block(client, "r", 1)
+    client.pexpire("kv:r:0:0:1:0", 20)
+    assert prefix(client, "r", 0, "r", 1) == 2
+    time.sleep(0.03)
+    assert prefix(client, "r", 0, "r", 1) == 1
+
+
+def test_exactly_what_a_prefix_counts_is_leased(client: redis.Redis) -> None:
+    for page in (0, 1, 3):
+        set_block(client, "r", page)
+    assert prefix(client, *[word for page in range(4) for word in ("r", page)], lease_ms=30_000) == 2
+    leases = [ask(client, "KVPAGESTAT", "r", 0, 0, page, 0)["lease_left_ms"] for page in (0, 1, 3)]
+    assert [lease > 29_000 for lease in leases] == [True, True, False]
+    assert client.info("kvpage")["leased_or_pinned"] == 2
+
+
+def test_eviction_spares_what_is_leased_until_the_lease_is_over() -> None:
+    with small_store() as client:
+        for page in range(4):
+            set_block(client, "r", page, size=800)
+        assert client.execute_command("KVPAGELEASE", "r", 400, 0, 1) == 2
+        fill(client)
+        assert held(client, "r") == [0, 1]
+        assert client.info("stats")["evicted_keys"] > 0
+        time.sleep(0.41)
+        fill(client)
+        assert held(client, "r") == []
+
+
+def test_eviction_spares_what_is_pinned_until_it_is_unpinned() -> None:
+    with small_store() as client:
+        for page in range(3):
+            set_block(client, "r", page, size=800)
+        assert client.execute_command("KVPAGEPIN", "r") == 3
+        fill(client)
+        assert held(client, "r") == [0, 1, 2]
+        assert ask(client, "KVPAGESTAT", "r", 0, 0, 2, 0)["pinned"] == 1
+        assert client.execute_command("KVPAGEUNPIN", "r", 2) == 1
+        assert client.execute_command("KVPAGEUNPIN", "r", 2) == 0
+        fill(client)
+        assert held(client, "r") == [0, 1]
+
+
+def test_protection_is_from_eviction_alone(client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    set_block(client, "r", 1, ttl=1)
+    assert client.execute_command("KVPAGEPIN", "r") == 2
+    assert client.execute_command("KVPAGEDEL", "r", 0) == 4
+    time.sleep(1.01)
+    assert held(client, "r") == []
+    assert client.info("kvpage")["leased_or_pinned_bytes"] == 0
+    set_block(client, "r", 0)
+    assert ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["pinned"] == 0
+
+
+def test_a_lease_is_prolonged_never_cut_short(client: redis.Redis) -> None:
+    set_block(client, "r", 0)
+    for lease_ms in (20_000, 50, 1):
+        assert client.execute_command("KVPAGELEASE", "r", lease_ms) == 1
+    assert ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["lease_left_ms"] > 19_000
+    client.execute_command("KVPAGELEASE", "r", 3_600_000)
+    assert ask(client, "KVPAGESTAT", "r", 0, 0, 0, 0)["lease_left_ms"] > 3_590_000
+
+
+def test_no_more_than_half_of_the_memory_can_be_protected() -> None:
+    with small_store() as client:
+        for page in range(50):
+            set_block(client, "r", page, size=800)
+        pages = held(client, "r")
+        assert client.execute_command("KVPAGELEASE", "r", 60_000) < len(pages)
+        leased = client.info("kvpage")["leased_or_pinned"]
+        assert 120_000 < client.info("kvpage")["leased_or_pinned_bytes"] <= 128 * 1024
+        names = [word for page in pages for word in ("r", page)]
+        assert prefix(client, *names, lease_ms=1000) == leased  # what it counts can be relied upon
+        assert prefix(client, *names) == len(pages)
+        with pytest.raises(redis.ResponseError, match="leases and pins may take 131072 bytes together, half of max"):
+            client.execute_command("KVPAGEPIN", "r")
+        assert client.execute_command("KVPAGEPIN", "r", pages[0]) == 1  # it counts already
+        fill(client)
+        assert held(client, "r") == pages[:leased]
+        assert client.info("memory")["used_memory"] < 260 * 1024  # a block more: room is made before one is written
+
+
+def test_what_is_protected_counts_as_it_grows(client: redis.Redis) -> None:
+    set_page(client, body=bytes(1000))
+    client.execute_command("KVPAGEPIN", "r")
+    before = client.info("kvpage")["leased_or_pinned_bytes"]
+    set_page(client, layer=1, body=bytes(1000))
+    assert client.info("kvpage")["leased_or_pinned_bytes"] == 2 * before
+    client.delete("kv:r:0:0:0:0")
+    assert client.info("kvpage")["leased_or_pinned_bytes"] == before
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("KVPAGEPREFIX", 0, 0, 1, "r", 0), "pages_per_block must be an integer between 1 and"),
+        (("KVPAGEPREFIX", 1, 3_600_001, 1, "r", 0), "lease_ms must be an integer between 0 and 3600000, got '3600001'"),
+        (("KVPAGEPREFIX", 1, 0, 2, "r", 0), "KVPAGEPREFIX with N = 2 takes 4 arguments after N, 2 a block, got 2"),
+        (("KVPAGEPREFIX", 1, 0, 1, "r:", 0), "req_id must be"),
+        (("KVPAGELEASE", "r", 0), "lease_ms must be an integer between 1 and 3600000, got '0'"),
+        (("KVPAGELEASE", "r", 10, "x"), "page_id must be an integer"),
+        (("KVPAGEPIN", "r", -1), "page_id must be an integer"),
+        (("KVPAGEUNPIN", "a b"), "req_id must be"),
+        (("KVPAGEDEL", "r", 2**32), "page_id must be an integer"),
+        (("KVPAGEVERIFY", ""), "req_id must be"),
+        (("KVPAGEWHY", "r", 0, 0), "KVPAGEWHY takes a req, or the five arguments that name a page"),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(client: redis.Redis, words: tuple[Any, ...], message: str) -> None:
+    with pytest.raises(redis.ResponseError, match=message):
+        client.execute_command(*words)
+
+
+def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
+    """Random writes, deletions, expiries, evictions, leases and pins, checked against a walk through every key."""
+    chance = random.Random(7)
+    keyspace = Keyspace(maxmemory=60_000)
+    for step in range(4000):
+        req, page = chance.choice([b"a", b"b"]), chance.randrange(12)
+        name = PageName(b"", req, chance.randrange(2), chance.choice([0, 1, 65]), page, chance.randrange(2))
+        key = bytes(PageKey(*name[1:]))
+        match chance.randrange(9):
+            case 0 | 1 | 2 | 3:
+                keyspace.make_room()
+                slot = keyspace.arena.allocate(chance.choice([200, 900]))
+                keyspace.set_page(name._replace(key=key), bytes(64), slot, chance.choice([0, 0, 0, unix_ms() + 3]))
+            case 4:
+                keyspace.set_string(key, b"plain")
+            case 5:
+                keyspace.delete(key)
+            case 6:
+                if keyspace.find(key):
+                    keyspace.set_expiry(key, unix_ms() + chance.randrange(5))
+            case 7:
+                if block := keyspace.block(req, page):
+                    if chance.random() < 0.5:
+                        keyspace.guards.lease(block, block.footprint, unix_ms() + 5, keyspace.guardable)
+                    else:
+                        keyspace.guards.pin(block, block.footprint, keyspace.guardable)
+            case _:
+                if (block := keyspace.block(req, page)) and not keyspace.guards.unpin(block) and chance.random() < 0.2:
+                    keyspace.remove_block(block, "del")
+        if step % 20 == 0:
+            time.sleep(0.006)  # until all is over that is going to expire
+            check(keyspace)
+    assert keyspace.counters.evicted > 100
+    assert keyspace.counters.expired > 100
+
+
+def check(keyspace: Keyspace) -> None:
+    pages: dict[tuple[bytes, int], set[bytes]] = {}
+    _, keys = keyspace.scan(0, 10_000)
+    for key in keys:
+        if keyspace.is_page(keyspace.find(key)):
+            name = PageKey.parse(key)
+            pages.setdefault((name.req_id, name.page), set()).add(key)
+    blocks = [block for req in (b"a", b"b") for block in keyspace.blocks_of(req)]
+    assert {(block.req_id, block.page): set(block.page_keys()) for block in blocks} == pages
+    assert keyspace.index.blocks == len(blocks)
+    keyspace.guards.settle(unix_ms())
+    for block in blocks:
+        assert block.pages == len(pages[block.req_id, block.page])
+        assert block.footprint == sum(slot.footprint for slot in keyspace.slots_of(block))
+        assert keyspace.guards.of(block).size in (0, block.footprint)
+        full = block.layers * block.heads * len(block.planes) == block.pages
+        assert block.is_full == full
+    assert keyspace.guards.bytes == sum(keyspace.guards.of(block).size for block in blocks)
+
+
+def test_a_lease_of_something_that_is_gone_protects_nothing() -> None:
+    guards = Guards()
+    assert guards.lease(b"key", 100, 50, most=150)
+    assert not guards.lease(b"other", 100, 50, most=150)
+    guards.removed(b"key")
+    assert guards.bytes == 0
+    assert guards.lease(b"key", 100, 80, most=150)
+    guards.settle(60)
+    assert guards.spares(b"key", 60)
+    guards.settle(80)
+    assert not guards.spares(b"key", 80)
+    assert (guards.bytes, len(guards)) == (0, 0)

@@ -1,0 +1,113 @@
+"""Why a page is not there: KVPAGEWHY, the misses counted by reason, and the ghosts that both know it from."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+import redis
+from servers import start_server
+from stored_pages import ask, fill, prefix, set_block, set_page, small_store
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.ghost import Ghosts
+from kvpage_server.store.index import Block
+
+
+def test_why_a_page_is_not_there(client: redis.Redis) -> None:
+    name = ("r", 0, 0, 0, 0)
+    never = ask(client, "KVPAGEWHY", *name)
+    assert never["reason"] == "never stored"
+    assert unix_ms() - 60_000 < never["since"] <= unix_ms()
+    set_page(client)
+    assert ask(client, "KVPAGEWHY", *name) == {"reason": "stored"}
+    client.delete("kv:r:0:0:0:0")
+    deleted = ask(client, "KVPAGEWHY", *name)
+    assert deleted["reason"] == "deleted"
+    assert unix_ms() - 60_000 < deleted["at"] <= unix_ms()
+    set_page(client)
+    client.pexpire("kv:r:0:0:0:0", 10)
+    time.sleep(0.02)
+    assert ask(client, "KVPAGEWHY", *name)["reason"] == "expired"
+    set_page(client)
+    client.set("kv:r:0:0:0:0", "plain")
+    client.delete("kv:r:0:0:0:0")
+    assert ask(client, "KVPAGEWHY", *name)["reason"] == "overwritten"
+    assert ask(client, "KVPAGEWHY", "r", 1, 0, 0, 0)["reason"] == "never stored"
+    client.set("kv:r:0:0:0:0", "plain")
+    with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+        client.execute_command("KVPAGEWHY", *name)
+
+
+def test_why_tells_eviction_when_and_by_which_policy() -> None:
+    with small_store() as client:
+        set_block(client, "r", 0)
+        fill(client)
+        why = ask(client, "KVPAGEWHY", "r", 0, 1, 0, 1)
+        assert (why["reason"], why["policy"]) == ("evicted", "allkeys-lru")
+        assert unix_ms() - 60_000 < why["at"] <= unix_ms()
+        assert ask(client, "KVPAGEWHY", "r")["reason"] == "evicted"
+        assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 1)["reason"] == "never stored"
+
+
+def test_why_finds_the_first_hole_of_a_request(client: redis.Redis) -> None:
+    assert ask(client, "KVPAGEWHY", "r")["reason"] == "never stored"
+    for page in range(5):
+        set_block(client, "r", page)
+    assert ask(client, "KVPAGEWHY", "r") == {"reason": "stored", "blocks": 5}
+    client.execute_command("KVPAGEDEL", "r", 4)
+    hole = ask(client, "KVPAGEWHY", "r")
+    assert (hole["reason"], hole["block"], hole["cause"]) == ("hole", 4, "deleted")
+    client.delete("kv:r:0:1:2:1")
+    hole = ask(client, "KVPAGEWHY", "r")
+    assert (hole["reason"], hole["block"], hole["cause"]) == ("hole", 2, "deleted")
+    set_page(client, page=1, layer=1)
+    hole = ask(client, "KVPAGEWHY", "r")
+    assert (hole["reason"], hole["block"], hole["cause"]) == ("hole", 1, "incomplete")
+    assert "since" in hole
+    set_page(client, req="late", page=3)
+    hole = ask(client, "KVPAGEWHY", "late")
+    assert (hole["reason"], hole["block"], hole["cause"]) == ("hole", 0, "never stored")
+    client.flushall()
+    assert ask(client, "KVPAGEWHY", "r")["reason"] == "never stored"
+
+
+def test_misses_are_counted_by_reason() -> None:
+    with start_server() as server, server.client() as client:
+
+        def misses() -> dict[str, int]:
+            named = {name: n for name, n in client.info("kvpage").items() if name.startswith("page_misses_") and n}
+            return {name.removeprefix("page_misses_"): n for name, n in named.items()}
+
+        set_block(client, "r", 0)
+        set_block(client, "r", 2)
+        client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0)
+        assert misses() == {}
+        client.execute_command("KVPAGEGET", "r", 0, 0, 1, 0)
+        client.delete("kv:r:0:0:0:0")
+        client.execute_command("KVPAGEMGET", 3, *("r", 0, 0, 0, 0), *("r", 0, 1, 0, 0), *("x", 0, 0, 0, 0))
+        assert misses() == {"never_stored": 2, "deleted": 1}
+        client.execute_command("KVBLOCKGET", "r", 0)
+        client.execute_command("KVBLOCKMGET", 2, "r", 2, "r", 3)
+        assert misses() == {"never_stored": 3, "deleted": 2}
+        set_page(client, page=2, layer=1)
+        client.execute_command("KVBLOCKGET", "r", 2)
+        assert misses() == {"never_stored": 3, "deleted": 2, "incomplete": 1}
+        prefix(client, "r", 1, "r", 0, "x", 0, "r", 2, pages=5)
+        assert misses() == {"never_stored": 4, "deleted": 2, "incomplete": 1, "hole": 1}
+
+
+def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:
+    ghosts = Ghosts(most_rows=200)
+    started = ghosts.since
+    for page in range(1000):
+        block = Block(b"r%d" % (page % 10), page)
+        block.rows = {0: 0b11, 1024: 0b11}
+        ghosts.block_went(block, "evicted", "allkeys-lru")
+        assert len(ghosts) <= 20
+        time.sleep(0.0001)
+    assert ghosts.of_page(b"r9", 0, 1, 999, 1).reason == "evicted"
+    assert ghosts.of_page(b"r9", 0, 2, 999, 1) is None
+    assert ghosts.of_block(b"r9", 899) is None
+    assert ghosts.of_request(b"r3") is not None
+    assert ghosts.since > started
