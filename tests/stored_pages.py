@@ -49,7 +49,7 @@ def small_store() -> Iterator[redis.Redis]:
         yield client
 
 
-def fill(client: redis.Redis, blocks: int = 200) -> None:
+def fill(client: redis.Redis, blocks: int = 100) -> None:
     """Write more than there is room for."""
     for page in range(blocks):
         set_block(client, "filler", page, size=800)
