@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvpage_server.commands.access import RuleError, User
-from kvpage_server.commands.arguments import as_integer, plain, plain_all
+from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
 from kvpage_server.commands.users import DEFAULT, Refusal, UserFileError
@@ -124,12 +124,11 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="6.0.0",
     usage="[category]",
+    most=3,
     summary="Lists the categories of commands, or the commands of one.",
 )
 def acl_cat(client: Client, args: list[Argument]) -> Reply:
     """Redis's categories and `page`."""
-    if len(args) > 1:
-        raise ReplyError("ERR wrong number of arguments for 'acl|cat' command")
     if not args:
         return list(CATEGORIES)
     category = plain(args[0]).decode("ascii", "backslashreplace")
@@ -153,7 +152,12 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     user = client.server.users.by_name.get(name)
     if user is None:
         raise ReplyError(f"ERR User '{name.decode('utf-8', 'backslashreplace')}' not found")
-    spec = find(words)
+    try:
+        spec = find(words)
+    except ReplyError as error:
+        if "unknown" in str(error):
+            raise ReplyError(f"ERR Command '{shorten(plain(words[0]), 1024)}' not found") from None
+        raise
     denial = None if "no_auth" in spec.flags else user.denial(spec, words[spec.words :])
     return OK if denial is None else denial.verbose
 
@@ -165,12 +169,11 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="6.0.0",
     usage="[count | RESET]",
+    most=3,
     summary="Lists what was refused to whom.",
 )
 def acl_log(client: Client, args: list[Argument]) -> Reply:
     """The newest first; 10 unless told."""
-    if len(args) > 1:
-        raise ReplyError("ERR wrong number of arguments for 'acl|log' command")
     refusals = client.server.refusals
     if args and plain(args[0]).upper() == b"RESET":
         refusals.entries.clear()
@@ -225,13 +228,11 @@ def _file(client: Client) -> Path:
     return Path(client.server.config.aclfile)
 
 
-@command("acl|genpass", -2, _OWN, group="server", since="6.0.0", usage="[bits]", summary="Makes up a password.")
+@command("acl|genpass", -2, _OWN, group="server", since="6.0.0", usage="[bits]", most=3, summary="Makes up a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
     """Random hexadecimal digits: 256 bits unless told."""
-    if len(args) > 1:
-        raise ReplyError("ERR wrong number of arguments for 'acl|genpass' command")
-    bits = as_integer(args[0]) if args else 256
-    if bits is None or not 1 <= bits <= 4096:
+    bits = integer(args[0]) if args else 256
+    if not 1 <= bits <= 4096:
         raise ReplyError(
             "ERR ACL GENPASS argument must be the number of bits for the output password, a positive number up to 4096"
         )

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.glob import PatternTooLong, glob
 from kvpage_server.commands.keys import READ, WRITE, Use
-from kvpage_server.commands.registry import TABLE, Spec, command, find, help_of, subcommands, top_level
+from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, command, help_of, subcommands, top_level
 from kvpage_server.commands.usage import arguments
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, simple
@@ -39,10 +39,10 @@ _KEY_FLAGS = {READ: ["RO", "access"], WRITE: ["OW", "update"], READ | WRITE: ["R
 def _key_specs(spec: Spec) -> list[Any]:
     """Where the keys stand, in the form that Redis 7 tells it."""
     flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
-    if spec.uses is not None:
+    first, last, step = spec.keys
+    if spec.uses is not None and not first:
         unknown = {"type": "unknown", "spec": {}}
         return [{"flags": [*flags, simple("incomplete")], "begin_search": unknown, "find_keys": unknown}]
-    first, last, step = spec.keys
     if not first:
         return []
     found = {"lastkey": last - first if last > 0 else last, "keystep": step, "limit": 0}
@@ -153,21 +153,22 @@ def command_list(client: Client, args: list[Argument]) -> Reply:
 
 
 def _uses(args: list[Argument]) -> list[Use]:
-    try:
-        spec = find(args)
-    except ReplyError as error:
-        wrong = "arguments" in str(error)
-        message = "ERR Invalid number of arguments specified for command" if wrong else "ERR Invalid command specified"
-        raise ReplyError(message) from None
-    uses = list(spec.uses_of(args[spec.words :]))
-    if not uses:
+    name = plain(args[0]).lower().decode("latin1")
+    if name in SUBCOMMANDS and len(args) > 1:
+        name += "|" + plain(args[1]).lower().decode("latin1")
+    spec = TABLE.get(name)
+    if spec is None:
+        raise ReplyError("ERR Invalid command specified")
+    if spec.uses is None and not spec.keys[0]:
         raise ReplyError("ERR The command has no key arguments")
-    return uses
+    if not spec.fits(len(args)):
+        raise ReplyError("ERR Invalid number of arguments specified for command")
+    return list(spec.uses_of(args[spec.words :]))
 
 
 @command(
     "command|getkeys",
-    -3,
+    -4,
     _FLAGS,
     group="server",
     since="2.8.13",
@@ -181,7 +182,7 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
 
 @command(
     "command|getkeysandflags",
-    -3,
+    -4,
     _FLAGS,
     group="server",
     since="7.0.0",
@@ -190,7 +191,7 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
 )
 def command_getkeysandflags(client: Client, args: list[Argument]) -> Reply:
     """Pairs of a key and its flags."""
-    return [[bytes(key), [simple(flag) for flag in _KEY_FLAGS[access]]] for key, access in _uses(args)]
+    return [[bytes(key), {simple(flag) for flag in _KEY_FLAGS[access]}] for key, access in _uses(args)]
 
 
 help_of("command", group="server", since="5.0.0")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvpage_server.commands.arguments import integer, plain_all
+from kvpage_server.commands.arguments import as_integer, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.measure import Calls, LatencyEvent
 from kvpage_server.commands.registry import command, container
@@ -18,14 +18,19 @@ container("slowlog", group="server", since="2.2.12", summary="A container for sl
 
 
 @command(
-    "slowlog|get", -2, _FLAGS, group="server", since="2.2.12", usage="[count]", summary="Returns the last slow calls."
+    "slowlog|get",
+    -2,
+    _FLAGS,
+    group="server",
+    since="2.2.12",
+    usage="[count]",
+    most=3,
+    summary="Returns the last slow calls.",
 )
 def slowlog_get(client: Client, args: list[Argument]) -> Reply:
     """Id, unix time, microseconds, words, address and name of the client; 10 unless told, all for -1."""
-    if len(args) > 1:
-        raise ReplyError("ERR wrong number of arguments for 'slowlog|get' command")
-    count = integer(args[0]) if args else 10
-    if count < -1:
+    count = as_integer(args[0]) if args else 10
+    if count is None or count < -1:
         raise ReplyError("ERR count should be greater than or equal to -1")
     entries = list(client.server.slow_log.entries)
     return [

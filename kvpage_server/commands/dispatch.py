@@ -10,7 +10,7 @@ from time import monotonic_ns
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_to_write
-from kvpage_server.commands.registry import Spec, find
+from kvpage_server.commands.registry import Spec, find, too_many
 from kvpage_server.resp.parser import Command
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 
@@ -141,6 +141,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
     try:
         if spec.keys[0] and "write" in spec.flags:
             refuse_to_write(spec, words)
+        if spec.most and len(words) > spec.most:
+            raise too_many(spec, words)
         return spec.handler(client, words[spec.words :])
     except ReplyError as error:
         calls.failed += 1

@@ -119,12 +119,11 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
     group="pubsub",
     since="2.8.0",
     usage="[pattern]",
+    most=3,
     summary="Returns the channels that somebody listens to.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may listen to, by name; patterns are no channels."""
-    if len(args) > 1:
-        raise ReplyError("ERR unknown subcommand or wrong number of arguments for 'channels'. Try PUBSUB HELP.")
     channels = [channel for channel in client.server.channels.by_name if client.hears(channel)]
     if not args:
         return channels

@@ -45,10 +45,11 @@ class Spec:
 
     name: str
     arity: int  # words with the name; negative: at least that many
+    most: int  # words of a subcommand at the most, 0 where there is no such number
     flags: frozenset[str]  # Redis's command flags
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
-    uses: Uses | None  # the keys that arguments spell
+    uses: Uses | None  # the keys that arguments spell, or what else they say of their use
     access: int  # READ, WRITE or both: what it does to its keys
     all_keys: bool  # it concerns every key, or what only an administrator should see
     filtered: bool  # it shows and does what the user may see and do
@@ -61,6 +62,10 @@ class Spec:
     handler: Handler
     parent: str  # the container of a subcommand, empty for a command
     words: int  # of its name: 2 for a subcommand
+
+    def fits(self, count: int) -> bool:
+        """Whether it takes so many words, those of its name included."""
+        return count == self.arity or 0 < -self.arity <= count
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
         """The keys that its arguments name, and what it does to them."""
@@ -81,7 +86,7 @@ TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case na
 BY_WORD: dict[bytes, Spec] = {}  # commands by the word a client sends, as often spelt
 SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
 
-_CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "keyspace", "connection", "pubsub")} | {
+_CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "set", "keyspace", "connection", "pubsub")} | {
     "generic": "keyspace",
     "transactions": "transaction",
 }
@@ -101,6 +106,7 @@ def command(
     channels: str = "",
     since: str = "1.0.0",
     tips: str = "",
+    most: int = 0,
 ) -> Callable[[Handler], Handler]:
     """Enter a function into the table. `access` is what `flags` say unless it is given."""
     given = set(flags.split())
@@ -112,7 +118,8 @@ def command(
         spec = Spec(
             name=name,
             arity=arity,
-            flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses else set()),
+            most=most,
+            flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses and not keys[0] else set()),
             categories=_categories(given, group),
             keys=keys,
             uses=uses,
@@ -200,12 +207,18 @@ def find(words: Sequence[Argument]) -> Spec:
         spec = BY_WORD.get(plain(word).lower())
         if spec is None:
             raise ReplyError(_unknown(words))
-    if spec.name in SUBCOMMANDS and len(words) > 1:
-        spec = _find_sub(spec, plain(words[1]))
     count = len(words)
+    if spec.name in SUBCOMMANDS and count > 1:
+        spec = _find_sub(spec, plain(words[1]))
     if count != spec.arity and (spec.arity > 0 or count < -spec.arity):
         raise ReplyError(f"ERR wrong number of arguments for '{spec.name}' command")
     return spec
+
+
+def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
+    """The error for more words than `Spec.most`: one that Redis finds only when it runs the subcommand."""
+    shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
+    return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 
 
 def _find_sub(spec: Spec, word: bytes) -> Spec:
