@@ -260,6 +260,7 @@ def info_text(client: Client, wanted: set[str]) -> str:
     for name, fields_of in (SECTIONS if client.sees_all else _TENANT).items():
         if name in chosen:
             fields = fields_of(client.server)
-            lines = [f"# {name.capitalize()}", *(f"{field}:{value}" for field, value in fields.items())]
+            title = "CPU" if name == "cpu" else name.capitalize()
+            lines = [f"# {title}", *(f"{field}:{value}" for field, value in fields.items())]
             sections.append("".join(f"{line}\r\n" for line in lines))
     return "\r\n".join(sections)
