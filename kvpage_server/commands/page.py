@@ -79,7 +79,7 @@ def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
     """The keys that a batch command's arguments spell: five every `width`, from the second on."""
     columns = [args[first::width] for first in range(1, 1 + NAME_ARGUMENTS)]
     try:
-        return list(map(b":".join, zip(repeat(b"kv"), *columns, strict=False)))  # type: ignore[arg-type]
+        return list(map(b":".join, zip(repeat(b"kv"), *columns, strict=False)))
     except TypeError:  # one of them is so long that it lies in the arena
         return [page_key(args[start:]) for start in range(1, len(args), width)]
 
@@ -107,7 +107,7 @@ class Shape(NamedTuple):
 
 
 @lru_cache(maxsize=256)  # the pages of a batch share theirs
-def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argument) -> Shape:
+def _shape(dtype: bytes, page_size: bytes, head_dim: bytes, ttl: bytes) -> Shape:
     kind = integer_in("dtype", dtype, 0, 255)
     if kind not in DType.__members__.values():
         raise ReplyError(f"ERR dtype must be one of {ALLOWED_DTYPES}, got {kind}")
@@ -120,7 +120,7 @@ def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argume
 def _read_page(client: Client, key: bytes, args: Sequence[Argument]) -> tuple[PageName, Shape, Slot]:
     """Ten arguments as a page; `key` is what the first five spell."""
     name = _checked_name(key, args)
-    shape = _shape(*args[NAME_ARGUMENTS : PAGE_ARGUMENTS - 1])
+    shape = _shape(*plain_all(args[NAME_ARGUMENTS : PAGE_ARGUMENTS - 1]))
     body = args[PAGE_ARGUMENTS - 1]
     slot = body if isinstance(body, Slot) else client.keyspace.slot_of(plain(body))
     if client.server.config.strict_page_shape and shape.nbytes != slot.size:
