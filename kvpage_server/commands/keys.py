@@ -47,6 +47,12 @@ def _starts(args: Sequence[Argument], first: int, step: int) -> range:
     return range(first, len(args), step) if step else range(first, min(first + 1, len(args)))
 
 
+def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
+    """SET's key, which its option GET reads, too."""
+    reads = any(plain(word).upper() == b"GET" for word in args[2:])
+    yield plain(args[0]), access | READ if reads else access
+
+
 def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
     """Keys in fixed places: from `first` to `last` (negative: counted from the end), every `step`."""
     for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):

@@ -44,8 +44,8 @@ def role(client: Client, args: list[Argument]) -> Reply:
 @command(
     "wait",
     3,
-    "noscript connection",
-    group="generic",
+    "noscript",
+    group="connection",
     since="3.0.0",
     usage="numreplicas timeout",
     summary="Waits for replicas, of which there are none.",

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_as_string
-from kvpage_server.commands.keys import READ, WRITE
+from kvpage_server.commands.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.value import length_of, make_room, page_of, part_of, put, store, string_of
 from kvpage_server.page import unix_ms
@@ -71,6 +71,7 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
     -3,
     "write denyoom",
     keys=(1, 1, 1),
+    uses=key_of_set,
     group="string",
     usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
     "PXAT unix-time-milliseconds | KEEPTTL]",

@@ -1,0 +1,439 @@
+"""Who may come in, and what they may do: passwords, users, rules, as Redis 7 has them."""
+
+from __future__ import annotations
+
+import random
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import redis
+from health import assert_prompt
+from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+from wire import Wire, parse, spell
+
+import kvpage_server.commands  # noqa: F401  fills the table
+from kvpage_server.commands.registry import CATEGORIES, SUBCOMMANDS, TABLE
+
+PASSWORD = "correct horse"
+
+
+@pytest.fixture(scope="module")
+def locked() -> Iterator[RunningServer]:
+    """A server that asks for a password."""
+    with start_server("--requirepass", PASSWORD) as server:
+        yield server
+
+
+@pytest.fixture
+def admin(locked: RunningServer) -> Iterator[redis.Redis]:
+    with locked.client(password=PASSWORD) as client:
+        yield client
+        for name in client.acl_users():
+            if name != "default":
+                client.acl_deluser(name)
+
+
+class TestAStranger:
+    def test_may_do_nothing_but_say_who_it_is(self, locked: RunningServer) -> None:
+        with Wire(locked.port) as wire:
+            for name, spec in TABLE.items():
+                words = [word.encode() for word in name.split("|")] + [b"x"] * max(abs(spec.arity) - spec.words, 0)
+                if "no_auth" not in spec.flags and name not in SUBCOMMANDS and len(words) <= 10:
+                    assert b"NOAUTH Authentication required." in wire.ask(*words), name
+
+    def test_comes_in_with_the_password(self, locked: RunningServer) -> None:
+        with Wire(locked.port) as wire:
+            refused = b"-WRONGPASS invalid username-password pair or user is disabled.\r\n"
+            assert wire.ask(b"AUTH", b"wrong") == refused
+            assert wire.ask(b"AUTH", b"nobody", PASSWORD.encode()) == refused
+            assert wire.ask(b"HELLO", b"3").startswith(b"-NOAUTH HELLO must be called with the client already")
+            assert wire.ask(b"HELLO", b"3", b"AUTH", b"default", b"wrong") == refused
+            assert wire.ask(b"PING").startswith(b"-NOAUTH")
+            assert wire.ask(b"AUTH", b"a", b"b", b"c") == b"-ERR syntax error\r\n"
+            assert wire.ask(b"HELLO", b"3", b"AUTH", b"default", PASSWORD.encode(), b"SETNAME", b"me").startswith(b"%")
+            assert wire.ask(b"CLIENT", b"GETNAME") == b"$2\r\nme\r\n"
+            assert wire.ask(b"RESET") == b"+RESET\r\n"
+            assert wire.ask(b"PING").startswith(b"-NOAUTH")
+            assert wire.ask(b"AUTH", PASSWORD.encode()) == b"+OK\r\n"
+            assert wire.ask(b"ACL", b"WHOAMI") == b"$7\r\ndefault\r\n"
+
+    @pytest.mark.parametrize(
+        ("frame", "reason"),
+        [
+            (b"*11\r\n", b"unauthenticated multibulk length"),
+            (b"*2\r\n$4\r\nAUTH\r\n$16385\r\n", b"unauthenticated bulk length"),
+        ],
+    )
+    def test_is_held_to_small_frames(self, locked: RunningServer, frame: bytes, reason: bytes) -> None:
+        with locked.connect() as sock, sock.makefile("rb") as incoming:
+            sock.sendall(frame)
+            assert incoming.read() == b"-ERR Protocol error: %b\r\n" % reason
+
+    def test_is_no_longer_held_to_them_once_it_is_known(self, locked: RunningServer) -> None:
+        with Wire(locked.port) as wire:
+            wire.ask(b"AUTH", PASSWORD.encode())
+            assert wire.ask(b"SET", b"large", bytes(10**6)) == b"+OK\r\n"
+            assert wire.ask(b"DEL", *[b"k%d" % i for i in range(50)], b"large") == b":1\r\n"
+            wire.ask(b"RESET")
+            wire.send(b"*11\r\n")
+            assert b"unauthenticated" in wire.reply()
+
+    def test_needs_no_password_where_none_is_set(self, server: RunningServer) -> None:
+        with Wire(server.port) as wire:
+            assert wire.ask(b"AUTH", b"x").startswith(b"-ERR AUTH <password> called without any password configured")
+            assert wire.ask(b"AUTH", b"default", b"anything") == b"+OK\r\n"
+
+
+def rest_of(wire: Wire) -> Iterator[bytes]:
+    """The replies until the connection ends."""
+    with suppress(EOFError, ConnectionError):
+        while True:
+            yield wire.reply()
+
+
+class TestRules:
+    def test_keys_to_read_and_keys_to_write(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.acl_setuser("u", enabled=True, passwords=["+p"], commands=["+@all"], keys=["both:*"])
+        admin.execute_command("ACL", "SETUSER", "u", "%R~in:*", "%W~out:*")
+        admin.mset({"in:a": "1", "out:a": "2", "other": "3"})
+        denied = b"-NOPERM No permissions to access a key\r\n"
+        with Wire(locked.port) as wire:
+            wire.ask(b"AUTH", b"u", b"p")
+            assert wire.ask(b"GET", b"in:a") == b"$1\r\n1\r\n"
+            assert wire.ask(b"SET", b"out:a", b"4") == b"+OK\r\n"
+            assert wire.ask(b"SET", b"both:a", b"5") == b"+OK\r\n"
+            assert wire.ask(b"GETDEL", b"both:a") == b"$1\r\n5\r\n"
+            for words in (b"SET in:a x", b"GET out:a", b"GET other", b"MGET in:a other", b"DEL in:a", b"INCR in:a"):
+                assert wire.ask(*words.split()) == denied, words
+            for words in (b"GETDEL out:a", b"GETEX out:a", b"INCR out:a", b"SET out:a x GET", b"STRLEN out:a"):
+                assert wire.ask(*words.split()) == denied, words
+            assert wire.ask(b"OBJECT", b"ENCODING", b"other") == denied
+
+    def test_commands_by_name_subcommand_and_category(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.execute_command("ACL", "SETUSER", "u", "on", "nopass", "~*", "+@page", "+@read", "-mget", "+client|id")
+        with Wire(locked.port) as wire:
+            wire.ask(b"AUTH", b"u", b"")
+            page = [b"r", b"0", b"0", b"0", b"0"]
+            assert wire.ask(b"KVPAGESET", *page, b"1", b"1", b"2", b"0", b"abcd") == b"+OK\r\n"
+            assert wire.ask(b"GET", b"kv:r:0:0:0:0")[:1] == b"$"
+            assert wire.ask(b"CLIENT", b"ID")[:1] == b":"
+            assert wire.ask(b"MGET", b"a") == b"-NOPERM User u has no permissions to run the 'mget' command\r\n"
+            assert wire.ask(b"CLIENT", b"LIST") == (
+                b"-NOPERM User u has no permissions to run the 'client|list' command\r\n"
+            )
+            assert wire.ask(b"SET", b"a", b"b")[:7] == b"-NOPERM"
+        assert admin.acl_list()[-1].endswith("~* resetchannels -@all +@page +@read -mget +client|id")
+
+    def test_channels(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.execute_command("ACL", "SETUSER", "u", "on", "nopass", "+@all", "&news.*")
+        denied = b"-NOPERM No permissions to access a channel\r\n"
+        with Wire(locked.port) as wire:
+            wire.ask(b"AUTH", b"u", b"")
+            assert wire.ask(b"PUBLISH", b"news.art", b"x") == b":0\r\n"
+            assert wire.ask(b"PUBLISH", b"other", b"x") == denied
+            assert wire.ask(b"SUBSCRIBE", b"news.art", b"other") == denied
+            assert wire.ask(b"PSUBSCRIBE", b"news.a*") == denied
+            assert wire.ask(b"PSUBSCRIBE", b"news.*")[:1] == b"*"
+
+    def test_all_of_a_call_or_nothing_of_it(self, admin: redis.Redis) -> None:
+        admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get"])
+        before = admin.acl_list()
+        for rules, why in (
+            (("on", "+nosuch"), "Error in ACL SETUSER modifier '+nosuch': Unknown command or category name in ACL"),
+            (("off", "+@nosuch"), "Unknown command or category"),
+            (("~b", "what"), "Error in ACL SETUSER modifier 'what': Syntax error"),
+            (("~b", "<none"), "The password you are trying to remove from the user does not exist"),
+            (("#abc",), "The password hash must be exactly 64 characters"),
+            (("~*", "~b"), "Adding a pattern after the"),
+            (("(~a +get)",), "Selectors are not supported"),
+            (("~" + "x" * 5000,), "a pattern has at most"),
+        ):
+            with pytest.raises(redis.ResponseError, match=re.escape(why)):
+                admin.execute_command("ACL", "SETUSER", "u", *rules)
+        with pytest.raises(redis.ResponseError, match="Usernames can't contain spaces"):
+            admin.execute_command("ACL", "SETUSER", "u u")
+        assert admin.acl_list() == before
+
+    def test_are_felt_by_connections_at_once(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.acl_setuser("u", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all"])
+        with Wire(locked.port) as wire, Wire(locked.port) as queuing, Wire(locked.port) as watching:
+            for one in (wire, queuing, watching):
+                one.ask(b"AUTH", b"u", b"")
+            queuing.ask(b"MULTI")
+            queuing.ask(b"SET", b"a", b"b")
+            queuing.ask(b"PING")
+            watching.ask(b"MONITOR")
+            admin.execute_command("ACL", "SETUSER", "u", "resetkeys", "~b")
+            assert wire.ask(b"GET", b"a")[:7] == b"-NOPERM"
+            assert wire.ask(b"GET", b"b") == b"$-1\r\n"
+            refused, pong = parse(queuing.ask(b"EXEC"))
+            assert refused.startswith("NOPERM ACLs rules changed between the moment the transaction was accumulated")
+            assert pong == "PONG"
+            assert len(list(rest_of(watching))) < 2, "it may not see what all others do any more"
+            assert admin.acl_deluser("u") == 1
+            with pytest.raises((EOFError, ConnectionError)):
+                wire.ask(b"PING")
+        with pytest.raises(redis.ResponseError, match="'default' user cannot be removed"):
+            admin.acl_deluser("default")
+
+    def test_what_is_listed_makes_the_same_users_again(self, admin: redis.Redis) -> None:
+        rng = random.Random(1)
+        for i in range(20):
+            rules = ["reset", rng.choice(["on", "off"]), *rng.choices(_RULES, k=rng.randrange(6))]
+            admin.execute_command("ACL", "SETUSER", f"u{i}", *rules)
+        lines = admin.acl_list()
+        options = [word for line in lines for word in ("--user", *line.split()[1:])]
+        with start_server(*options) as copy, copy.client(password=PASSWORD) as client:
+            assert client.acl_list() == lines
+
+
+_RULES = [
+    *(
+        "+@all",
+        "-@all",
+        "+@read",
+        "-@read",
+        "+@page",
+        "-@dangerous",
+        "+get",
+        "-get",
+        "+config|get",
+        "-config",
+        "+config",
+    ),
+    *("nopass", "resetpass", ">pass", ">word", "%R~r:*", "%W~w:*", "&c.*", "resetkeys", "resetchannels", "~a", "~b*"),
+]
+_QUESTIONS = [
+    *("get a", "set a x", "getdel a", "get r:a", "set r:a x", "set w:a x", "mget a b", "ping", "del bcd"),
+    *("subscribe c.a", "publish d x", "config get x", "config set x y", "client id", "client list", "flushall"),
+]
+
+
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+def test_commands_are_of_the_categories_that_redis_puts_them_in() -> None:
+    with start_redis() as theirs, Wire(theirs.port) as wire:
+        known = parse(wire.ask(b"COMMAND"))
+    for row in [*known, *(sub for container in known for sub in container[9])]:
+        name, categories = row[0].decode(), {category.removeprefix("@") for category in row[6]}
+        if name in TABLE and name not in SUBCOMMANDS and not name.endswith("|help"):
+            assert categories == TABLE[name].categories, name
+
+
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+def test_random_rules_allow_what_redis_allows() -> None:
+    """The same rules to Debian's redis-server and to ours, then the same questions to ACL DRYRUN."""
+    rng = random.Random(2)
+    known = [rule for rule in _RULES if "page" not in rule]
+    with start_redis() as theirs, start_server() as ours, theirs.client() as there, ours.client() as here:
+        verdicts = set()
+        for _ in range(150):
+            rules = ["reset", *rng.choices(known, k=rng.randrange(1, 8)), "~*" if rng.random() < 0.5 else "on"]
+            answers = [_try(client, "ACL", "SETUSER", "u", *rules) for client in (there, here)]
+            assert answers[0] == answers[1], rules
+            for question in _QUESTIONS:
+                asked = [_try(client, "ACL", "DRYRUN", "u", *question.split()) for client in (there, here)]
+                verdict = ["OK" if answer == "OK" else "no" for answer in asked]
+                if TABLE[_name(question)].all_keys and "~*" not in here.acl_getuser("u")["keys"]:
+                    assert verdict[1] == "no"  # stricter: it concerns every key
+                else:
+                    assert verdict[0] == verdict[1], (rules, question, asked)
+                verdicts.add(verdict[0])
+        assert verdicts == {"OK", "no"}
+
+
+def _try(client: redis.Redis, *words: str) -> str:
+    try:
+        return _text(client.execute_command(*words))
+    except redis.ResponseError as error:
+        return str(error)
+
+
+def _text(answer: object) -> str:
+    return answer.decode() if isinstance(answer, bytes) else "OK" if answer is True else str(answer)
+
+
+def _name(question: str) -> str:
+    longer = "|".join(question.split()[:2])
+    return longer if longer in TABLE else question.split()[0]
+
+
+class TestTheCommands:
+    def test_tell_who_one_is_and_what_there_is(self, admin: redis.Redis) -> None:
+        assert admin.acl_whoami() == "default"
+        assert admin.acl_cat() == list(CATEGORIES)
+        assert {"kvpageset", "kvpageget", "kvblockget"} <= set(admin.acl_cat("page"))
+        assert "hset" not in admin.acl_cat("hash")
+        with pytest.raises(redis.ResponseError, match="Unknown category 'nosuch'"):
+            admin.acl_cat("nosuch")
+        assert len(admin.acl_genpass()) == 64
+        assert len(admin.acl_genpass(5)) == 2
+        with pytest.raises(redis.ResponseError, match="positive number up to 4096"):
+            admin.execute_command("ACL", "GENPASS", 5000)
+        admin.acl_setuser("u", enabled=True, passwords=["+secret"], keys=["a*"], commands=["+get"])
+        assert admin.acl_users() == ["default", "u"]
+        told = admin.acl_getuser("u")
+        assert told["flags"] == ["on"]
+        assert told["keys"] == ["~a*"]
+        assert "secret" not in str(admin.acl_list()) + str(told)
+        assert admin.acl_getuser("nobody") is None
+
+    def test_dry_runs_say_why_not(self, admin: redis.Redis) -> None:
+        admin.acl_setuser("u", enabled=True, keys=["kv:r:*"], commands=["+kvpageget", "+publish"])
+        page = ("0", "0", "0", "0")
+        assert _try(admin, "ACL", "DRYRUN", "u", "kvpageget", "r", *page) == "OK"
+        assert _try(admin, "ACL", "DRYRUN", "u", "kvpageget", "q", *page) == (
+            "User u has no permissions to access the 'kv:q:0:0:0:0' key"
+        )
+        assert _try(admin, "ACL", "DRYRUN", "u", "get", "a") == "User u has no permissions to run the 'get' command"
+        assert _try(admin, "ACL", "DRYRUN", "u", "publish", "c", "x") == (
+            "User u has no permissions to access the 'c' channel"
+        )
+        assert "not found" in _try(admin, "ACL", "DRYRUN", "nobody", "get", "a")
+
+    def test_the_log_says_what_was_refused_to_whom(self, locked: RunningServer, admin: redis.Redis) -> None:
+        admin.acl_log_reset()
+        admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get", "+@transaction"])
+        with Wire(locked.port) as wire:
+            wire.ask(b"AUTH", b"u", b"")
+            for _ in range(3):
+                wire.ask(b"GET", b"b")
+            wire.ask(b"SET", b"a", b"x")
+            wire.ask(b"MULTI")
+            wire.ask(b"GET", b"c")
+            wire.ask(b"DISCARD")
+            wire.ask(b"AUTH", b"nobody", b"x")
+        told = admin.acl_log()
+        assert [(entry["reason"], entry["object"], entry["username"]) for entry in told] == [
+            ("auth", "AUTH", "nobody"),
+            ("key", "c", "u"),
+            ("command", "set", "u"),
+            ("key", "b", "u"),
+        ]
+        assert [int(entry["count"]) for entry in told] == [1, 1, 1, 3]
+        assert told[1]["context"] == "multi"
+        assert told[1]["client-info"]["user"] == "u"
+        denied = admin.info("stats")
+        assert denied["acl_access_denied_key"] >= 4
+        assert admin.acl_log_reset()
+        assert admin.acl_log() == []
+        admin.config_set("acllog-max-len", 2)
+        for name in (b"x", b"y", b"z"):
+            with Wire(locked.port) as wire:
+                wire.ask(b"AUTH", name, b"")
+        assert len(admin.acl_log()) == 2
+
+    def test_the_default_user_can_lose_its_password_and_get_another(self, locked: RunningServer) -> None:
+        with start_server() as server, server.client() as client:
+            client.config_set("requirepass", "new")
+            assert client.ping(), "who is in stays in"
+            with pytest.raises(redis.AuthenticationError), server.client() as other:
+                other.ping()
+            with server.client(password="new") as other:
+                assert other.config_get("requirepass") == {"requirepass": "new"}
+                other.config_set("requirepass", "")
+            with server.client() as other:
+                assert other.ping()
+
+
+class TestTheFile:
+    def test_is_read_saved_and_read_again(self, tmp_path: Path) -> None:
+        file = tmp_path / "users.acl"
+        file.write_text("# people\nuser default off\n\nuser boss on >secret ~* &* +@all\n")
+        with start_server("--aclfile", str(file)) as server, server.client(username="boss", password="secret") as boss:
+            assert boss.acl_users() == ["boss", "default"]
+            with pytest.raises(redis.AuthenticationError), server.client() as other:
+                other.ping()
+            boss.acl_setuser("new", enabled=True, nopass=True, keys=["*"], commands=["+@all"])
+            assert boss.acl_save()
+            assert b"user new on nopass ~* resetchannels +@all" in file.read_bytes()
+            assert b"secret" not in file.read_bytes()
+            good = file.read_text()
+            with server.client(username="new", password="") as new:
+                assert new.ping()
+                file.write_text(good + "user broken +nosuch\n")
+                with pytest.raises(redis.ResponseError, match="line 4: Error in ACL SETUSER modifier '\\+nosuch'"):
+                    boss.acl_load()
+                assert new.ping(), "nothing has changed"
+                file.write_text(good.replace("user new", "user newer"))
+                assert boss.acl_load()
+                assert boss.acl_users() == ["boss", "default", "newer"]
+                with pytest.raises(redis.ConnectionError):
+                    new.ping()
+
+    def test_does_without_a_file(self, admin: redis.Redis) -> None:
+        for words in ("SAVE", "LOAD"):
+            with pytest.raises(redis.ResponseError, match="not configured to use an ACL file"):
+                admin.execute_command("ACL", words)
+
+    @pytest.mark.parametrize(
+        ("line", "why"),
+        [
+            ("people boss on", "line 1: a line must start with 'user', got 'people'"),
+            ("user", "line 1: a user needs a name"),
+            ("user a on +nosuch", "line 1: Error in ACL SETUSER modifier '+nosuch': Unknown command"),
+            ("user a on\nuser a off", "line 2: user 'a' is defined twice"),
+        ],
+    )
+    def test_that_is_wrong_stops_the_server(self, tmp_path: Path, line: str, why: str) -> None:
+        file = tmp_path / "users.acl"
+        file.write_text(line)
+        assert why in start_refused("--aclfile", str(file))
+
+    def test_and_lines_of_the_configuration_exclude_each_other(self, tmp_path: Path) -> None:
+        file = tmp_path / "users.acl"
+        file.write_text("")
+        told = start_refused("--aclfile", str(file), "--user", "a", "on")
+        assert "users stand either in `user` lines or in an aclfile, not in both" in told
+
+
+def start_refused(*options: str) -> str:
+    """What a server says that does not start."""
+    command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", *options]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert ended.returncode == 1
+    assert "Traceback" not in ended.stderr
+    return ended.stderr
+
+
+def address_of_this_machine() -> str | None:
+    """One that is not of the loopback, if it has any."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # nothing is sent
+            found: str = probe.getsockname()[0]
+        except OSError:
+            return None
+    return None if found.startswith("127.") else found
+
+
+class TestProtectedMode:
+    def test_takes_no_connection_from_elsewhere_while_anybody_may_come_in(self) -> None:
+        address = address_of_this_machine()
+        if address is None:
+            pytest.skip("this machine has no address but the loopback's")
+        with start_server("--bind", "127.0.0.1", address) as server, server.client() as here:
+            with socket.create_connection((address, server.port), timeout=10) as sock:
+                told = sock.makefile("rb").read()
+            assert told.startswith(b"-DENIED kvpage-server is running in protected mode")
+            assert here.info("stats")["rejected_connections"] == 1
+            here.config_set("protected-mode", "no")
+            with redis.Redis(address, server.port) as elsewhere:
+                assert elsewhere.ping()
+            here.config_set("protected-mode", "yes")
+            here.config_set("requirepass", "x")
+            with redis.Redis(address, server.port, password="x") as elsewhere:
+                assert elsewhere.ping()
+
+
+def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, admin: redis.Redis) -> None:
+    guesses = b"".join(spell([b"AUTH", b"guess%d" % i]) for i in range(20_000))
+    with locked.connect() as sock:
+        sock.sendall(guesses)
+        assert_prompt(locked, password=PASSWORD)
+    assert len(admin.acl_log()) <= 10
