@@ -15,6 +15,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.page import index_key
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, simple
+from kvpage_server.store.memory import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d+)?\Z")  # what C's strtoul takes
 _U64_MAX = 2**64 - 1
@@ -55,7 +56,15 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
 def exists(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
     keyspace = client.server.keyspace
-    return sum(keyspace.look(key) is not None or lists_pages(keyspace, key) for key in plain_all(args))
+    return sum(_is_there(keyspace, key) for key in plain_all(args))
+
+
+def _is_there(keyspace: Keyspace, key: bytes) -> bool:
+    entry = keyspace.look(key)
+    if entry is None:
+        return lists_pages(keyspace, key)
+    keyspace.promise(key, entry)
+    return True
 
 
 @command(
@@ -147,6 +156,7 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
 def scan_cursor(word: bytes) -> int:
     """A cursor of SCAN or SSCAN. Raises ReplyError."""
+    word = word.partition(b"\0")[0]  # where C's strings end
     value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
     if abs(value) > _U64_MAX:
         raise ReplyError("ERR invalid cursor")

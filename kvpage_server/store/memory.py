@@ -23,6 +23,7 @@ from kvpage_server.store.scan import ScanOrder
 
 TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
 LONGEST_TEXT = 1024  # longer strings lie in the arena
+PROMISE = 10_000  # milliseconds
 
 
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
@@ -285,6 +286,8 @@ class Keyspace:
         unit = self._unit(key, old)
         if isinstance(unit, Block):
             self._grow(unit, -old.footprint)
+        else:
+            self.guards.removed(key)  # the new value was used a moment ago: it needs no promise yet
         if new is not None and self._unit(key, new) is unit:
             return
         if isinstance(unit, Block):
@@ -352,6 +355,7 @@ class Keyspace:
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due; how many it removed."""
         self._lru.now = now // 1000
+        self.guards.settle(now)
         self._scans.rest(now)
         self.index.rest(now)
         removed = 0
@@ -361,6 +365,16 @@ class Keyspace:
             if removed == most:
                 break
         return removed
+
+    def promise(self, key: bytes, entry: Entry) -> None:
+        """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.
+
+        The client of LMCache that asks EXISTS and then misses with GET waits for ever.
+        """
+        if self.maxmemory and isinstance(entry, Slot):
+            unit = self._unit(key, entry)
+            size = unit.footprint if isinstance(unit, Block) else entry.footprint
+            self.guards.lease(unit, size, unix_ms() + PROMISE, self.guardable)
 
     def make_room(self, *, may_evict: bool = True) -> None:
         """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
