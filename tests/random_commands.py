@@ -38,6 +38,9 @@ PATTERNS = [
 CHANNELS = [b"news", b"news.art", b"", b"\x00\xff", b"other"]
 
 
+_ABOUT_ANOTHER = {"command|getkeys": [], "command|getkeysandflags": [], "acl|dryrun": [b"default"]}
+
+
 class Commands:
     """`next()` is the next command of a sequence that `rng` decides."""
 
@@ -63,7 +66,7 @@ class Commands:
             "username": lambda: any_of([b"default"]),
             "password": lambda: any_of([b"", b"secret"]),
             "clientname": lambda: any_of([b"me", b"", b"with space", b"with\nnewline"]),
-            "name": lambda: any_of([b"me", b"", b"with space", b"with\nnewline"]),
+            "connection-name": lambda: any_of([b"me", b"", b"with space", b"with\nnewline"]),
             "parameter": lambda: any_of([b"appendonly", b"databases", b"save", b"no-such", b"databas?s", b"[", b""]),
         }
 
@@ -85,7 +88,10 @@ class Commands:
 
     def of(self, spec: Spec) -> Words:
         """A call of one command, spelt in upper, lower or mixed case, one in ten a word short or a word too long."""
-        words = [self._case(word.encode()) for word in spec.name.split("|")] + self._sequence(arguments(spec.usage))
+        words = [self._case(word.encode()) for word in spec.name.split("|")]
+        if spec.name in _ABOUT_ANOTHER:
+            return [*words, *_ABOUT_ANOTHER[spec.name], *self.of(self._rng.choice(self._specs))]
+        words += self._sequence(arguments(spec.usage))
         if self._rng.random() < 0.1:
             place = self._rng.randrange(1, len(words) + 1)
             words[place : place + self._rng.randrange(2)] = self._rng.choice([[], [self._rng.choice(ODD_WORDS)]])

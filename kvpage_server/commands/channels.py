@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpage_server.commands.glob import Matches, glob
+from kvpage_server.commands.glob import Matches, channel_glob
 from kvpage_server.resp.reply import Piece, Push, Raw, Reply, encode
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Channels:
 
     def psubscribe(self, client: Client, pattern: bytes) -> None:
         """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
-        self._matches[pattern] = glob(pattern)
+        self._matches[pattern] = channel_glob(pattern)
         client.patterns[pattern] = None
         self.by_pattern.setdefault(pattern, {})[client] = None
         client.settle()

@@ -2,8 +2,8 @@
 
 ``*`` is any run of bytes, ``?`` one byte, ``[a-z]`` and ``[^ab]`` classes, ``\\`` takes the next byte as it is. What
 Redis does with malformed patterns is kept: an unclosed class ends with the pattern, ``[a-]`` is a range up to ``]``, a
-last ``\\`` stands for itself, and stars alone do not match the empty string. A byte above 127 in a range counts as
-itself, where Redis asks the machine whether its chars have a sign.
+last ``\\`` stands for itself, and stars alone do not match the empty string, but for a single one where Redis does not
+look any closer. A byte above 127 in a range counts as itself; Redis asks the machine whether its chars have a sign.
 
 A pattern becomes one regular expression. Every part between two stars has a fixed length and is taken as early as it
 is found, never to be reconsidered (an atomic group), so a match costs at most O(pattern x string): no pattern blows up.
@@ -38,12 +38,23 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
             parts.append([])
         else:
             parts[-1].append(element)
+    if pattern == b"*":
+        return _everything
     if len(parts) > 1 and not any(parts):
-        return re.compile(rb".+", re.DOTALL).fullmatch
+        return bool
     first, *rest = (b"".join(part) for part in parts)
     middle = b"".join(b"(?>.*?%b)" % part for part in rest[:-1] if part)
     last = b".*" + rest[-1] if rest else b""
     return re.compile(first + middle + last, re.DOTALL).fullmatch
+
+
+def channel_glob(pattern: bytes) -> Matches:
+    """The same for channels, where Redis looks closer: a single star does not match the empty name."""
+    return bool if pattern == b"*" else glob(pattern)
+
+
+def _everything(_: bytes) -> bool:
+    return True
 
 
 def _elements(pattern: bytes, ignore_case: bool) -> Iterator[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.glob import PatternTooLong, glob
+from kvpage_server.commands.glob import PatternTooLong, channel_glob
 from kvpage_server.commands.registry import command, container
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, encode
@@ -128,7 +128,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     if not args:
         return channels
     try:
-        matches = glob(plain(args[0]))
+        matches = channel_glob(plain(args[0]))
     except PatternTooLong as error:
         raise ReplyError(f"ERR {error}") from None
     return [channel for channel in channels if matches(channel)]
