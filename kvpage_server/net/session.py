@@ -100,7 +100,8 @@ class Session:
             self._refuse(error)
             return
         self.client.active = time.monotonic()
-        self._run()
+        if not self._parser.in_a_bulk:  # in the middle of one nothing can have become complete
+            self._run()
 
     def drained(self) -> None:
         """There is room for replies again."""

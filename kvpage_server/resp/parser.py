@@ -135,6 +135,11 @@ class Parser:
     # -- commands --------------------------------------------------------------------------------------------------
 
     @property
+    def in_a_bulk(self) -> bool:
+        """Whether a long bulk has begun and not ended."""
+        return self._bulk is not None
+
+    @property
     def pending(self) -> int:
         """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
         return self._size + len(self._data) - self._pos + self._ready_size
