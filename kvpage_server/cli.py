@@ -7,6 +7,7 @@ import re
 import sys
 from collections.abc import Iterator
 from datetime import datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import redis
@@ -76,7 +77,30 @@ def _parser() -> argparse.ArgumentParser:
     why_ = add("why", why, "why a read of a request, or of a page, would miss")
     why_.add_argument("req", metavar="REQ")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
+    bench_ = add("bench", bench, "measure how fast pages and blocks of all sizes travel; deletes what it has written")
+    bench_.add_argument(
+        "--against", metavar="URL", help="another server, to be measured beside it: any Redis or Valkey"
+    )
+    bench_.add_argument("--seconds", type=float, default=0.5, help="for each kind of call, 0.5 if not given")
+    bench_.add_argument("--quick", action="store_true", help="a few sizes only")
+    bench_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
+    bench_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
     return parser
+
+
+# -- bench ---------------------------------------------------------------------------------------------------------
+
+
+def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """How fast pages travel."""
+    from kvpage_server.bench.command import run  # numpy and the page client take a while to load
+
+    urls = [args.url, *([args.against] if args.against else [])]
+    try:
+        run(urls, seconds=args.seconds, quick=args.quick, json=args.json, plot=args.plot, out=out)
+    except ModuleNotFoundError as missing:
+        raise Failure(f"--plot needs {missing.name}: pip install 'kvpage[bench]'") from None
+    return True
 
 
 # -- status --------------------------------------------------------------------------------------------------------

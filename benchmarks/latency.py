@@ -1,0 +1,64 @@
+"""One page of 16 KiB, one question at a time: how long until it is there."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from statistics import median
+
+import numpy as np
+
+from benchmarks.findings import Finding
+from benchmarks.servers import Server
+
+_SIZE = 16 * 1024
+_CALLS = 500  # a round
+_AT_MOST = 1.25
+
+
+def findings(ours: Server, redis: Server, *, rounds: int) -> Iterator[Finding]:
+    """KVPAGEGET beside GET. Raises AssertionError for wrong bytes."""
+    body = np.random.default_rng(0).bytes(_SIZE)
+    ours.admin.execute_command("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0, body)
+    redis.admin.set("latency", body)
+    with ours.connect() as our_sock, redis.connect() as their_sock:
+        our_get = _get(our_sock, b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n", body)
+        their_get = _get(their_sock, b"*2\r\n$3\r\nGET\r\n$7\r\nlatency\r\n", body)
+        found = [(_round(our_get), _round(their_get)) for _ in range(rounds + 1)][1:]
+    fast, slow = (median(times) for times in zip(*found, strict=True))
+    yield Finding(
+        "KVPAGEGET of 16 KiB",
+        "redis-server, GET",
+        "p50, µs",
+        f"{fast * 1e6:.0f} / {slow * 1e6:.0f}",
+        median(ours / theirs for ours, theirs in found),
+        at_most=_AT_MOST,
+    )
+
+
+def _get(sock: socket.socket, question: bytes, body: bytes) -> Callable[[], None]:
+    answer = b"$%d\r\n%b\r\n" % (len(body), body)
+    memory = bytearray(len(answer))
+    view = memoryview(memory)
+
+    def get() -> None:
+        sock.sendall(question)
+        received = 0
+        while received < len(view):
+            received += sock.recv_into(view[received:])
+
+    get()
+    if memory != answer:
+        raise AssertionError("the bytes that were read are not those that were written")
+    return get
+
+
+def _round(get: Callable[[], None]) -> float:
+    """Seconds of the call in the middle."""
+    times = []
+    for _ in range(_CALLS):
+        started = time.perf_counter()
+        get()
+        times.append(time.perf_counter() - started)
+    return median(times)

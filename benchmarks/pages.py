@@ -1,0 +1,161 @@
+"""Pages and blocks on the wire: kvpage-server beside redis-server 7 and Valkey 9.1, and bare sockets.
+
+Servers have one core, the client the other. Every page is new or long out of the CPU's cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+
+from benchmarks import growth, latency, redis_py
+from benchmarks.findings import RESULTS, Finding, show, write
+from benchmarks.pairs import GENERATIONS, Contestant, Passes, compare, cpu, cpu_ratio, speed, speed_ratio
+from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
+from benchmarks.stores import PageStore, RawStore, ValueStore
+from kvpage_server.bench.measure import Figures
+from kvpage_server.bench.raw import start_raw
+from kvpage_server.bench.report import Row, write_plot
+from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_256, Blocks, Pages, Work
+
+KIB = 1024
+INTRO = "kvpage-server / the other; ratios are medians of the ratios of each round"
+OURS, REDIS, VALKEY, RAW = "kvpage-server", "redis-server", "Valkey", "raw sockets"
+
+
+@dataclass(frozen=True)
+class Target:
+    """At least so many times as fast, with at most so many times the server's CPU time."""
+
+    against: str
+    speed: float
+    cpu: float | None = None
+
+
+Targets = dict[str, list[Target]]  # by op
+
+PAGES: dict[int, Targets] = {
+    16: {"read": [Target(VALKEY, 0.95, 1.15)], "write": [Target(VALKEY, 0.6)]},
+    32: {
+        "read": [Target(REDIS, 1.7, 0.5), Target(VALKEY, 0.95, 1.15)],
+        "write": [Target(REDIS, 1.5, 0.8), Target(VALKEY, 0.8)],
+    },
+    64: {
+        "read": [Target(REDIS, 1.7, 0.5), Target(VALKEY, 0.95, 1.15)],
+        "write": [Target(REDIS, 1.15, 0.8), Target(VALKEY, 0.8)],
+    },
+    256: {
+        "read": [Target(REDIS, 1.7, 0.5), Target(VALKEY, 0.95, 1.15)],
+        "write": [Target(REDIS, 1.5, 0.8), Target(VALKEY, 1.0)],
+    },
+}
+SINGLE_PAGES: Targets = {"read": [Target(VALKEY, 1.8)], "write": [Target(VALKEY, 1.6)]}
+WHOLE_BLOCKS: Targets = {
+    "read": [Target(VALKEY, 1.0), Target(RAW, 0.8)],
+    "write": [Target(VALKEY, 1.0), Target(RAW, 0.75)],
+}
+
+
+class Contest:
+    """The servers and what was found of them."""
+
+    def __init__(self, contestants: list[Contestant], rounds: int) -> None:
+        self._contestants = contestants
+        self._rounds = rounds
+        self.findings: list[Finding] = []
+        self.rows: list[Row] = []
+
+    def run(self, work: Work, targets: Targets, name: str | None = None) -> None:
+        """Write and read, cold and cache-hot; what was written is forgotten afterwards."""
+        name = name or work.name
+        print(f"{name} ...", flush=True)
+        for op in ("write", "read"):
+            cold = compare(self._contestants, op, work, rounds=self._rounds)
+            hot = compare(self._contestants, op, work, rounds=max(3, self._rounds // 3), hot=True)
+            self.rows.append(_row(name, op, cold))
+            self.findings += [f for target in targets[op] for f in _findings(f"{op} {name}", target, cold, hot)]
+        for contestant in self._contestants:
+            if contestant.server:
+                contestant.server.admin.flushall()
+
+
+def _row(name: str, op: str, passes: Passes) -> Row:
+    figures = {
+        server: Figures(speed(passes, server), cpu(passes, server), 0, 0, len(passes[server]))
+        for server in passes
+        if server != RAW
+    }
+    return Row(name, op, figures, speed(passes, RAW))
+
+
+def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[Finding]:
+    other = target.against
+    yield Finding(
+        name,
+        other,
+        "GB/s",
+        f"{speed(cold, OURS):.2f} / {speed(cold, other):.2f}",
+        speed_ratio(cold, OURS, other),
+        at_least=target.speed,
+        note=f"{speed_ratio(hot, OURS, other):.2f}",
+    )
+    if other != RAW:
+        yield Finding(
+            name,
+            other,
+            "CPU s/GB",
+            f"{cpu(cold, OURS):.2f} / {cpu(cold, other):.2f}",
+            cpu_ratio(cold, OURS, other),
+            at_most=target.cpu,
+            note=f"{cpu_ratio(hot, OURS, other):.2f}",
+        )
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; write results/pages.json, .md and .png."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks pages")
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    rounds, generations = (3, 4) if quick else (15, GENERATIONS)
+    pin_client()
+    with ExitStack() as stack:
+        ours, redis, valkey = (stack.enter_context(start()) for start in (start_kvpage, start_redis, start_valkey))
+        raw = stack.enter_context(closing(stack.enter_context(start_raw(prefix=PINNED))(1)))
+        page_store = Contestant(OURS, PageStore(ours.url), ours)
+        bare = Contestant(RAW, RawStore(raw), None)
+        whole = Contest(
+            [
+                page_store,
+                Contestant(REDIS, ValueStore(redis.url), redis),
+                Contestant(VALKEY, ValueStore(valkey.url), valkey),
+                bare,
+            ],
+            rounds,
+        )
+        for size in (16, 64) if quick else PAGES:
+            whole.run(Pages(256, size * KIB, generations), PAGES[size])
+        single = Contest(
+            [page_store, Contestant(VALKEY, ValueStore(valkey.url, single_pages=True), valkey), bare], rounds
+        )
+        single.run(Blocks(8, LLAMA3_16, generations), SINGLE_PAGES, "8 blocks, there 4096 pages of 4 KiB")
+        whole.run(Blocks(8, LLAMA3_16, generations), WHOLE_BLOCKS)
+        if not quick:
+            whole.run(Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
+        findings = [*whole.findings, *single.findings]
+        findings += redis_py.findings(ours, rounds=rounds)
+        findings += latency.findings(ours, redis, rounds=rounds)
+        about = {
+            "servers": [server.name for server in (ours, redis, valkey)],
+            "rounds": rounds,
+            "generations": generations,
+        }
+    findings += growth.findings(pages=100_000 if quick else 1_000_000, rounds=rounds)
+    show(findings, INTRO)
+    write(findings, "pages", about, intro=INTRO)
+    write_plot([*whole.rows, *single.rows], RESULTS / "pages.png")
+
+
+if __name__ == "__main__":
+    main()

