@@ -11,6 +11,7 @@ from typing import Protocol
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch import Paused, execute
 from kvpage_server.net import limits
+from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp.parser import Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, encode
 
@@ -65,6 +66,7 @@ class Session:
         self._limits = limits.of_frames(server.config)
         self._parser = Parser(server.keyspace.arena.allocate, limits=self._limits)
         self._out: list[Piece] = []
+        self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._pushed: list[Reply] = []  # what waits for the end of that reply
         self._postponed: Command | None = None  # until a pause ends
@@ -253,6 +255,10 @@ class Session:
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
         elif not silent:
             encode(reply, client.protocol, self._out)
+            if type(reply) is tuple:
+                self._borrowed += sum(len(piece if isinstance(piece, bytes) else piece.view) for piece in reply)
+                if self._borrowed > HIGH_WATER:  # let it be felt when the peer does not read
+                    self._flush()
 
     def _continue_stream(self, deadline: int) -> bool:
         """Take some steps; False when there was no time for more."""
@@ -285,7 +291,7 @@ class Session:
 
     def _flush(self) -> None:
         if self._out:
-            out, self._out = self._out, []
+            out, self._out, self._borrowed = self._out, [], 0
             self._transport.write(out)
 
     def _account(self) -> None:

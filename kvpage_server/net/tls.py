@@ -10,6 +10,7 @@ import asyncio
 import ssl
 from collections import deque
 from collections.abc import Callable, Iterable
+from typing import cast
 
 from kvpage_server.config import Config
 from kvpage_server.net.transport import HIGH_WATER, Reader
@@ -62,9 +63,8 @@ class TLSTransport(asyncio.BufferedProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The handshake is over."""
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        transport.set_write_buffer_limits(high=_PART)
+        self._transport = cast(asyncio.Transport, transport)  # which uvloop's is without saying so
+        self._transport.set_write_buffer_limits(high=_PART)
         self._reader = self._start()
 
     def get_buffer(self, sizehint: int) -> memoryview:
