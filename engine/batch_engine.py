@@ -27,11 +27,11 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
-from mlx_lm.models.cache import KVCache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine import kvcache
 from engine.blocks import AgentBlocks, KVBlock, check_agent_id
+from engine.kvcache import Cache
 from engine.pool import BlockPool
 from engine.prefix import common_prefix
 from engine.spec import ModelCacheSpec
@@ -211,9 +211,9 @@ class BlockPoolBatchEngine:
         if cache is None:
             return 0
         cache.validate(self.spec)
-        return min(common_prefix(cache.tokens, tokens), len(tokens) - 1)
+        return cache.reusable(self.spec, min(common_prefix(cache.tokens, tokens), len(tokens) - 1))
 
-    def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> list[KVCache]:
+    def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> Cache:
         return kvcache.reconstruct(self.spec, cache.blocks, tokens)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
@@ -228,7 +228,7 @@ class BlockPoolBatchEngine:
         self._generator.remove([response.uid])
         return self._complete(response.uid, cache, tokens, "stop")
 
-    def _complete(self, uid: int, cache: list[KVCache], tokens: Sequence[int], reason: str) -> CompletedGeneration:
+    def _complete(self, uid: int, cache: Cache, tokens: Sequence[int], reason: str) -> CompletedGeneration:
         request = self._running.pop(uid)
         request.detokenizer.finalize()
         text = request.detokenizer.text
@@ -246,7 +246,7 @@ class BlockPoolBatchEngine:
             time_to_first_token=request.first_token - request.submitted,
         )
 
-    def _extract_cache(self, request: _Request, cache: list[KVCache], tokens: Sequence[int]) -> AgentBlocks:
+    def _extract_cache(self, request: _Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
         """The context after an answer: the blocks it shares with the one before it, and new ones from there on.
 
         The new ones are made in blocks reserved at submit, before anything of the old is let go.
@@ -255,7 +255,7 @@ class BlockPoolBatchEngine:
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
         try:
-            made = kvcache.extract(self.spec, cache, ids, start=kept * self.spec.block_tokens)
+            made = kvcache.extract(self.spec, cache, ids, len(tokens), start=kept * self.spec.block_tokens)
         except Exception:
             self.pool.free([*request.reserved, *(block.block_id for block in request.shared)])
             raise

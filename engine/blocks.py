@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 import mlx.core as mx
 import numpy as np
 from typing_extensions import Buffer
 
-from engine.spec import DTYPES, ModelCacheSpec
+from engine.caches import MLX_DTYPES
+from engine.spec import ModelCacheSpec, Shapes
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
-_MLX_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
+Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
 _RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # numpy has no bfloat16, and bits must stay as they are
 
 
@@ -36,54 +38,63 @@ def check_agent_id(agent_id: str) -> str:
 class KVBlock:
     """`tokens` consecutive tokens in every layer. Never changed once made, so that holders can share it.
 
-    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane of the spec's layer i: keys (rotated to
-    their position), then values; it is empty for a layer that keeps nothing.
+    ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row a token: keys
+    (rotated to their position), then values; it is empty for a layer that doesn't. What those layers carry on instead
+    is ``state``, taken after the block's last token; None when it wasn't taken there.
     """
 
     block_id: int  # in the BlockPool
     tokens: int
-    layers: tuple[tuple[mx.array, ...], ...] = field(repr=False)
+    layers: Arrays = field(repr=False)
+    state: Arrays | None = field(default=None, repr=False)
 
-    def validate(self, spec: ModelCacheSpec) -> None:
-        """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for."""
-        if len(self.layers) != len(spec.layers):
-            raise IncompatibleBlocksError(
-                f"a block of {spec.model_id!r} has {len(spec.layers)} layers, got {len(self.layers)}"
-            )
-        for i, (arrays, layer) in enumerate(zip(self.layers, spec.layers, strict=True)):
-            found = [(array.shape, array.dtype) for array in arrays]
-            wanted = [((layer.heads, self.tokens, p.head_dim), _MLX_DTYPES[p.dtype]) for p in layer.planes]
-            if found != wanted:
-                raise IncompatibleBlocksError(f"layer {i} of a block must hold {wanted}, got {found}")
+    def validate(self, spec: ModelCacheSpec, end: int) -> None:
+        """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for.
 
-    def pages(self) -> Iterator[memoryview]:
-        """The bodies of the block's pages in canonical order, as views of the arrays' own memory."""
-        for arrays in self.layers:
-            for array in arrays:
-                for rows in np.asarray(array.view(mx.uint8)):
-                    yield rows.data.cast("B")
-
-    @classmethod
-    def from_body(cls, body: Buffer, spec: ModelCacheSpec, tokens: int, block_id: int) -> KVBlock:
-        """The block whose pages, one after the other in canonical order, are `body`. Copies.
-
-        Raises BlockError when `body` has not the length that `tokens` tokens have.
+        `end` is the position after the block's last token.
         """
-        raw = np.frombuffer(memoryview(body), np.uint8)
-        if len(raw) != tokens * spec.token_nbytes:
-            raise BlockError(f"{tokens} tokens take {tokens * spec.token_nbytes} bytes, got {len(raw)}")
-        layers = []
-        start = 0
-        for layer in spec.layers:
-            arrays = []
-            for plane in layer.planes:
-                values = raw[start:].view(_RAW[plane.dtype.itemsize])[: layer.heads * tokens * plane.head_dim]
-                arrays.append(
-                    mx.array(values.reshape(layer.heads, tokens, plane.head_dim)).view(_MLX_DTYPES[plane.dtype])
-                )
-                start += values.nbytes
-            layers.append(tuple(arrays))
-        return cls(block_id, tokens, tuple(layers))
+        _check(self.layers, spec.token_shapes(self.tokens), spec, "a block")
+        if self.state is not None:
+            _check(self.state, spec.state_shapes(end), spec, f"the state after {end} tokens")
+
+
+def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> None:
+    if len(arrays) != len(shapes):
+        raise IncompatibleBlocksError(f"{what} of {spec.model_id!r} has {len(shapes)} layers, got {len(arrays)}")
+    for i, (layer, kept) in enumerate(zip(arrays, shapes, strict=True)):
+        found = [(array.shape, array.dtype) for array in layer]
+        wanted = [(matrices.shape, MLX_DTYPES[matrices.plane.dtype]) for matrices in kept]
+        if found != wanted:
+            raise IncompatibleBlocksError(f"layer {i} of {what} must hold {wanted}, got {found}")
+
+
+def page_bodies(arrays: Arrays) -> Iterator[memoryview]:
+    """The bodies of the pages that hold `arrays`, in canonical order, as views of the arrays' own memory."""
+    for layer in arrays:
+        for array in layer:
+            for rows in np.asarray(array.view(mx.uint8)):
+                yield rows.data.cast("B")
+
+
+def from_body(body: Buffer, shapes: Shapes) -> Arrays:
+    """The arrays of `shapes` whose pages, one after the other in canonical order, are `body`. Copies.
+
+    Raises BlockError when `body` has not the length that they have.
+    """
+    raw = np.frombuffer(memoryview(body), np.uint8)
+    needed = sum(kept.nbytes for layer in shapes for kept in layer)
+    if len(raw) != needed:
+        raise BlockError(f"a body of these shapes has {needed} bytes, got {len(raw)}")
+    layers = []
+    start = 0
+    for layer in shapes:
+        arrays = []
+        for kept in layer:
+            values = raw[start : start + kept.nbytes].view(_RAW[kept.plane.dtype.itemsize]).reshape(kept.shape)
+            arrays.append(mx.array(values).view(MLX_DTYPES[kept.plane.dtype]))
+            start += kept.nbytes
+        layers.append(tuple(arrays))
+    return tuple(layers)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -112,6 +123,21 @@ class AgentBlocks:
         """The pool's ids of the blocks, first to last."""
         return [block.block_id for block in self.blocks]
 
+    @property
+    def ends(self) -> list[int]:
+        """The position after each block."""
+        return list(accumulate(block.tokens for block in self.blocks))
+
+    def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
+        """How many of its tokens, at most `limit`, a cache can be reconstructed with.
+
+        Any number where all layers keep a row a token; else those at which a block's state was taken.
+        """
+        if not spec.has_state:
+            return min(limit, len(self))
+        restorable = zip(self.blocks, self.ends, strict=True)
+        return max((end for block, end in restorable if block.state and end <= limit), default=0)
+
     def validate(self, spec: ModelCacheSpec) -> None:
         """Raise IncompatibleBlocksError unless a model with `spec` can go on from these blocks."""
         if self.fingerprint != spec.fingerprint:
@@ -124,5 +150,5 @@ class AgentBlocks:
             raise IncompatibleBlocksError(
                 f"all blocks but the last hold {spec.block_tokens} tokens, got {[*full, last]}"
             )
-        for block in self.blocks:
-            block.validate(spec)
+        for block, end in zip(self.blocks, self.ends, strict=True):
+            block.validate(spec, end)

@@ -2,78 +2,92 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any
 
 import mlx.core as mx
-from mlx_lm.models.cache import KVCache
 
-from engine.blocks import BlockError, KVBlock
+from engine.blocks import Arrays, BlockError, KVBlock
+from engine.caches import ArraysLayer, StateLayer, TokenLayer
 from engine.spec import ModelCacheSpec
 
+Cache = list[Any]  # a cache of mlx-lm's for each layer
 
-def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> list[KVCache]:
+
+def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
     """Caches, one a layer, that hold the first `tokens` tokens of `blocks`.
 
     Lazy: builds a graph that writes each block once into one buffer a plane, evaluated with the model's first step.
-    The blocks stay as they are. Raises BlockError when they hold fewer tokens.
+    The blocks stay as they are. Raises BlockError when they hold fewer tokens, or for a model whose layers carry a
+    state, when it was not taken at `tokens`.
     """
     held = sum(block.tokens for block in blocks)
     if not 0 < tokens <= held:
         raise BlockError(f"1 to {held} tokens can be restored from these blocks, got {tokens}")
     used = blocks[: spec.blocks_for(tokens)]
-    caches = []
-    for i, layer in enumerate(spec.layers):
-        cache = KVCache()
-        if layer.planes:
-            cache.keys, cache.values = (
-                _join([block.layers[i][plane] for block in used], tokens) for plane in range(len(layer.planes))
-            )
-            cache.offset = tokens
-        caches.append(cache)
-    return caches
+    state = _state_at(used, tokens) if spec.has_state else ()
+    return [
+        layer.join([block.layers[i] for block in used], tokens)
+        if isinstance(layer, TokenLayer)
+        else layer.restore(state[i], tokens)
+        for i, layer in enumerate(spec.layers)
+    ]
 
 
-def _join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """``[1, heads, capacity, dim]`` with the pieces' first `tokens` tokens, then zeros up to mlx-lm's next growth."""
-    heads, _, dim = pieces[0].shape
-    capacity = -(-tokens // KVCache.step) * KVCache.step
-    buffer = mx.zeros((1, heads, capacity, dim), pieces[0].dtype)
-    start = 0
-    for piece in pieces:
-        end = min(start + piece.shape[1], tokens)
-        buffer[0, :, start:end] = piece[:, : end - start]
-        start = end
-    return buffer
+def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
+    ends = accumulate(block.tokens for block in blocks)
+    taken = {end: block.state for block, end in zip(blocks, ends, strict=True) if block.state}
+    if tokens not in taken:
+        raise BlockError(f"the state of these blocks was taken after {sorted(taken)} tokens, not after {tokens}")
+    return taken[tokens]
+
+
+def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
+    """Copies, evaluated, of what the layers of `cache`, which holds one sequence, carry on from its last token."""
+    state = tuple(
+        layer.capture(held) if isinstance(layer, StateLayer) else ()
+        for layer, held in zip(spec.layers, cache, strict=True)
+    )
+    mx.eval(state)
+    return state
 
 
 def extract(
-    spec: ModelCacheSpec, cache: Sequence[KVCache], block_ids: Sequence[int], start: int = 0
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    end: int,
+    start: int = 0,
+    states: Mapping[int, Arrays] | None = None,
 ) -> tuple[KVBlock, ...]:
-    """Blocks with copies of the tokens from `start` on, evaluated, the last as short as it comes.
+    """Blocks with copies of the tokens `start` to `end`, evaluated, the last as short as it comes.
 
-    `cache` holds one sequence, ``[1, heads, >= offset, dim]`` a plane; what lies beyond its offset is not looked at.
-    `block_ids`, as many as there are blocks, name them in the pool. Raises BlockError when they are of another
-    number, when the layers disagree on the number of tokens or when `start` is not on a block's edge.
+    `cache` holds one sequence of `end` tokens, ``[1, heads, >= end, dim]`` a plane; what lies beyond is not looked at.
+    `block_ids`, as many as there are blocks, name them in the pool. The last block gets the state that the layers carry
+    on, the others those of `states` that were captured at their ends. Raises BlockError when the ids are of another
+    number, when a layer holds another number of tokens or when `start` is not on a block's edge.
     """
-    offsets = {layer.offset for layer, described in zip(cache, spec.layers, strict=True) if described.planes}
-    if len(offsets) != 1:
-        raise BlockError(f"the layers of a cache hold the same number of tokens, got {sorted(offsets)}")
-    (end,) = offsets
+    counted = zip(spec.layers, cache, strict=True)
+    offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
+    if offsets - {end}:
+        raise BlockError(f"the layers of a cache of {end} tokens hold as many, got {sorted(offsets)}")
     if start % spec.block_tokens or start > end:
         raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
     starts = range(start, end, spec.block_tokens)
     if len(block_ids) != len(starts):
         raise BlockError(f"{end - start} tokens take {len(starts)} blocks, got {len(block_ids)} ids")
-    blocks = tuple(
-        KVBlock(block_id, min(spec.block_tokens, end - at), _slice(spec, cache, at, min(at + spec.block_tokens, end)))
-        for block_id, at in zip(block_ids, starts, strict=True)
-    )
+    taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
+    blocks = []
+    for block_id, at in zip(block_ids, starts, strict=True):
+        stop = min(at + spec.block_tokens, end)
+        blocks.append(KVBlock(block_id, stop - at, _cut(spec, cache, at, stop), taken.get(stop)))
     mx.eval([block.layers for block in blocks])
-    return blocks
+    return tuple(blocks)
 
 
-def _slice(spec: ModelCacheSpec, cache: Sequence[KVCache], start: int, end: int) -> tuple[tuple[mx.array, ...], ...]:
+def _cut(spec: ModelCacheSpec, cache: Sequence[Any], start: int, end: int) -> Arrays:
     return tuple(
-        tuple(mx.contiguous(array[0, :, start:end]) for array in (layer.keys, layer.values)) if described.planes else ()
-        for layer, described in zip(cache, spec.layers, strict=True)
+        layer.cut(held, start, end) if isinstance(layer, TokenLayer) else ()
+        for layer, held in zip(spec.layers, cache, strict=True)
     )

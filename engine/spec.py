@@ -7,28 +7,20 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
 import xxhash
 from mlx.utils import tree_flatten
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
-from kvpage_server.page import DType, KVType, Plane
+from engine.caches import Layer, Matrices, StateLayer, TokenLayer, UnsupportedCacheError, describe
+from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
-LAYOUT_VERSION = 1  # of blocks, pages and the hashes over them
-
-DTYPES = {
-    mx.float16: DType.FLOAT16,
-    mx.float32: DType.FLOAT32,
-    mx.bfloat16: DType.BFLOAT16,
-}
-
-
-class UnsupportedCacheError(TypeError):
-    """The model keeps a kind of cache that cannot be stored and restored exactly; the message names it."""
+LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,24 +35,20 @@ class ModelTag:
 
 
 class PageAt(NamedTuple):
-    """Where in a block a page belongs: one head of one plane of one layer, ``[tokens, plane.head_dim]``."""
+    """Where in a block a page belongs: one head of one plane of one layer, ``[rows, plane.head_dim]``."""
 
     layer: int
     head: int
     plane: Plane
+    rows: int
 
-    def nbytes(self, tokens: int) -> int:
-        """Bytes of the page when the block holds `tokens` tokens."""
-        return tokens * self.plane.head_dim * self.plane.dtype.itemsize
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the page's body."""
+        return self.rows * self.plane.head_dim * self.plane.dtype.itemsize
 
 
-@dataclass(frozen=True, slots=True)
-class LayerSpec:
-    """What one layer keeps for a token: in each plane, `heads` rows of the plane's head_dim."""
-
-    kind: str  # the mlx-lm class that holds it
-    heads: int
-    planes: tuple[Plane, ...]  # in the order of kv_type; () for a layer that keeps nothing
+Shapes = tuple[tuple[Matrices, ...], ...]  # what each layer keeps; () for one that keeps nothing of the sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,25 +57,31 @@ class ModelCacheSpec:
 
     model_id: str
     block_tokens: int
-    layers: tuple[LayerSpec, ...]
+    layers: tuple[Layer, ...]
     vocab_size: int
     context: int | None  # tokens the model was made for; None when it does not say
     fingerprint: int  # 64 bits; caches with equal fingerprints are interchangeable
 
     @classmethod
     def probe(
-        cls, model: nn.Module, tokenizer: Any, *, model_id: str = "", block_tokens: int = BLOCK_TOKENS
+        cls,
+        model: nn.Module,
+        tokenizer: Any,
+        *,
+        model_id: str = "",
+        block_tokens: int = BLOCK_TOKENS,
+        cache: Sequence[Any] | None = None,
     ) -> ModelCacheSpec:
         """Run one token through `model` and describe the cache it leaves.
 
+        `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one.
         Raises UnsupportedCacheError for a cache that is not understood.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
-        cache = make_prompt_cache(model)
+        cache = make_prompt_cache(model) if cache is None else cache
         logits = model(mx.array([[0]]), cache=cache)
-        mx.eval(logits, [layer.state for layer in cache])
-        layers = tuple(_describe(i, layer) for i, layer in enumerate(cache))
+        layers = tuple(describe(i, layer) for i, layer in enumerate(cache))
         if not any(layer.planes for layer in layers):
             raise UnsupportedCacheError(f"{type(model).__module__} caches nothing that could be reused")
         return cls(
@@ -101,52 +95,52 @@ class ModelCacheSpec:
 
     @property
     def tag(self) -> ModelTag:
-        """Heads and head_dim are those of the first layer's keys."""
-        first = next(layer for layer in self.layers if layer.planes)
-        return ModelTag(self.model_id, len(self.layers), first.heads, first.planes[0].head_dim, self.block_tokens)
+        """Heads and head_dim are those of the first page of a block."""
+        first, *_ = chain.from_iterable(layer.matrices(1) for layer in self.layers)
+        return ModelTag(self.model_id, len(self.layers), first.heads, first.plane.head_dim, self.block_tokens)
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a context can only be taken up where a state was kept, and not at any token."""
+        return any(isinstance(layer, StateLayer) for layer in self.layers)
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes a token takes in all layers."""
-        return sum(page.nbytes(1) for page in self.page_order)
+        """Bytes that every token takes in all layers."""
+        return _nbytes(self.token_shapes(1))
 
-    @property
-    def page_order(self) -> list[PageAt]:
-        """A block's pages in canonical order: layer, plane, head."""
-        return [
-            PageAt(i, head, plane)
-            for i, layer in enumerate(self.layers)
-            for plane in layer.planes
-            for head in range(layer.heads)
-        ]
+    def state_nbytes(self, end: int) -> int:
+        """Bytes of the state after `end` tokens."""
+        return _nbytes(self.state_shapes(end))
+
+    def token_shapes(self, tokens: int) -> Shapes:
+        """What the layers keep of `tokens` tokens."""
+        return tuple(layer.matrices(tokens) if isinstance(layer, TokenLayer) else () for layer in self.layers)
+
+    def state_shapes(self, end: int) -> Shapes:
+        """What the layers carry on after `end` tokens."""
+        return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
 
 
-def _describe(index: int, cache: Any) -> LayerSpec:
-    kind = type(cache)
-    if kind is not KVCache:  # a subclass may hold what its parent does not
-        raise UnsupportedCacheError(f"layer {index} keeps a {kind.__name__}; supported: {KVCache.__name__}")
-    if cache.keys is None:
-        return LayerSpec(kind.__name__, 0, ())
-    planes = tuple(
-        Plane(int(kv_type), _dtype(index, array), array.shape[-1])
-        for kv_type, array in ((KVType.K, cache.keys), (KVType.V, cache.values))
-    )
-    return LayerSpec(kind.__name__, cache.keys.shape[1], planes)
+def pages(shapes: Shapes) -> list[PageAt]:
+    """The pages that hold arrays of these shapes, in canonical order: layer, plane, head."""
+    return [
+        PageAt(i, head, kept.plane, kept.rows)
+        for i, layer in enumerate(shapes)
+        for kept in layer
+        for head in range(kept.heads)
+    ]
 
 
-def _dtype(index: int, array: mx.array) -> DType:
-    try:
-        return DTYPES[array.dtype]
-    except KeyError:
-        allowed = ", ".join(dtype.name.lower() for dtype in DTYPES.values())
-        raise UnsupportedCacheError(f"layer {index} caches {array.dtype}; supported: {allowed}") from None
+def _nbytes(shapes: Shapes) -> int:
+    return sum(kept.nbytes for layer in shapes for kept in layer)
 
 
-def fingerprint(model: nn.Module, tokenizer: Any, layers: Sequence[LayerSpec], block_tokens: int) -> int:
+def fingerprint(model: nn.Module, tokenizer: Any, layers: Sequence[Layer], block_tokens: int) -> int:
     """64 bits of everything that makes two caches interchangeable.
 
     The weights as they lie in memory (so a fine-tune, an adapter or another quantisation differs, and a copy in
@@ -158,7 +152,7 @@ def fingerprint(model: nn.Module, tokenizer: Any, layers: Sequence[LayerSpec], b
         "model": [type(model).__module__, _configuration(model)],
         "weights": _weights_digest(model),
         "vocabulary": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
-        "layers": [[layer.kind, layer.heads, *map(dataclasses.astuple, layer.planes)] for layer in layers],
+        "layers": [[layer.KIND.__name__, dataclasses.astuple(layer)] for layer in layers],
         "block_tokens": block_tokens,
     }
     canonical = json.dumps(identity, sort_keys=True, default=vars).encode()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+from typing import Any
+
 import engine  # noqa: F401 - picks the BLAS before mlx is imported
 
 # isort: split
@@ -53,3 +56,107 @@ def letter_tokenizer() -> TokenizerWrapper:
     tokenizer.decoder = decoders.ByteLevel()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END)
     return TokenizerWrapper(fast, BPEStreamingDetokenizer)
+
+
+def tiny(family: str, seed: int = 7, **changes: Any) -> Any:
+    """A random model of one of FAMILIES, of 2 to 4 layers."""
+    module = import_module(f"mlx_lm.models.{family}")
+    mx.random.seed(seed)
+    model = module.Model(module.ModelArgs(model_type=family, **COMMON | FAMILIES[family] | changes))
+    model.update(tree_map(lambda weight: random_weight(weight), model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+COMMON = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4}
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+LATENT = {
+    **ATTENTION,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 24,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 20,
+}
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {**ATTENTION, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "qwen3": {
+        **ATTENTION,
+        "rms_norm_eps": 1e-5,
+        "max_position_embeddings": 4096,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "rope_theta": 10000.0,
+    },
+    "deepseek_v2": {**LATENT, "rope_scaling": {"type": "yarn", "factor": 1.0}},
+    "deepseek_v3": LATENT,
+    "llama4_text": {
+        **ATTENTION,
+        "intermediate_size_mlp": 64,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "head_dim": 16,
+        "tie_word_embeddings": False,
+        "no_rope_layers": [1, 1, 1, 0],
+        "use_qk_norm": True,
+    },
+    "gemma3_text": {**ATTENTION, "head_dim": 16, "sliding_window": 64, "sliding_window_pattern": 2},
+    "gpt_oss": {
+        **ATTENTION,
+        "head_dim": 16,
+        "sliding_window": 64,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "rope_scaling": {"rope_type": "default"},
+    },
+    "cohere2": {**ATTENTION, "head_dim": 16, "sliding_window": 64, "sliding_window_pattern": 2},
+    "lfm2": {
+        **ATTENTION,
+        "max_position_embeddings": 4096,
+        "norm_eps": 1e-5,
+        "conv_bias": False,
+        "conv_L_cache": 3,
+        "block_dim": 64,
+        "block_ff_dim": 128,
+        "block_multiple_of": 16,
+        "block_ffn_dim_multiplier": 1.0,
+        "block_auto_adjust_ff_dim": False,
+        "full_attn_idxs": [1, 3],
+    },
+    "qwen3_next": {
+        **ATTENTION,
+        **EXPERTS,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+        "linear_conv_kernel_dim": 4,
+        "num_experts": 4,
+        "decoder_sparse_step": 1,
+        "shared_expert_intermediate_size": 32,
+        "mlp_only_layers": [],
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+        "max_position_embeddings": 4096,
+        "head_dim": 16,
+        "full_attention_interval": 2,
+    },
+    "mamba2": {
+        "num_heads": 8,
+        "head_dim": 16,
+        "intermediate_size": 128,
+        "state_size": 16,
+        "layer_norm_epsilon": 1e-5,
+        "conv_kernel": 4,
+        "n_groups": 1,
+        "use_bias": False,
+        "use_conv_bias": True,
+        "tie_word_embeddings": False,
+        "time_step_limit": (0.0, 10.0),
+        "time_step_rank": "auto",
+    },
+}

@@ -21,7 +21,7 @@ from engine.batch_engine import (
     PromptTooLongError,
     UnknownTokenError,
 )
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 
@@ -120,12 +120,12 @@ def test_full_blocks_are_shared_and_not_copied(batch: BlockPoolBatchEngine) -> N
 
 def test_the_callers_blocks_are_untouched_and_may_be_freed_at_once(batch: BlockPoolBatchEngine) -> None:
     first = complete(batch, PROMPT, max_tokens=20)
-    before = [bytes(page) for block in first.blocks.blocks for page in block.pages()]
+    before = [bytes(page) for block in first.blocks.blocks for page in page_bodies(block.layers)]
     batch.submit("alice", list(first.blocks.tokens), first.blocks, max_tokens=20)
     free(batch, first)
     (second,) = batch.step()
     assert list(second.tokens) == greedy(list(first.blocks.tokens), 20)
-    assert [bytes(page) for block in first.blocks.blocks for page in block.pages()] == before
+    assert [bytes(page) for block in first.blocks.blocks for page in page_bodies(block.layers)] == before
     assert len(first.blocks) == 620
     free(batch, second)
 

@@ -14,8 +14,9 @@ import pytest
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock
-from engine.spec import DTYPES, LayerSpec, ModelCacheSpec
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock, from_body, page_bodies
+from engine.caches import DTYPES, FullLayer
+from engine.spec import ModelCacheSpec, pages
 
 MODEL = tiny_llama()
 SPEC = ModelCacheSpec.probe(MODEL, letter_tokenizer(), model_id="tiny")
@@ -29,7 +30,7 @@ def filled(tokens: Sequence[int]) -> list[KVCache]:
 
 
 def blocks_of(cache: list[KVCache], spec: ModelCacheSpec = SPEC) -> tuple[KVBlock, ...]:
-    return kvcache.extract(spec, cache, range(spec.blocks_for(cache[0].offset)))
+    return kvcache.extract(spec, cache, range(spec.blocks_for(cache[0].offset)), cache[0].offset)
 
 
 def bits(cache: list[KVCache]) -> list[bytes]:
@@ -70,18 +71,20 @@ def test_what_was_trimmed_away_does_not_leak_into_blocks() -> None:
 def test_extraction_can_start_after_the_blocks_that_are_kept() -> None:
     cache = filled(TOKENS)
     first, *rest = blocks_of(cache)
-    later = kvcache.extract(SPEC, cache, [5, 6], start=256)
+    later = kvcache.extract(SPEC, cache, [5, 6], 700, start=256)
     assert [block.block_id for block in later] == [5, 6]
-    assert [list(map(bytes, block.pages())) for block in later] == [list(map(bytes, block.pages())) for block in rest]
+    assert [list(map(bytes, page_bodies(block.layers))) for block in later] == [
+        list(map(bytes, page_bodies(block.layers))) for block in rest
+    ]
     assert bits(kvcache.reconstruct(SPEC, [first, *later], 700)) == bits(cache)
 
 
 def test_generating_on_a_restored_cache_leaves_its_blocks_as_they_were() -> None:
     blocks = blocks_of(filled(TOKENS))
-    before = [bytes(body) for block in blocks for body in block.pages()]
+    before = [bytes(body) for block in blocks for body in page_bodies(block.layers)]
     restored = kvcache.reconstruct(SPEC, blocks, 600)
     mx.eval(MODEL(mx.array([TOKENS[:200]]), cache=restored))
-    assert [bytes(body) for block in blocks for body in block.pages()] == before
+    assert [bytes(body) for block in blocks for body in page_bodies(block.layers)] == before
 
 
 def test_reconstruction_computes_nothing_until_it_is_needed() -> None:
@@ -104,38 +107,38 @@ def test_pages_keep_every_bit_of_every_dtype(dtype: mx.Dtype) -> None:
     )
     spec = replace(SPEC, layers=layers)
     body = np.random.default_rng(2).bytes(77 * spec.token_nbytes)
-    block = KVBlock.from_body(body, spec, 77, block_id=0)
-    block.validate(spec)
+    block = KVBlock(0, 77, from_body(body, spec.token_shapes(77)))
+    block.validate(spec, 77)
     assert {array.dtype for arrays in block.layers for array in arrays} == {dtype}
-    assert b"".join(block.pages()) == body
-    assert [len(page) for page in block.pages()] == [at.nbytes(77) for at in spec.page_order]
-    copy = kvcache.extract(spec, kvcache.reconstruct(spec, [block], 77), [1])[0]
-    assert b"".join(copy.pages()) == body
+    assert b"".join(page_bodies(block.layers)) == body
+    assert [len(page) for page in page_bodies(block.layers)] == [at.nbytes for at in pages(spec.token_shapes(77))]
+    copy = kvcache.extract(spec, kvcache.reconstruct(spec, [block], 77), [1], 77)[0]
+    assert b"".join(page_bodies(copy.layers)) == body
 
 
 def test_a_page_holds_the_rows_of_its_own_head_layer_and_plane() -> None:
     block = blocks_of(filled(TOKENS[:9]))[0]
-    for at, body in zip(SPEC.page_order, block.pages(), strict=True):
+    for at, body in zip(pages(SPEC.token_shapes(9)), page_bodies(block.layers), strict=True):
         rows = np.frombuffer(body, np.float32).reshape(9, 16)
         assert (rows == np.array(block.layers[at.layer][at.plane.kv_type])[at.head]).all()
 
 
 def test_a_layer_that_keeps_nothing_is_skipped_both_ways() -> None:
-    spec = replace(SPEC, layers=(*SPEC.layers[:2], LayerSpec("KVCache", 0, ()), SPEC.layers[3]))
+    spec = replace(SPEC, layers=(*SPEC.layers[:2], FullLayer((), ()), SPEC.layers[3]))
     cache = filled(TOKENS[:300])
     cache[2] = KVCache()
     blocks = blocks_of(cache, spec)
     restored = kvcache.reconstruct(spec, blocks, 300)
     assert restored[2].empty()
     assert bits([*restored[:2], restored[3]]) == bits([*cache[:2], cache[3]])
-    body = b"".join(blocks[0].pages())
-    assert b"".join(KVBlock.from_body(body, spec, 256, 0).pages()) == body
+    body = b"".join(page_bodies(blocks[0].layers))
+    assert b"".join(page_bodies(from_body(body, spec.token_shapes(256)))) == body
 
 
 def test_layers_that_hold_different_numbers_of_tokens_are_no_cache() -> None:
     cache = filled(TOKENS[:300])
     cache[2].trim(1)
-    with pytest.raises(BlockError, match=r"same number of tokens, got \[299, 300\]"):
+    with pytest.raises(BlockError, match=r"a cache of 300 tokens hold as many, got \[299, 300\]"):
         blocks_of(cache)
 
 
@@ -147,7 +150,7 @@ def test_layers_that_hold_different_numbers_of_tokens_are_no_cache() -> None:
 ])  # fmt: skip
 def test_extraction_refuses_ids_and_starts_that_do_not_fit(ids: list[int], start: int, message: str) -> None:
     with pytest.raises(BlockError, match=message):
-        kvcache.extract(SPEC, filled(TOKENS[:300]), ids, start)
+        kvcache.extract(SPEC, filled(TOKENS[:300]), ids, 300, start)
 
 
 @pytest.mark.parametrize("tokens", [0, 301, -1])
@@ -157,8 +160,8 @@ def test_no_more_tokens_are_restored_than_the_blocks_hold(tokens: int) -> None:
 
 
 def test_a_body_of_another_length_is_no_block() -> None:
-    with pytest.raises(BlockError, match="9 tokens take 9216 bytes, got 9215"):
-        KVBlock.from_body(bytes(9215), SPEC, 9, 0)
+    with pytest.raises(BlockError, match="these shapes has 9216 bytes, got 9215"):
+        from_body(bytes(9215), SPEC.token_shapes(9))
 
 
 def test_blocks_of_another_model_are_refused() -> None:

@@ -23,10 +23,10 @@ import redis
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool
 from engine.prefix import chain_hashes
-from engine.spec import ModelCacheSpec
+from engine.spec import ModelCacheSpec, pages
 from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier, Saved
 from kvpage_server.page import PageKey
@@ -35,6 +35,7 @@ MODEL = tiny_llama()
 SPEC = ModelCacheSpec.probe(MODEL, letter_tokenizer(), model_id="tiny")
 TOKENS = tuple(np.random.default_rng(4).integers(0, 96, 700).tolist())
 BLOCK = 256 * SPEC.token_nbytes
+ORDER = pages(SPEC.token_shapes(256))
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def context(tokens: tuple[int, ...] = TOKENS, agent_id: str = "alice") -> AgentB
     cache = make_prompt_cache(MODEL)
     mx.eval(MODEL(mx.array([computed]), cache=cache))
     trim_prompt_cache(cache, len(computed) - len(tokens))
-    blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(len(tokens))))
+    blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(len(tokens))), len(tokens))
     return AgentBlocks(agent_id, tokens, blocks, SPEC.fingerprint)
 
 
@@ -68,7 +69,9 @@ def same(loaded: AgentBlocks | None, saved: AgentBlocks, count: int) -> bool:
     if loaded is None or loaded.tokens != saved.tokens[:count]:
         return False
     loaded.validate(SPEC)
-    pages, wanted = ([bytes(page) for block in of.blocks for page in block.pages()] for of in (loaded, saved))
+    pages, wanted = (
+        [bytes(page) for block in of.blocks for page in page_bodies(block.layers)] for of in (loaded, saved)
+    )
     return all(whole.startswith(page) for page, whole in zip(pages, wanted, strict=False))
 
 
@@ -81,7 +84,7 @@ def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
 
 
 def page_keys(name: str, page: int = 0) -> list[bytes]:
-    return [bytes(PageKey(name.encode(), at.layer, at.head, page, at.plane.kv_type)) for at in SPEC.page_order]
+    return [bytes(PageKey(name.encode(), at.layer, at.head, page, at.plane.kv_type)) for at in ORDER]
 
 
 def test_what_was_saved_is_loaded_to_the_bit(tier: PageTier, pool: BlockPool) -> None:
@@ -115,7 +118,7 @@ def test_a_second_turn_writes_what_is_new_and_takes_its_old_tail_away(
     tier.save(context(TOKENS[:600]))
     old = block_names(TOKENS[:300], SPEC)[1]
     assert client.exists(*page_keys("agent/alice", int(old[:8], 16))) == 0
-    assert client.dbsize() == 3 * len(SPEC.page_order) + 2 + 1
+    assert client.dbsize() == 3 * len(ORDER) + 2 + 1
     loaded = tier.load("alice")
     assert same(loaded, context(), 600)
     held(pool, loaded)
@@ -336,11 +339,26 @@ def test_what_lies_on_the_server_can_be_looked_up_by_hand(tier: PageTier, client
 
 def test_commands_stay_within_their_chunk(tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("engine.tiers.pages.CHUNK", 3 * 256 * 64)
-    assert [span.stop - span.start for span in tier._spans(256)][:2] == [3, 3]
+    sizes = record_page_commands(tier, monkeypatch)
     tier.save(context())
     loaded = tier.load("alice")
     assert same(loaded, context(), 700)
     held(pool, loaded)
+    assert sizes == ([3] * 5 + [1] + [3] * 5 + [1] + [4] * 4) * 2
+
+
+def record_page_commands(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many pages each command of the tier had, in a list that grows."""
+    sizes: list[int] = []
+    execute = tier._server.execute_command
+
+    def recorded(command: str, *arguments: Any, **options: Any) -> Any:
+        if command.startswith("KVPAGE"):
+            sizes.append(arguments[0])
+        return execute(command, *arguments, **options)
+
+    monkeypatch.setattr(tier._server, "execute_command", recorded)
+    return sizes
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def computed(count: int) -> list[KVCache]:
 
 
 def blocks_of(cache: list[KVCache], agent_id: str = "restored") -> AgentBlocks:
-    blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(cache[0].offset)))
+    blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(cache[0].offset)), cache[0].offset)
     return AgentBlocks(agent_id, tuple(TOKENS[: cache[0].offset]), blocks, SPEC.fingerprint)
 
 
@@ -124,7 +124,7 @@ def of_another(block: KVBlock) -> KVBlock:
     """The block with one page of another agent's context: other tokens, same place, same shape."""
     other = make_prompt_cache(MODEL)
     run(TOKENS[::-1], other)
-    theirs = kvcache.extract(SPEC, other, range(3))[0]
+    theirs = kvcache.extract(SPEC, other, range(3), 600)[0]
     keys, values = block.layers[1]
     keys = mx.concatenate([theirs.layers[1][0][:1], keys[1:]])
     return replace(block, layers=(block.layers[0], (keys, values), *block.layers[2:]))

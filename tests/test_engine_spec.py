@@ -14,11 +14,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from mlx_lm.models import gemma3_text
+from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.llama import Model
 
+from engine.caches import FullLayer, UnsupportedCacheError
 from engine.prefix import ROOT, chain_hash, chain_hashes, common_prefix
-from engine.spec import LayerSpec, ModelCacheSpec, ModelTag, UnsupportedCacheError
+from engine.spec import ModelCacheSpec, ModelTag, pages
 from kvpage_server.page import DType, KVType, Plane
 
 
@@ -32,7 +33,7 @@ def probe(model: Model, **options: object) -> ModelCacheSpec:
 )
 def test_the_geometry_is_read_from_the_arrays_a_token_leaves(dtype: mx.Dtype, stored: DType) -> None:
     spec = probe(tiny_llama(dtype=dtype, head_dim=24), model_id="tiny")
-    layer = LayerSpec("KVCache", 2, (Plane(KVType.K, stored, 24), Plane(KVType.V, stored, 24)))
+    layer = FullLayer((2, 2), (Plane(KVType.K, stored, 24), Plane(KVType.V, stored, 24)))
     assert spec.layers == (layer,) * 4
     assert (spec.vocab_size, spec.context) == (97, 4096)
     assert spec.tag == ModelTag("tiny", 4, 2, 24, 256)
@@ -40,25 +41,22 @@ def test_the_geometry_is_read_from_the_arrays_a_token_leaves(dtype: mx.Dtype, st
 
 
 def test_pages_are_ordered_by_layer_plane_and_head() -> None:
-    order = [(at.layer, at.plane.kv_type, at.head) for at in probe(tiny_llama()).page_order]
+    order = [(at.layer, at.plane.kv_type, at.head) for at in pages(probe(tiny_llama()).token_shapes(256))]
     assert order == sorted(order)
     assert len(order) == 4 * 2 * 2
 
 
-def test_a_cache_of_another_kind_is_refused_by_name() -> None:
-    config = gemma3_text.ModelArgs(
-        model_type="gemma3_text",
-        hidden_size=32,
-        num_hidden_layers=2,
-        intermediate_size=32,
-        num_attention_heads=2,
-        head_dim=16,
-        vocab_size=97,
-        sliding_window=64,
-        sliding_window_pattern=2,
-    )
-    with pytest.raises(UnsupportedCacheError, match="layer 0 keeps a RotatingKVCache; supported: KVCache"):
-        probe(gemma3_text.Model(config))
+@pytest.mark.parametrize(
+    ("cache", "message"),
+    [
+        (ConcatenateKVCache(), "layer 0 keeps a ConcatenateKVCache; supported: KVCache, Q.*, R.*, ArraysCache"),
+        (ChunkedKVCache(32), "layer 0 keeps a ChunkedKVCache; supported"),
+        (RotatingKVCache(64, keep=4), "layer 0 keeps a RotatingKVCache with keep=4, which batches lose"),
+    ],
+)
+def test_a_cache_of_another_kind_is_refused_by_name(cache: object, message: str) -> None:
+    with pytest.raises(UnsupportedCacheError, match=message):
+        probe(tiny_llama(num_hidden_layers=2), cache=[cache, KVCache()])
 
 
 def test_the_fingerprint_is_the_same_for_the_same_model_whatever_its_name() -> None:

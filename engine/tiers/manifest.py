@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 from engine.prefix import ROOT, chain_hash, chain_hashes
-from engine.spec import ModelCacheSpec
+from engine.spec import ModelCacheSpec, PageAt, Shapes, pages
 from kvpage_server.page import PageKey
 
-FORMAT = 1  # of manifests and digests
+FORMAT = 2  # of manifests and digests
 
 
 class Miss(Exception):
@@ -20,16 +20,34 @@ class Miss(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a block lies on the server."""
+    """Where on the server the tokens of a block lie, or the state after them."""
 
-    name: str  # its chain hash
+    name: str  # the block's chain hash
     tokens: int
+    end: int  # the position after the last of them
     agent_id: str | None = None  # of a tail
+    of_state: bool = False
 
-    def keys(self, spec: ModelCacheSpec) -> list[PageKey]:
-        """Its page keys, in canonical order."""
+    @property
+    def seal(self) -> str:
+        """The key of its digest, unless it's a tail's: that is in the manifest."""
+        return f"{'state' if self.of_state else 'seal'}:{self.name}"
+
+    def state(self) -> Place:
+        """Where the state after these tokens lies."""
+        return replace(self, of_state=True)
+
+    def shapes(self, spec: ModelCacheSpec) -> Shapes:
+        """Of the arrays that lie there."""
+        return spec.state_shapes(self.end) if self.of_state else spec.token_shapes(self.tokens)
+
+    def pages(self, spec: ModelCacheSpec) -> list[tuple[PageKey, PageAt]]:
+        """Its pages, in canonical order."""
         req_id, page_id = (f"agent/{self.agent_id}", int(self.name[:8], 16)) if self.agent_id else (self.name, 0)
-        return [PageKey(req_id.encode(), at.layer, at.head, page_id, at.plane.kv_type) for at in spec.page_order]
+        return [
+            (PageKey(req_id.encode(), at.layer, at.head, page_id, at.plane.kv_type), at)
+            for at in pages(self.shapes(spec))
+        ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,15 +58,24 @@ class Manifest:
     tokens: tuple[int, ...]
     names: tuple[str, ...]  # the chain hash of every block, the tail's too
     tail_digest: str | None = None  # None when the last block is full
+    tail_state_digest: str | None = None  # None also when no layer carries a state
 
     def place(self, index: int, spec: ModelCacheSpec) -> Place:
-        """Where block `index` lies."""
-        tokens = min(spec.block_tokens, len(self.tokens) - index * spec.block_tokens)
-        return Place(self.names[index], tokens, self.agent_id if tokens < spec.block_tokens else None)
+        """Where the tokens of block `index` lie."""
+        start = index * spec.block_tokens
+        tokens = min(spec.block_tokens, len(self.tokens) - start)
+        return Place(self.names[index], tokens, start + tokens, self.agent_id if tokens < spec.block_tokens else None)
 
     def places(self, spec: ModelCacheSpec) -> list[Place]:
-        """Where all its blocks lie, first to last."""
+        """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec) for i in range(len(self.names))]
+
+    @property
+    def digests(self) -> dict[str, str]:
+        """What it knows of its tail, by seal."""
+        name = self.names[-1] if self.names else ""
+        known = {f"seal:{name}": self.tail_digest, f"state:{name}": self.tail_state_digest}
+        return {seal: digest for seal, digest in known.items() if digest}
 
     def dump(self, spec: ModelCacheSpec) -> str:
         """The text that is stored."""
@@ -59,6 +86,7 @@ class Manifest:
                 "tokens": self.tokens,
                 "chain": self.names,
                 "tail": self.tail_digest,
+                "state": self.tail_state_digest,
             }
         )
 
@@ -76,7 +104,7 @@ class Manifest:
             tail = stored["tail"]
             if list(names) != stored["chain"] or (tail is None) != (len(tokens) % spec.block_tokens == 0):
                 raise Miss("manifest")
-            return cls(agent_id, tokens, names, tail)
+            return cls(agent_id, tokens, names, tail, stored["state"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise Miss("manifest") from error
 

@@ -4,8 +4,9 @@ What lies where::
 
     kv:{chain hash}:{layer}:{head}:0:{kv_type}         the pages of a full block
     seal:{chain hash}                                  its digest, written after its pages: the block is complete
+    state:{chain hash}                                 the same of the state after it, where layers carry one
     kv:agent/{agent}:{layer}:{head}:{page}:{kv_type}   the pages of the agent's partial last block, its tail
-    manifest:{agent}                                   tokens, names and the tail's digest, written last of all
+    manifest:{agent}                                   tokens, names and the tail's digests, written last of all
 
 A chain hash names a full block by its content and position, so agents with the same beginning store and fetch the
 same pages, and its page_id is 0. A tail is its agent's alone; its page_id is 32 bits of its chain hash, so a new tail
@@ -19,11 +20,11 @@ swapped, mixed or taken from elsewhere, on any hop. What does not match is a mis
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from itertools import chain, takewhile
-from typing import Any
+from itertools import chain
+from typing import Any, TypeVar
 
 import redis
 import xxhash
@@ -31,11 +32,11 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from typing_extensions import Buffer
 
-from engine.blocks import AgentBlocks, KVBlock, check_agent_id
+from engine.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, from_body, page_bodies
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.prefix import chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import FORMAT, Manifest, Miss, Place, block_names
+from engine.tiers.plan import Offer, Plan
 from kvpage_server.page import PageKey
 
 CHUNK = 8 << 20  # bytes of pages in one command, at most
@@ -87,15 +88,20 @@ class PageTier:
         try:
             manifest = self._manifest(agent_id)
             wanted = tuple(tokens) if tokens is not None else manifest.tokens if manifest else ()
-            places, named = self._plan(wanted, manifest)
-            if not places:
-                raise Miss("absent")
+            offer = Offer(self._spec, wanted, manifest)
+            digests = self._digests(offer.places) | (manifest.digests if manifest else {})
         except (Miss, *OUTAGES) as error:
             self.misses[_reason(error)] += 1
             return None
-        blocks = self._fetch(places)
+        if offer.has_gap(digests):
+            self.misses["gap"] += 1
+        plan = offer.plan(digests, len(wanted) - (tokens is not None))
+        if not plan.blocks:
+            self.misses["absent"] += 1
+            return None
+        blocks = self._fetch(plan, digests)
         held = sum(block.tokens for block in blocks)
-        return AgentBlocks(agent_id, named[:held], tuple(blocks), self._spec.fingerprint) if blocks else None
+        return AgentBlocks(agent_id, plan.tokens[:held], tuple(blocks), self._spec.fingerprint) if blocks else None
 
     def save(self, context: AgentBlocks) -> Saved | None:
         """Store a context: the blocks that aren't there yet, then the agent's manifest. None when it failed.
@@ -114,75 +120,71 @@ class PageTier:
         raw = self._server.get(f"manifest:{agent_id}")
         return None if raw is None else Manifest.parse(raw, agent_id, self._spec)
 
-    def _plan(
-        self, wanted: tuple[int, ...], manifest: Manifest | None
-    ) -> tuple[list[tuple[Place, str]], tuple[int, ...]]:
-        """The blocks to fetch, with their digests, and the tokens that they hold.
-
-        They are the full blocks of `wanted` as far as they are stored, whoever stored them, and then the agent's
-        block in which the two part.
-        """
-        size = self._spec.block_tokens
-        full = [Place(name, size) for name in chain_hashes(self._spec.fingerprint, wanted, size)]
-        shared, rest = divmod(common_prefix(manifest.tokens, wanted), size) if manifest else (0, 0)
-        parting = manifest.place(shared, self._spec) if manifest and rest else None
-        digests = self._digests([*full, parting] if parting and not parting.agent_id else full)
-        if manifest and manifest.tail_digest:
-            digests[manifest.names[-1]] = manifest.tail_digest
-        stored = [(place, digests[place.name]) for place in takewhile(lambda place: place.name in digests, full)]
-        if len(stored) < shared:
-            self.misses["gap"] += 1
-        if manifest and parting and len(stored) == shared and parting.name in digests:
-            return [*stored, (parting, digests[parting.name])], manifest.tokens
-        return stored, wanted
-
     def _digests(self, places: Sequence[Place]) -> dict[str, str]:
-        """The digests of those blocks that are sealed, by name."""
-        seals = self._pipelined(["GET", _seal(place)] for place in places)
-        return {place.name: seal.decode() for place, seal in zip(places, seals, strict=True) if seal}
+        """The digests of those that are sealed, by seal."""
+        asked = [place.seal for place in places if not place.agent_id]
+        digests = self._pipelined(["GET", seal] for seal in asked)
+        return {seal: digest.decode() for seal, digest in zip(asked, digests, strict=True) if digest}
 
-    def _fetch(self, places: Sequence[tuple[Place, str]]) -> list[KVBlock]:
-        """The blocks, up to the first that cannot be had."""
-        blocks: list[KVBlock] = []
+    def _fetch(self, plan: Plan, digests: Mapping[str, str]) -> list[KVBlock]:
+        """The blocks, up to the first that cannot be had; where layers carry a state, up to the last that can."""
         try:
-            ids = self._pool.allocate(len(places))
+            ids = self._pool.allocate(len(plan.blocks))
         except PoolExhaustedError:
             self.misses["pool"] += 1
-            return blocks
+            return []
+        blocks: list[KVBlock] = []
         try:
-            for (place, digest), block_id in zip(places, ids, strict=True):
-                blocks.append(KVBlock.from_body(self._body(place, digest), self._spec, place.tokens, block_id))
+            for place, block_id in zip(plan.blocks, ids, strict=True):
+                blocks.append(KVBlock(block_id, place.tokens, self._arrays(place, digests[place.seal])))
         except (Miss, *OUTAGES) as error:
             self.misses[_reason(error)] += 1
-        finally:
-            self._pool.free(ids[len(blocks) :])
+        if plan.states:
+            blocks = self._with_state(plan, blocks, digests)
+        self._pool.free(ids[len(blocks) :])
         return blocks
 
+    def _with_state(self, plan: Plan, blocks: list[KVBlock], digests: Mapping[str, str]) -> list[KVBlock]:
+        """The blocks up to the furthest state that can be had, which is put into the last of them."""
+        ends = [place.end for place in plan.blocks[: len(blocks)]]
+        for place in plan.states:
+            if place.end in ends:
+                try:
+                    state = self._arrays(place, digests[place.seal])
+                except (Miss, *OUTAGES) as error:
+                    self.misses[_reason(error)] += 1
+                else:
+                    *whole, last = blocks[: ends.index(place.end) + 1]
+                    return [*whole, replace(last, state=state)]
+        return []
+
+    def _arrays(self, place: Place, digest: str) -> Arrays:
+        return from_body(self._body(place, digest), place.shapes(self._spec))
+
     def _body(self, place: Place, digest: str) -> bytearray:
-        """The block's bytes. Raises Miss, and unseals the block for the next save to write it anew, if they are not
-        what was written."""
+        """Its bytes. Raises Miss, and unseals it for the next save to write it anew, if they are not what was
+        written."""
         try:
             body = self._read(place)
             if _digest(place, [body]) != digest:
                 raise Miss("checksum")
         except Miss:
-            self._server.delete(_seal(place))
+            self._server.delete(place.seal)
             raise
         return body
 
     def _read(self, place: Place) -> bytearray:
-        body = bytearray(place.tokens * self._spec.token_nbytes)
+        pages = place.pages(self._spec)
+        body = bytearray(sum(at.nbytes for _, at in pages))
         start = 0
-        keys = place.keys(self._spec)
-        sizes = [at.nbytes(place.tokens) for at in self._spec.page_order]
-        for span in self._spans(place.tokens):
-            wanted = [_arguments(key) for key in keys[span]]
-            pages = self._server.execute_command("KVPAGEMGET", len(wanted), *chain.from_iterable(wanted))
-            if None in pages:
+        for run in _runs(pages):
+            wanted = [_arguments(key) for key, _ in run]
+            found = self._server.execute_command("KVPAGEMGET", len(wanted), *chain.from_iterable(wanted))
+            if None in found:
                 raise Miss("gap")
-            if [len(page) for page in pages] != sizes[span]:
+            if [len(page) for page in found] != [at.nbytes for _, at in run]:
                 raise Miss("shape")
-            for page in pages:
+            for page in found:
                 body[start : start + len(page)] = page
                 start += len(page)
         return body
@@ -194,49 +196,52 @@ class PageTier:
         before = None
         with suppress(Miss):
             before = self._manifest(context.agent_id)
-        present = self._present(places)
-        nbytes = 0
+        parts: dict[Place, Arrays] = {}
         for place, block in zip(places, context.blocks, strict=True):
-            if place in present:
-                continue
-            digest = self._write(place, block)
-            nbytes += place.tokens * self._spec.token_nbytes
-            if place.agent_id:
-                manifest = replace(manifest, tail_digest=digest)
-            else:
-                self._server.set(_seal(place), digest)
+            parts[place] = block.layers
+            if block.state is not None:
+                parts[place.state()] = block.state
+        present = self._present(list(parts))
+        digests = {place: self._write(place, parts[place]) for place in parts if place not in present}
+        if places and places[-1].agent_id:
+            tail = places[-1]
+            manifest = replace(manifest, tail_digest=digests[tail], tail_state_digest=digests.get(tail.state()))
         self._server.set(f"manifest:{context.agent_id}", manifest.dump(self._spec))
         if before and before.tail_digest and before.names[-1] != names[-1]:
-            self._server.delete(*map(bytes, before.places(self._spec)[-1].keys(self._spec)))
-        return Saved(len(places) - len(present), len(present), nbytes)
+            self._delete(before.places(self._spec)[-1])
+        nbytes = sum(at.nbytes for place in digests for _, at in place.pages(self._spec))
+        written = sum(place in digests for place in places)
+        return Saved(written, len(places) - written, nbytes)
 
     def _present(self, places: Sequence[Place]) -> set[Place]:
-        """The full blocks whose pages and seal are all there. A tail is always written: its digest must be ours."""
-        full = [place for place in places if not place.agent_id]
-        keys = [[_seal(place), *map(bytes, place.keys(self._spec))] for place in full]
+        """Those whose pages and seal are all there. A tail is always written: its digest must be ours."""
+        shared = [place for place in places if not place.agent_id]
+        keys = [[place.seal, *(bytes(key) for key, _ in place.pages(self._spec))] for place in shared]
         counts = self._pipelined(["EXISTS", *wanted] for wanted in keys)
-        return {place for place, wanted, count in zip(full, keys, counts, strict=True) if count == len(wanted)}
+        return {place for place, wanted, count in zip(shared, keys, counts, strict=True) if count == len(wanted)}
 
-    def _write(self, place: Place, block: KVBlock) -> str:
-        """Send the block's pages; their digest."""
-        bodies = list(block.pages())
-        pages = list(zip(place.keys(self._spec), self._spec.page_order, bodies, strict=True))
-        for span in self._spans(place.tokens):
+    def _write(self, place: Place, arrays: Arrays) -> str:
+        """Send its pages, then, unless it's a tail's, its seal; the digest."""
+        bodies = list(page_bodies(arrays))
+        sent = zip(place.pages(self._spec), bodies, strict=True)
+        for run in _runs([(key, at, body) for (key, at), body in sent]):
             self._server.execute_command(
                 "KVPAGEMSET",
-                len(pages[span]),
+                len(run),
                 *chain.from_iterable(
-                    (*_arguments(key), int(at.plane.dtype), place.tokens, at.plane.head_dim, 0, body)
-                    for key, at, body in pages[span]
+                    (*_arguments(key), int(at.plane.dtype), at.rows, at.plane.head_dim, 0, body)
+                    for key, at, body in run
                 ),
             )
-        return _digest(place, bodies)
+        digest = _digest(place, bodies)
+        if not place.agent_id:
+            self._server.set(place.seal, digest)
+        return digest
 
-    def _spans(self, tokens: int) -> Iterator[slice]:
-        """The block's pages in runs of at most CHUNK bytes."""
-        count = max(1, CHUNK // max(at.nbytes(tokens) for at in self._spec.page_order))
-        for start in range(0, len(self._spec.page_order), count):
-            yield slice(start, start + count)
+    def _delete(self, tail: Place) -> None:
+        places = [tail, tail.state()] if self._spec.has_state else [tail]
+        if keys := [bytes(key) for place in places for key, _ in place.pages(self._spec)]:
+            self._server.delete(*keys)
 
     def _pipelined(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         pipeline = self._server.pipeline(transaction=False)
@@ -246,8 +251,21 @@ class PageTier:
         return replies
 
 
-def _seal(place: Place) -> str:
-    return f"seal:{place.name}"
+_Sent = TypeVar("_Sent", bound=tuple[Any, ...])
+
+
+def _runs(pages: Sequence[_Sent]) -> Iterator[list[_Sent]]:
+    """The pages, whose place in the block comes second, in runs of at most CHUNK bytes, a page at least."""
+    run: list[_Sent] = []
+    nbytes = 0
+    for page in pages:
+        if run and nbytes + page[1].nbytes > CHUNK:
+            yield run
+            run, nbytes = [], 0
+        run.append(page)
+        nbytes += page[1].nbytes
+    if run:
+        yield run
 
 
 def _arguments(key: PageKey) -> tuple[bytes, int, int, int, int]:
@@ -255,8 +273,8 @@ def _arguments(key: PageKey) -> tuple[bytes, int, int, int, int]:
 
 
 def _digest(place: Place, bodies: Iterable[Buffer]) -> str:
-    """XXH3-64, 16 hex digits, of the block's name and its pages' bodies in canonical order."""
-    digest = xxhash.xxh3_64(f"{FORMAT}:{place.name}".encode())
+    """XXH3-64, 16 hex digits, of the seal's name and the pages' bodies in canonical order."""
+    digest = xxhash.xxh3_64(f"{FORMAT}:{place.seal}".encode())
     for body in bodies:
         digest.update(body)
     return digest.hexdigest()

@@ -1,0 +1,52 @@
+"""mlx-lm's kinds of cache, a codec each: what a layer keeps in which arrays, and how it is cut and put together.
+
+A kind keeps either a row a token, so that every prefix can be cut out of it (:class:`TokenLayer`), or a state that is
+good at the one position where it was taken (:class:`StateLayer`). A kind without a codec is refused by its name.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from engine.caches.arrays import ArraysLayer
+from engine.caches.full import FullLayer
+from engine.caches.planes import DTYPES, MLX_DTYPES, Matrices, UnsupportedCacheError
+from engine.caches.quantized import QuantizedLayer
+from engine.caches.window import WindowLayer
+
+TokenLayer = FullLayer | QuantizedLayer
+StateLayer = WindowLayer | ArraysLayer
+Layer = TokenLayer | StateLayer
+
+CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, ArraysLayer)
+
+
+def describe(index: int, cache: Any) -> Layer:
+    """The codec of a layer's cache that has seen a token.
+
+    Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
+    """
+    for codec in CODECS:
+        if type(cache) is codec.KIND:  # a subclass may hold what its parent does not
+            try:
+                return codec.describe(cache)
+            except UnsupportedCacheError as error:
+                raise UnsupportedCacheError(f"layer {index} {error}") from None
+    supported = ", ".join(codec.KIND.__name__ for codec in CODECS)
+    raise UnsupportedCacheError(f"layer {index} keeps a {type(cache).__name__}; supported: {supported}")
+
+
+__all__ = [
+    "DTYPES",
+    "MLX_DTYPES",
+    "ArraysLayer",
+    "FullLayer",
+    "Layer",
+    "Matrices",
+    "QuantizedLayer",
+    "StateLayer",
+    "TokenLayer",
+    "UnsupportedCacheError",
+    "WindowLayer",
+    "describe",
+]

@@ -1,0 +1,51 @@
+"""ArraysCache: what a convolution or a recurrence carries from token to token, whatever the context's length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import ArraysCache
+
+from engine.caches.planes import Matrices, UnsupportedCacheError, plane_of
+from kvpage_server.page import MAX_KV_TYPE, Plane
+
+
+@dataclass(frozen=True, slots=True)
+class ArraysLayer:
+    """Arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``, the n-th in the n-th plane."""
+
+    KIND: ClassVar[type] = ArraysCache
+    planes: tuple[Plane, ...]
+    shapes: tuple[tuple[int, ...], ...]  # of the arrays, as mlx-lm has them
+
+    @classmethod
+    def describe(cls, cache: ArraysCache) -> Self:
+        arrays = cache.cache
+        if any(array is None or not 2 <= array.ndim <= 4 for array in arrays) or len(arrays) > MAX_KV_TYPE + 1:
+            found = [None if array is None else array.shape for array in arrays]
+            raise UnsupportedCacheError(
+                f"keeps an ArraysCache of {found}; supported: up to {MAX_KV_TYPE + 1} arrays of 2 to 4 axes"
+            )
+        planes = tuple(plane_of(kv_type, array) for kv_type, array in enumerate(arrays))
+        return cls(planes, tuple(array.shape for array in arrays))
+
+    def matrices(self, end: int) -> tuple[Matrices, ...]:
+        """The state, the same after any number of tokens."""
+        return tuple(
+            Matrices(plane, *(1, 1, *shape[1:])[-3:-1]) for plane, shape in zip(self.planes, self.shapes, strict=True)
+        )
+
+    def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
+        """A copy of the state of a cache that holds one sequence."""
+        return tuple(
+            mx.contiguous(array.reshape(kept.shape)) for array, kept in zip(cache.cache, self.matrices(0), strict=True)
+        )
+
+    def restore(self, state: Sequence[mx.array], end: int) -> ArraysCache:
+        """The cache with that state."""
+        cache = ArraysCache(len(self.shapes))
+        cache.cache = [array.reshape(shape) for array, shape in zip(state, self.shapes, strict=True)]
+        return cache

@@ -1,0 +1,58 @@
+"""QuantizedKVCache: packed values with scales and biases. What was quantised once is kept as it is, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import QuantizedKVCache
+
+from engine.caches.full import cut, join
+from engine.caches.planes import Matrices, plane_of
+from kvpage_server.page import KVType, Plane
+
+_PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES, KVType.V_BIASES)
+
+
+@dataclass(frozen=True, slots=True)
+class QuantizedLayer:
+    """Six planes: K and V packed in uint32, ``[heads, tokens, head_dim * bits / 32]``, then the scales and biases of K
+    and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype."""
+
+    KIND: ClassVar[type] = QuantizedKVCache
+    heads: tuple[int, ...]  # in each plane
+    planes: tuple[Plane, ...]
+    group_size: int  # values that share a scale and a bias
+    bits: int  # a value
+
+    @classmethod
+    def describe(cls, cache: QuantizedKVCache) -> Self:
+        if cache.keys is None:
+            return cls((), (), cache.group_size, cache.bits)
+        arrays = _arrays(cache)
+        planes = tuple(plane_of(kv_type, array) for kv_type, array in zip(_PLANES, arrays, strict=True))
+        return cls(tuple(array.shape[1] for array in arrays), planes, cache.group_size, cache.bits)
+
+    def matrices(self, tokens: int) -> tuple[Matrices, ...]:
+        """What it keeps of `tokens` tokens."""
+        return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
+
+    def cut(self, cache: QuantizedKVCache, start: int, end: int) -> tuple[mx.array, ...]:
+        """Copies of the tokens `start` to `end` of a cache that holds one sequence."""
+        return tuple(cut(array, start, end) for array in _arrays(cache)) if self.planes else ()
+
+    def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> QuantizedKVCache:
+        """A cache with the first `tokens` tokens of the `pieces`."""
+        cache = QuantizedKVCache(self.group_size, self.bits)
+        if self.planes:
+            keys, values, *rest = (join(plane, tokens) for plane in zip(*pieces, strict=True))
+            cache.keys, cache.values = (keys, *rest[:2]), (values, *rest[2:])
+            cache.offset = tokens
+        return cache
+
+
+def _arrays(cache: QuantizedKVCache) -> tuple[mx.array, ...]:
+    (keys, *of_keys), (values, *of_values) = cache.keys, cache.values
+    return (keys, values, *of_keys, *of_values)

@@ -1,0 +1,64 @@
+"""RotatingKVCache: keys and values of the last tokens, in a ring.
+
+The state is stored in temporal order, so that what a page holds does not depend on where the ring happened to begin,
+and with it the index at which the ring goes on: sums over a turned ring differ in their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import RotatingKVCache
+
+from engine.caches.planes import Matrices, UnsupportedCacheError, plane_of
+from kvpage_server.page import DType, KVType, Plane
+
+_INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's index; a ring has no scales
+
+
+@dataclass(frozen=True, slots=True)
+class WindowLayer:
+    """After n tokens: K and V of the last min(n, window), ``[heads, rows, head_dim]``, oldest first, and in the plane
+    after them the ring's index, where in the ring the youngest ends."""
+
+    KIND: ClassVar[type] = RotatingKVCache
+    heads: tuple[int, ...]  # in each plane
+    planes: tuple[Plane, ...]
+    window: int  # mlx-lm's max_size
+
+    @classmethod
+    def describe(cls, cache: RotatingKVCache) -> Self:
+        if cache.keep:
+            raise UnsupportedCacheError(f"keeps a RotatingKVCache with keep={cache.keep}, which batches lose")
+        planes = (plane_of(KVType.K, cache.keys), plane_of(KVType.V, cache.values), _INDEX)
+        return cls((cache.keys.shape[1], cache.values.shape[1], 1), planes, cache.max_size)
+
+    def matrices(self, end: int) -> tuple[Matrices, ...]:
+        """The state after `end` tokens."""
+        rows = min(end, self.window)
+        return tuple(
+            Matrices(plane, heads, 1 if plane is _INDEX else rows)
+            for plane, heads in zip(self.planes, self.heads, strict=True)
+        )
+
+    def capture(self, cache: RotatingKVCache) -> tuple[mx.array, ...]:
+        """A copy of the state of a cache that holds one sequence."""
+        rows = min(cache.offset, self.window)
+        turned = cache.offset >= self.window == cache.keys.shape[2]
+        index = cache._idx if turned else rows
+        keys, values = (
+            mx.contiguous(cache._temporal_order(array)[0, :, -rows:]) for array in (cache.keys, cache.values)
+        )
+        return keys, values, mx.array([[[index]]], mx.uint32)
+
+    def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
+        """The cache after `end` tokens, turned as it was."""
+        keys, values, index = state
+        cache = RotatingKVCache(self.window)
+        cache.offset = end
+        cache._idx = index.item()
+        cache.keys, cache.values = (mx.roll(array[None], cache._idx, 2) for array in (keys, values))
+        return cache

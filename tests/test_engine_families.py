@@ -1,0 +1,308 @@
+"""Every family of models goes on from a context that went through the page server as if it had never left: to the bit.
+
+The logits are compared, and the run that was not interrupted takes the same steps: see test_engine_restore. At the end
+are caches that are wrong by little, and the comparison has to see each of them in every family.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+from engine_models import FAMILIES, letter_tokenizer, tiny
+from servers import RunningServer
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
+import pytest
+import redis
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
+
+from engine import kvcache
+from engine.blocks import AgentBlocks, Arrays, BlockError
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.manifest import block_names
+from engine.tiers.pages import PageTier
+
+TOKENS = np.random.default_rng(6).integers(0, 96, 300).tolist()
+CUTS = [1, 127, 255, 256, 257, 299]
+QUANTIZED = [f"llama q{bits}/{group}" for bits in (4, 8) for group in (32, 64)]
+KINDS = [*FAMILIES, *QUANTIZED]
+WITH_STATE = ["gemma3_text", "gpt_oss", "cohere2", "lfm2", "qwen3_next", "mamba2"]
+
+Logits = npt.NDArray[np.float32]
+
+
+class Family:
+    """A tiny model and how its caches are made."""
+
+    def __init__(self, kind: str, seed: int = 7) -> None:
+        family, _, quantized = kind.partition(" q")
+        self._settings = [int(number) for number in quantized.split("/")] if quantized else []
+        self.model = tiny(family, seed, **({"head_dim": 64} if quantized else {}))
+        self.spec = ModelCacheSpec.probe(self.model, letter_tokenizer(), model_id=kind, cache=self.empty())
+
+    def empty(self) -> list[Any]:
+        made = make_prompt_cache(self.model)
+        if not self._settings:
+            return made
+        bits, group_size = self._settings
+        assert {type(layer) for layer in made} == {KVCache}
+        return [QuantizedKVCache(group_size, bits) for _ in made]
+
+    def run(self, tokens: Sequence[int], cache: list[Any]) -> Logits:
+        """The logits of every one of `tokens`, ``[tokens, vocabulary]``."""
+        return np.array(self.model(mx.array([tokens]), cache=cache)[0])
+
+    def computed(self, count: int, decoded: int = 0) -> list[Any]:
+        """The cache after the first `count` tokens, the last `decoded` of them one by one."""
+        cache = self.empty()
+        self.run(TOKENS[: count - decoded], cache)
+        for token in TOKENS[count - decoded : count]:
+            self.run([token], cache)
+        return cache
+
+    def blocks(self, cache: list[Any], count: int, states: dict[int, Arrays] | None = None) -> AgentBlocks:
+        ids = range(self.spec.blocks_for(count))
+        blocks = kvcache.extract(self.spec, cache, ids, count, states=states)
+        return AgentBlocks("agent", tuple(TOKENS[:count]), blocks, self.spec.fingerprint)
+
+    def continuation(self, cache: list[Any], count: int) -> Logits:
+        """The logits of a chunk from `count` on and of ten steps of greedy decoding after it."""
+        logits = [self.run(TOKENS[count : count + 5] or [7], cache)]
+        for _ in range(10):
+            logits.append(self.run([int(logits[-1][-1].argmax())], cache))
+        return np.concatenate(logits)
+
+
+@cache
+def family(kind: str) -> Family:
+    return Family(kind)
+
+
+@contextmanager
+def tier_of(server: RunningServer, spec: ModelCacheSpec) -> Iterator[PageTier]:
+    tier = PageTier(server.url, spec, BlockPool(8))
+    yield tier
+    tier.close()
+
+
+@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
+    server: RunningServer, client: redis.Redis, kind: str, cut: int
+) -> None:
+    of = family(kind)
+    live = of.computed(cut)
+    with tier_of(server, of.spec) as tier:
+        assert tier.save(of.blocks(live, cut))
+        loaded = tier.load("agent", TOKENS)
+        assert loaded
+        assert len(loaded) == cut
+        restored = kvcache.reconstruct(of.spec, loaded.blocks, cut)
+        assert np.array_equal(of.continuation(restored, cut), of.continuation(live, cut))
+        assert not tier.misses
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_context_that_grew_token_by_token_is_restored_as_it_lay_in_memory(
+    server: RunningServer, client: redis.Redis, kind: str
+) -> None:
+    """In a ring that has turned the order of the sums is another, which the last bits show."""
+    of = family(kind)
+    live = of.computed(150, decoded=100)
+    with tier_of(server, of.spec) as tier:
+        assert tier.save(of.blocks(live, 150))
+        loaded = tier.load("agent")
+        assert loaded
+        restored = kvcache.reconstruct(of.spec, loaded.blocks, 150)
+        for token in TOKENS[150:160]:
+            assert np.array_equal(of.run([token], restored), of.run([token], live))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bytes_do_not_change_in_ten_rounds(server: RunningServer, client: redis.Redis, kind: str) -> None:
+    of = family(kind)
+    context = of.blocks(of.computed(270), 270)
+    first = bytes_of(context)
+    with tier_of(server, of.spec) as tier:
+        for _ in range(10):
+            client.flushall()
+            assert tier.save(context)
+            context = tier.load("agent")
+            assert context
+            cache = kvcache.reconstruct(of.spec, context.blocks, 270)
+            tier._pool.free(context.block_ids)
+            context = of.blocks(cache, 270)
+            assert bytes_of(context) == first
+
+
+def bytes_of(context: AgentBlocks) -> list[bytes]:
+    arrays = [array for block in context.blocks for part in (block.layers, block.state or ()) for array in part]
+    return [bytes(memoryview(plane.view(mx.uint8))) for layer in arrays for plane in layer]
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_a_state_is_used_where_it_was_taken_and_nowhere_else(
+    server: RunningServer, client: redis.Redis, kind: str
+) -> None:
+    """One at the end, one at 256: a prompt that departs between them goes on from 256, one that departs before that
+    from nothing, and the whole prompt itself, of which a token has to be fed, from 256 as well."""
+    of = family(kind)
+    at_256 = of.computed(256)
+    states = {256: kvcache.capture(of.spec, at_256)}
+    of.run(TOKENS[256:], at_256)
+    saved = of.blocks(at_256, 300, states)
+    assert [saved.reusable(of.spec, limit) for limit in (300, 299, 256, 255)] == [300, 256, 256, 0]
+    with pytest.raises(BlockError, match=r"taken after \[256, 300\] tokens, not after 299"):
+        kvcache.reconstruct(of.spec, saved.blocks, 299)
+    with tier_of(server, of.spec) as tier:
+        assert tier.save(saved)
+        assert [reach(tier, "agent", prompt) for prompt in (
+            [*TOKENS, 1], TOKENS, [*TOKENS[:280], 1], TOKENS[:257], TOKENS[:256], [*TOKENS[:255], 96],
+        )] == [300, 256, 256, 256, 0, 0]  # fmt: skip
+        assert reach(tier, "another", TOKENS) == 256
+        loaded = tier.load("another", TOKENS)
+        assert loaded
+        restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)
+        assert np.array_equal(of.continuation(restored, 256), of.continuation(of.computed(256), 256))
+
+
+def reach(tier: PageTier, agent_id: str, prompt: list[int]) -> int:
+    loaded = tier.load(agent_id, prompt)
+    if loaded is None:
+        return 0
+    tier._pool.free(loaded.block_ids)
+    return len(loaded)
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
+    server: RunningServer, client: redis.Redis, kind: str
+) -> None:
+    of = family(kind)
+    at_256 = of.computed(256)
+    states = {256: kvcache.capture(of.spec, at_256)}
+    of.run(TOKENS[256:], at_256)
+    tail, full = (block_names(TOKENS, of.spec)[i] for i in (1, 0))
+    with tier_of(server, of.spec) as tier:
+        tier.save(of.blocks(at_256, 300, states))
+        layer = next(i for i, kept in enumerate(of.spec.state_shapes(300)) if kept)
+        assert client.delete(f"kv:agent/agent:{layer}:0:{int(tail[:8], 16)}:0") == 1
+        assert reach(tier, "agent", [*TOKENS, 1]) == 256
+        assert tier.misses == {"gap": 1}
+        page = bytearray(client.get(f"kv:{full}:{layer}:0:0:0"))
+        client.execute_command(
+            "KVPAGESET",
+            full,
+            layer,
+            0,
+            0,
+            0,
+            2,
+            *np.frombuffer(page[8:16], "<u4")[:2].tolist(),
+            0,
+            bytes(len(page) - 64),
+        )
+        assert reach(tier, "agent", [*TOKENS, 1]) == 0
+        assert tier.misses == {"gap": 2, "checksum": 1}
+        assert not client.exists(f"state:{full}")
+        assert tier._pool.available_blocks == 8
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_another_model_of_the_same_shapes_finds_nothing(server: RunningServer, client: redis.Redis, kind: str) -> None:
+    of, other = family(kind), Family(kind, seed=8)
+    with tier_of(server, of.spec) as ours, tier_of(server, other.spec) as theirs:
+        assert theirs.save(other.blocks(other.computed(270), 270))
+        assert ours.load("agent") is None
+        assert ours.load("another", TOKENS) is None
+        assert ours.misses == {"fingerprint": 1, "absent": 1}
+
+
+def of_the_last_two(layers: Sequence[tuple[mx.array, ...]]) -> list[int]:
+    """The last two layers that keep something and keep the same."""
+    shapes = [[array.shape for array in layer] for layer in layers]
+    b = max(i for i, shape in enumerate(shapes) if shape and shape in shapes[:i])
+    return [max(i for i, shape in enumerate(shapes[:b]) if shape == shapes[b]), b]
+
+
+def pages_swapped(layers: Arrays) -> Arrays:
+    """Their first pages, each in the other's place."""
+    a, b = of_the_last_two(layers)
+    (mine, *rest), (theirs, *others) = layers[a], layers[b]
+    changed = {
+        a: (mx.concatenate([theirs[:1], mine[1:]]), *rest),
+        b: (mx.concatenate([mine[:1], theirs[1:]]), *others),
+    }
+    return tuple(changed.get(i, layer) for i, layer in enumerate(layers))
+
+
+def layer_missing(layers: Arrays) -> Arrays:
+    _, lost = of_the_last_two(layers)
+    empty = tuple(array if array.dtype == mx.uint32 else mx.zeros_like(array) for array in layers[lost])
+    return tuple(empty if i == lost else layer for i, layer in enumerate(layers))
+
+
+def parts_of(of: Family) -> list[str]:
+    return ["layers"] * (of.spec.token_nbytes > 0) + ["state"] * of.spec.has_state
+
+
+@pytest.mark.parametrize("spoil", [pages_swapped, layer_missing])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_comparison_sees_a_wrong_page(kind: str, spoil: Callable[[Arrays], Arrays]) -> None:
+    of = family(kind)
+    live = of.computed(270)
+    *whole, last = of.blocks(live, 270).blocks
+    right = of.continuation(live, 270)
+    for part in parts_of(of):
+        wrong = replace(last, **{part: spoil(getattr(last, part))})
+        assert_differs(of, kvcache.reconstruct(of.spec, [*whole, wrong], 270), 270, right)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_comparison_sees_another_models_pages_of_the_same_shapes(kind: str) -> None:
+    of, other = family(kind), Family(kind, seed=8)
+    live = of.computed(270)
+    blocks = of.blocks(live, 270).blocks
+    theirs = other.blocks(other.computed(270), 270).blocks
+    right = of.continuation(live, 270)
+    for part in parts_of(of):
+        mixed = [replace(a, **{part: getattr(b, part)}) for a, b in zip(blocks, theirs, strict=True)]
+        assert_differs(of, kvcache.reconstruct(of.spec, mixed, 270), 270, right)
+
+
+@pytest.mark.parametrize("error", [-1, 1])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba2"])
+def test_the_comparison_sees_an_offset_that_is_off_by_one(kind: str, error: int) -> None:
+    """mamba2 has none."""
+    of = family(kind)
+    live = of.computed(270)
+    wrong = kvcache.reconstruct(of.spec, of.blocks(live, 270).blocks, 270)
+    for layer in wrong:
+        if hasattr(layer, "offset"):
+            layer.offset += error
+    assert_differs(of, wrong, 270, of.continuation(live, 270))
+
+
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_the_comparison_sees_a_state_that_is_a_token_old(kind: str) -> None:
+    of = family(kind)
+    live = of.computed(269)
+    stale = kvcache.capture(of.spec, live)
+    of.run(TOKENS[269:270], live)
+    *whole, last = of.blocks(live, 270).blocks
+    wrong = kvcache.reconstruct(of.spec, [*whole, replace(last, state=stale)], 270)
+    assert_differs(of, wrong, 270, of.continuation(live, 270))
+
+
+def assert_differs(of: Family, wrong: list[Any], count: int, right: Logits) -> None:
+    """By far more than rounding."""
+    found = of.continuation(wrong, count)
+    assert np.abs(found[0] - right[0]).max() > 1e-4
