@@ -14,12 +14,12 @@ from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
 from kvpage_server.page import index_key
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, simple
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.memory import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d+)?\Z")  # what C's strtoul takes
 _U64_MAX = 2**64 - 1
-_STEP = 256  # keys of a long reply that are encoded at a time
+_STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
 
 
 @command("del", -2, "write", keys=(1, -1, 1), group="generic", usage="key [key ...]", summary="Deletes keys.")
@@ -109,17 +109,27 @@ def matcher(pattern: bytes) -> Matches | None:
     summary="Returns the keys that match a pattern, all at once.",
 )
 def keys(client: Client, args: list[Argument]) -> Reply:
-    """Those that the user may read, in no particular order. Encoded while it is sent: there may be millions."""
+    """Those that the user may read, in no particular order. Found and encoded in steps: there may be millions."""
     matches = matcher(plain(args[0]))
-    found = client.visible(client.server.keyspace.keys())
-    if matches is not None:
-        found = [key for key in found if matches(key)]
 
-    def encoded() -> Iterator[Reply]:
+    def steps() -> Iterator[Reply]:
+        found: list[bytes] = []
+        for some in _visible_keys(client):
+            found += some if matches is None else filter(matches, some)
+            yield ()
+        yield Raw(b"*%d\r\n" % len(found))
         for start in range(0, len(found), _STEP):
             yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in found[start : start + _STEP]),)
 
-    return Stream(len(found), encoded())
+    return Stream(None, steps())
+
+
+def _visible_keys(client: Client) -> Iterator[list[bytes]]:
+    """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
+    keyspace = client.server.keyspace
+    names = keyspace.names()
+    for start in range(0, len(names), _STEP):
+        yield client.visible(keyspace.living(names[start : start + _STEP]))
 
 
 @command(
@@ -141,17 +151,31 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     cursor = scan_cursor(plain(args[0]))
     matches, count, wanted_type = scan_options(plain_all(args[1:]))
     if not client.sees_all:
-        cursor, count = 0, _U64_MAX
+        return _scan_all(client, matches, wanted_type)
+    found: list[bytes] = []
     if wanted_type == b"set":
         cursor, requests = keyspace.scan_requests(cursor, count)
-        found = client.visible(map(index_key, requests))
-    elif client.sees_all:
-        cursor, found = keyspace.scan(cursor, count)
+        found = list(map(index_key, requests))
     else:
-        found = client.visible(keyspace.keys())
-    if wanted_type not in (b"string", b"set"):
-        found = []
-    return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
+        cursor, keys = keyspace.scan(cursor, count)
+        found = keys if wanted_type == b"string" else []
+    return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
+
+
+def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Reply:
+    """A scan that is over with its first reply, of what the user may read."""
+
+    def steps() -> Iterator[Reply]:
+        found: list[bytes] = []
+        if wanted_type == b"set":
+            found = client.visible(map(index_key, client.server.keyspace.scan_requests(0, _U64_MAX)[1]))
+        elif wanted_type == b"string":
+            for some in _visible_keys(client):
+                found += some
+                yield ()
+        yield [b"0", found if matches is None else list(filter(matches, found))]
+
+    return Stream(None, steps())
 
 
 def scan_cursor(word: bytes) -> int:
@@ -198,15 +222,31 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     """Null when there is none; of those that the user may read."""
     if client.sees_all:
         return client.server.keyspace.random_key()
-    keys = client.visible(client.server.keyspace.keys())
-    return random.choice(keys) if keys else None
+
+    def steps() -> Iterator[Reply]:
+        keys: list[bytes] = []
+        for some in _visible_keys(client):
+            keys += some
+            yield ()
+        yield random.choice(keys) if keys else None
+
+    return Stream(None, steps())
 
 
 @command("dbsize", 1, "readonly fast keyspace filtered", group="server", summary="Returns the number of keys.")
 def dbsize(client: Client, args: list[Argument]) -> Reply:
-    """Those that the user may read, those overdue but not yet swept too."""
-    keyspace = client.server.keyspace
-    return len(keyspace) if client.sees_all else len(client.visible(keyspace.keys()))
+    """Those that the user may read; of all, those overdue but not yet swept too."""
+    if client.sees_all:
+        return len(client.server.keyspace)
+
+    def steps() -> Iterator[Reply]:
+        count = 0
+        for some in _visible_keys(client):
+            count += len(some)
+            yield ()
+        yield count
+
+    return Stream(None, steps())
 
 
 @command(
@@ -218,11 +258,22 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
     summary="Removes every key.",
 )
 def flushall(client: Client, args: list[Argument]) -> Reply:
-    """Everything goes at once."""
-    if [word.upper() for word in plain_all(args)] not in ([], [b"ASYNC"], [b"SYNC"]):
+    """Every key is gone at once, for everybody; OK once their memory is free, or before it when ASYNC is given."""
+    options = [word.upper() for word in plain_all(args)]
+    if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)
-    client.server.keyspace.flush()
-    return OK
+    fallen = client.server.keyspace.flush()
+
+    def steps() -> Iterator[Reply]:
+        if options == [b"ASYNC"]:
+            yield OK
+        for _ in range(0, len(fallen), _STEP):
+            fallen.free(_STEP)
+            yield ()
+        if options != [b"ASYNC"]:
+            yield OK
+
+    return Stream(None, steps())
 
 
 command(

@@ -40,6 +40,7 @@ class LRU:
         while self._units:
             yield next(iter(self._units))
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._units.clear()
+    def clear(self) -> dict[Unit, int]:
+        """Forget everything; what there was."""
+        old, self._units = self._units, OrderedDict()
+        return old

@@ -151,8 +151,9 @@ class PageIndex:
         request = self._requests.get(req_id)
         return request.get(page) if request is not None else None
 
-    def clear(self) -> None:
-        """Forget everything."""
-        self._requests.clear()
+    def clear(self) -> dict[bytes, dict[int, Block]]:
+        """Forget everything; what there was."""
+        old, self._requests = self._requests, {}
         self._scans.clear()
         self.blocks = 0
+        return old

@@ -7,10 +7,10 @@ page is also known to the index by what its key says; that is how whole requests
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 from kvpage_server.page import PageHeader, PageKey, unix_ms
 from kvpage_server.store.arena import Arena, Slot
@@ -71,6 +71,23 @@ class Counters:
     expired: int = 0
     evicted: int = 0
     writes: int = 0
+
+
+class Fallen:
+    """What a flush removed. To free millions of values takes a while."""
+
+    def __init__(self, *parts: dict[Any, Any]) -> None:
+        self._parts = parts
+
+    def __len__(self) -> int:
+        return sum(map(len, self._parts))
+
+    def free(self, most: int) -> None:
+        """Free up to `most` of them."""
+        for part in self._parts:
+            for _ in range(min(len(part), most)):
+                part.popitem()
+                most -= 1
 
 
 class Keyspace:
@@ -174,8 +191,17 @@ class Keyspace:
 
     def keys(self) -> list[bytes]:
         """Every living key."""
-        now = unix_ms()
-        return [key for key, entry in self._entries.items() if not entry.expires or entry.expires > now]
+        return self.living(self._entries)
+
+    def names(self) -> list[bytes]:
+        """Every key, those that are overdue too."""
+        return list(self._entries)
+
+    def living(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that exist."""
+        now, entries = unix_ms(), self._entries
+        found = [(name, entry) for name in names if (entry := entries.get(name)) is not None]
+        return [name for name, entry in found if not entry.expires or entry.expires > now]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the living keys in the next `count` places of the order of scans."""
@@ -329,17 +355,17 @@ class Keyspace:
         self._expiry.note(key, expires)
         self.tell("expire", key)
 
-    def flush(self) -> None:
-        """Remove everything."""
+    def flush(self) -> Fallen:
+        """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
         self.tell("flush", b"")
-        self._entries.clear()
-        self.index.clear()
+        fallen = Fallen(self._entries, self.index.clear(), self._lru.clear())
+        self._entries = {}
         self._expiry.clear()
-        self._lru.clear()
         self.guards.clear()
         self.ghosts.clear()
         self._scans.clear()
         self._texts = 0
+        return fallen
 
     def tell(self, event: str, key: bytes) -> None:
         """Say what happened to a key, to whoever listens."""
