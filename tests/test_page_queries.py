@@ -24,6 +24,7 @@ from kvpage_server.resp.reply import encode
 
 
 def test_existence_of_many_pages_is_told_in_order(client: redis.Redis) -> None:
+    client.config_resetstat()
     set_page(client, head=1)
     set_page(client, head=3)
     client.set("kv:r:0:4:0:0", "a plain string is no page")
