@@ -6,6 +6,7 @@ than what it expects for the end of the world; see `csrc/storage_backends/redis`
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import shutil
@@ -13,6 +14,7 @@ import socket
 import subprocess
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from servers import RunningServer, start_server
@@ -143,15 +145,22 @@ def test_asking_for_everything_does_not_protect_everything() -> None:
 
 
 LMCACHE = os.environ.get("LMCACHE") or shutil.which("lmcache")
+needs_lmcache = pytest.mark.skipif(
+    not LMCACHE, reason="needs LMCache: several GB with torch; LMCACHE=... says where its command is"
+)
 
 
+@needs_lmcache
 @pytest.mark.lmcache
-@pytest.mark.skipif(not LMCACHE, reason="needs LMCache: several GB with torch; LMCACHE=... says where its command is")
 @pytest.mark.parametrize("adapter", ["resp", "valkey"])
-def test_lmcache_itself(adapter: str) -> None:
+def test_lmcache_by_its_storage_adapters(adapter: str) -> None:
     """Its own benchmark, which stores, looks up, reads and compares."""
     with start_server("--maxmemory", "2gb") as server:
-        description = f'{{"type":"{adapter}","host":"127.0.0.1","port":{server.port},"num_workers":4}}'
+        address = {
+            "resp": {"host": "127.0.0.1", "port": server.port},
+            "valkey": {"startup_nodes": f"127.0.0.1:{server.port}"},
+        }
+        description = json.dumps({"type": adapter, "num_workers": 4, **address[adapter]})
         words = ["bench", "l2", "--l2-adapter", description, "--num-keys", "32", "--data-size-kb", "256"]
         options = ["--rounds", "3", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"]
         command = [str(LMCACHE), *words, *options]
@@ -159,6 +168,24 @@ def test_lmcache_itself(adapter: str) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
         with server.client() as client:
             assert client.info("stats")["keyspace_hits"] >= 96
+
+
+@needs_lmcache
+@pytest.mark.lmcache
+def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
+    """Its own check of a remote, which goes through redis-py."""
+    python = Path(str(LMCACHE)).with_name("python")
+    with start_server() as server:
+        config = tmp_path / "lmcache.yaml"
+        config.write_text(f'chunk_size: 256\nremote_url: "{server.url}"\nremote_serde: "naive"\n')
+        result = subprocess.run(
+            [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
+            capture_output=True,
+            text=True,
+            timeout=100,
+            env={**os.environ, "LMCACHE_CONFIG_FILE": str(config)},
+        )
+        assert "Validation (content correct): 5/5 passed" in result.stdout, result.stdout + result.stderr
 
 
 def test_a_reply_is_never_split_by_another(server: RunningServer) -> None:
