@@ -6,7 +6,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from typing import Protocol
+from itertools import groupby
+from typing import Protocol, cast
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch import Paused, execute
@@ -18,6 +19,8 @@ from kvpage_server.resp.reply import Piece, Reply, Stream, encode
 TURN = 256  # commands, or steps of a streamed reply, before other clients have their turn
 TURN_NANOSECONDS = 4_000_000
 
+
+GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
 
@@ -71,6 +74,7 @@ class Session:
         self._pushed: list[Reply] = []  # what waits for the end of that reply
         self._postponed: Command | None = None  # until a pause ends
         self._held = 0  # bytes that the server knows this connection holds
+        self._gone = False  # and with it what it held
         self._ending = False
         self._scheduled = False
         self.client = Client(
@@ -119,7 +123,7 @@ class Session:
 
     def _let_go(self) -> None:
         """Hold nothing any more."""
-        self._ending = True
+        self._gone = self._ending = True
         self._stream = self._postponed = None
         self._pushed.clear()
         self._out.clear()
@@ -189,7 +193,7 @@ class Session:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
         left, deadline = TURN, time.monotonic_ns() + TURN_NANOSECONDS
         try:
-            while left and not self._ending and not self._transport.crowded:
+            while left and not self._ending and not self._crowded:
                 left -= 1
                 if self._stream is not None:
                     if not self._continue_stream(deadline):
@@ -214,7 +218,7 @@ class Session:
         self._account()
         if self._ending:
             self._transport.close()
-        elif self._transport.crowded:
+        elif self._crowded:
             self._transport.pause_reading()  # until drained() is called
         elif not left:
             self._transport.pause_reading()
@@ -289,15 +293,25 @@ class Session:
         self._pushed.clear()
         return pieces
 
+    @property
+    def _crowded(self) -> bool:
+        """Whether so much waits to be read that nothing more is answered.
+
+        A client may send a long pipeline before it reads the first answer; so more than a little may wait as long as
+        all connections together do not hold much.
+        """
+        waiting = self._transport.queued
+        return waiting > HIGH_WATER and (waiting > GENEROUS or limits.is_tight(self._server))
+
     def _flush(self) -> None:
         if self._out:
             out, self._out, self._borrowed = self._out, [], 0
-            self._transport.write(out)
+            self._transport.write(joined(out) if self._transport.queued else out)
 
     def _account(self) -> None:
         """Tell the server what this connection holds, and have the limits on it kept."""
         held = self.client.held
-        if held != self._held:
+        if held != self._held and not self._gone:
             self._server.in_flight += held - self._held
             self._held = held
             limits.keep(self.client)
@@ -307,3 +321,12 @@ class Session:
         self._flush()
         self._ending = True
         self._transport.close()
+
+
+def joined(pieces: list[Piece]) -> list[Piece]:
+    """The same bytes in fewer pieces: neighbours that are not borrowed become one. They may have to wait for long."""
+    return [
+        piece
+        for is_own, run in groupby(pieces, lambda piece: isinstance(piece, bytes))
+        for piece in ([b"".join(cast(Iterator[bytes], run))] if is_own else run)
+    ]

@@ -1,0 +1,301 @@
+"""Every limit of the configuration, gone past: the server stays well, the others are served, memory comes back."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+import pytest
+import redis
+from health import MIB, unharmed, until
+from servers import RunningServer, free_port, start_server
+from wire import Wire, spell
+
+OPTIONS = ("--maxmemory", "512mb", "--client-query-buffer-limit", "80mb", "--proto-max-bulk-len", "70mb")
+
+
+@pytest.fixture(scope="module")
+def limited() -> Iterator[RunningServer]:
+    """A server with limits that a test can reach."""
+    with start_server(*OPTIONS) as server:
+        yield server
+
+
+@pytest.fixture
+def client(limited: RunningServer) -> Iterator[redis.Redis]:
+    with limited.client() as client:
+        client.flushall()
+        yield client
+        client.config_set("maxclients", 10_000)
+        client.config_set("timeout", 0)
+
+
+def read_all(sock: socket.socket) -> bytes:
+    """What comes until the connection ends."""
+    told = b""
+    with suppress(ConnectionResetError):
+        while part := sock.recv(65536):
+            told += part
+    return told
+
+
+def is_over(sock: socket.socket, within: float = 10.0) -> bool:
+    """Whether the peer ended the connection, whatever it had said before."""
+    sock.settimeout(within)
+    with suppress(ConnectionResetError):
+        while sock.recv(MIB):
+            pass
+    return True
+
+
+class TestConnections:
+    def test_one_too_many_is_told_so(self, limited: RunningServer, client: redis.Redis) -> None:
+        with unharmed(limited), ExitStack() as stack:
+            client.config_set("maxclients", len(client.client_list()) + 5)
+            before = client.info("stats")["rejected_connections"]
+            wires = [stack.enter_context(Wire(limited.port)) for _ in range(5)]
+            assert all(wire.ask(b"PING") == b"+PONG\r\n" for wire in wires)
+            for _ in range(20):
+                with limited.connect() as sock:
+                    assert read_all(sock) == b"-ERR max number of clients reached\r\n"
+            assert all(wire.ask(b"PING") == b"+PONG\r\n" for wire in wires)
+            assert client.info("stats")["rejected_connections"] == before + 20
+            client.config_set("maxclients", 10_000)
+
+    def test_there_are_as_many_as_the_system_allows(self, tmp_path: Path) -> None:
+        """With 64 descriptors: fewer clients, a line in the log, and no busy loop when even they run out."""
+        port = free_port()
+        command = (
+            f"ulimit -n 64; exec {sys.executable} -m kvpage_server.app --port {port} --dir {tmp_path} --logfile log"
+        )
+        with subprocess.Popen(["/bin/sh", "-c", command]) as process, ExitStack() as stack:
+            until(lambda: _listens(port))
+            first = stack.enter_context(Wire(port))
+            maxclients = int(first.ask(b"CONFIG", b"GET", b"maxclients").split(b"\r\n")[4])
+            assert maxclients == 64 - 32
+            assert b"+OK" in first.ask(b"CONFIG", b"SET", b"maxclients", b"1000")
+            for _ in range(80):
+                stack.enter_context(socket.create_connection(("127.0.0.1", port), timeout=10))
+            time.sleep(1)
+            before = _cpu_seconds(process.pid)
+            assert first.ask(b"PING") == b"+PONG\r\n"
+            time.sleep(1)
+            assert _cpu_seconds(process.pid) - before < 0.5
+            stack.close()
+            until(lambda: _answers(port))
+            process.terminate()
+            assert process.wait(20) == 0
+            log = (tmp_path / "log").read_text()
+            assert "maxclients is 32: the system gives 64 file descriptors" in log
+            assert "out of file descriptors" in log
+
+    def test_idle_ones_end(self, limited: RunningServer, client: redis.Redis) -> None:
+        with unharmed(limited), Wire(limited.port) as listener, limited.connect() as idle, limited.connect() as busy:
+            listener.ask(b"SUBSCRIBE", b"news")
+            client.config_set("timeout", 1)
+            start = time.monotonic()
+            busy.settimeout(0.1)
+            while time.monotonic() < start + 2.5:
+                busy.sendall(b"PING\r\n")
+                assert busy.recv(7) == b"+PONG\r\n"
+                time.sleep(0.2)
+            assert is_over(idle)
+            client.publish("news", "listeners stay")
+            assert b"listeners stay" in listener.reply()
+            client.config_set("timeout", 0)
+            assert client.info("stats")["idle_disconnections"] >= 1
+
+
+def _listens(port: int) -> bool:
+    with suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+        return True
+    return False
+
+
+def _answers(port: int) -> bool:
+    with suppress(OSError, EOFError), Wire(port) as wire:
+        return wire.ask(b"PING") == b"+PONG\r\n"
+    return False
+
+
+def _cpu_seconds(pid: int) -> float:
+    told = subprocess.run(["ps", "-o", "cputime=", "-p", str(pid)], capture_output=True, text=True, check=True).stdout
+    hours, minutes, seconds = told.strip().rsplit("-", 1)[-1].split(":")
+    return int(hours) * 3600 + int(minutes) * 60 + float(seconds)
+
+
+class TestWhatIsSent:
+    def test_a_string_too_long(self, limited: RunningServer) -> None:
+        for length in (70 * MIB + 1, 2**40, 2**63, 10**30):
+            with unharmed(limited), limited.connect() as sock:
+                sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$%d\r\n" % length)
+                assert read_all(sock) == b"-ERR Protocol error: invalid bulk length\r\n"
+
+    def test_the_longest_string_passes(self, limited: RunningServer, client: redis.Redis) -> None:
+        """64 MiB, as a string and as a page."""
+        value = os.urandom(64 * MIB)
+        client.set("k", value)
+        assert client.get("k") == value
+        client.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 8, 64 * MIB, 1, 0, value)
+        assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == value
+        client.flushall()
+
+    def test_a_command_too_long(self, limited: RunningServer) -> None:
+        """Long strings, each of which is allowed; and very many short ones."""
+        refusals = (b"command exceeds the query buffer limit", b"invalid multibulk length")
+        for words, refusal in zip(([bytes(30 * MIB)] * 3, [b"ab"] * 2_000_000), refusals, strict=True):
+            with unharmed(limited, slack=32 * MIB), limited.connect() as sock:
+                told = _send_until_refused(sock, spell([b"MSET", *words]))
+                assert told in (b"", b"-ERR Protocol error: %b\r\n" % refusal)
+        with limited.client() as client:
+            assert client.dbsize() == 0
+
+    def test_what_all_of_them_hold_together(self, limited: RunningServer, client: redis.Redis) -> None:
+        """40 hostile clients each announce 60 MiB and send a little; an honest one stores large pages meanwhile."""
+        body = os.urandom(20 * MIB)
+        with unharmed(limited), ExitStack() as stack:
+            before = client.info("stats")["evicted_clients"]
+            socks = []
+            for _ in range(40):
+                sock = stack.enter_context(limited.connect())
+                sock.sendall(b"*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n$%d\r\nabc" % (60 * MIB))
+                socks.append(sock)
+                client.execute_command("KVPAGESET", "r", 0, 0, 0, 0, 8, len(body), 1, 0, body)
+                assert int(client.info("memory")["mem_clients_normal"]) <= 128 * MIB
+            assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) == body
+            assert client.info("stats")["evicted_clients"] - before >= 37
+            assert sum(_is_open(sock) for sock in socks) <= 3
+            client.flushall()
+
+    def test_a_spared_client_stays(self, limited: RunningServer, client: redis.Redis) -> None:
+        with unharmed(limited), Wire(limited.port) as spared, ExitStack() as stack:
+            spared.ask(b"CLIENT", b"NO-EVICT", b"ON")
+            announced = b"*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n$%d\r\nabc" % (60 * MIB)
+            spared.send(announced)
+            for _ in range(3):
+                stack.enter_context(limited.connect()).sendall(announced)
+            until(lambda: client.info("stats")["evicted_clients"])
+            spared.send(bytes(60 * MIB - 3) + b"\r\n")
+            assert spared.reply() == b"+OK\r\n"
+            client.flushall()
+
+    def test_a_byte_now_and_then(self, limited: RunningServer) -> None:
+        with unharmed(limited), ExitStack() as stack:
+            socks = [stack.enter_context(limited.connect()) for _ in range(30)]
+            for byte in spell([b"SET", b"slow", b"and steady"]):
+                for sock in socks:
+                    sock.sendall(bytes([byte]))
+                time.sleep(0.01)
+            assert all(sock.recv(5) == b"+OK\r\n" for sock in socks)
+
+
+def _send_until_refused(sock: socket.socket, data: bytes) -> bytes:
+    """What the server says to it; nothing when it just ends the connection."""
+    with suppress(ConnectionError):
+        sock.sendall(data)
+    return read_all(sock)
+
+
+def _is_open(sock: socket.socket) -> bool:
+    sock.setblocking(False)
+    try:
+        return sock.recv(1) != b""
+    except BlockingIOError:
+        return True
+    except ConnectionResetError:
+        return False
+
+
+class TestWhatIsNotRead:
+    def test_messages_that_pile_up(self, limited: RunningServer, client: redis.Redis) -> None:
+        """Beyond the hard limit of those who listen, at once."""
+        with unharmed(limited, slack=40 * MIB), Wire(limited.port) as deaf, Wire(limited.port) as listening:
+            deaf.ask(b"SUBSCRIBE", b"news")
+            listening.ask(b"SUBSCRIBE", b"news")
+            heard = 0
+            for _ in range(45):
+                client.publish("news", bytes(MIB))
+                heard += len(listening.reply()) > MIB
+            assert heard == 45
+            until(lambda: client.info("stats")["client_output_buffer_limit_disconnections"] == 1)
+            assert [entry["sub"] for entry in client.client_list() if entry["sub"] != "0"] == ["1"]
+
+    def test_what_a_monitor_does_not_read(self, limited: RunningServer, client: redis.Redis) -> None:
+        before = client.info("stats")["client_output_buffer_limit_disconnections"]
+        client.config_set("client-output-buffer-limit", "pubsub 1mb 0 0")
+        with unharmed(limited), Wire(limited.port) as blind:
+            blind.ask(b"MONITOR")
+            for _ in range(20):
+                pipeline = client.pipeline(transaction=False)
+                for _ in range(1000):
+                    pipeline.echo("x" * 500)
+                pipeline.execute()
+            until(lambda: client.info("stats")["client_output_buffer_limit_disconnections"] == before + 1)
+        client.config_set("client-output-buffer-limit", "pubsub 32mb 8mb 60")
+
+    def test_a_soft_limit_for_too_long(self, limited: RunningServer, client: redis.Redis) -> None:
+        """A great value that nobody fetches: for two seconds it may wait."""
+        client.set("great", bytes(60 * MIB))
+        client.config_set("client-output-buffer-limit", "normal 0 1mb 2")
+        with unharmed(limited), limited.connect() as sock:
+            sock.sendall(spell([b"GET", b"great"]))
+            time.sleep(1)
+            assert _waits_for(client) > 30 * MIB
+            until(lambda: _waits_for(client) == 0)
+            client.config_set("client-output-buffer-limit", "normal 0 64mb 60")
+        client.flushall()
+
+    def test_a_reader_in_time_gets_all_of_it(self, limited: RunningServer, client: redis.Redis) -> None:
+        client.set("great", bytes(60 * MIB))
+        client.config_set("client-output-buffer-limit", "normal 0 1mb 3")
+        with unharmed(limited), Wire(limited.port) as wire:
+            wire.send(spell([b"GET", b"great"]))
+            time.sleep(1.5)
+            assert len(wire.reply()) > 60 * MIB
+        client.config_set("client-output-buffer-limit", "normal 0 64mb 60")
+        client.flushall()
+
+    def test_transactions_count_too(self, limited: RunningServer, client: redis.Redis) -> None:
+        """What is queued is held: queue after queue, and the first of them has to go."""
+        with unharmed(limited, slack=48 * MIB), ExitStack() as stack:
+            before = client.info("stats")["evicted_clients"]
+            for _ in range(8):
+                wire = stack.enter_context(Wire(limited.port))
+                wire.ask(b"MULTI")
+                wire.ask(b"SET", b"k", bytes(20 * MIB))
+            assert int(client.info("memory")["mem_clients_normal"]) <= 128 * MIB
+            assert client.info("stats")["evicted_clients"] > before
+
+
+def _waits_for(client: redis.Redis) -> int:
+    return sum(int(entry["omem"]) for entry in client.client_list())
+
+
+def test_connections_that_came_and_went_leave_nothing(limited: RunningServer, client: redis.Redis) -> None:
+    """Each in the middle of something: what a connection held goes with it, without the collector's help."""
+
+    def come_and_go(times: int) -> None:
+        for i in range(times):
+            with limited.connect() as sock:
+                sock.sendall(beginnings[i % len(beginnings)])
+
+    beginnings = [
+        *(b"PING\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$100000\r\n" + bytes(50_000), spell([b"SUBSCRIBE", b"a"])),
+        *(spell([b"MULTI"]) + spell([b"SET", b"k", bytes(5000)]), spell([b"MONITOR"]), b"*1000\r\n$1\r\na\r\n"),
+    ]
+    come_and_go(600)
+    with unharmed(limited, slack=2 * MIB):
+        threads = [threading.Thread(target=come_and_go, args=(1500,)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        until(lambda: len(client.client_list()) <= 2)
