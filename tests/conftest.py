@@ -25,6 +25,16 @@ def redis_server() -> Iterator[RunningServer]:
         yield server
 
 
+@pytest.fixture(params=["kvpage-server", "redis-server"])
+def either_server(request: pytest.FixtureRequest) -> RunningServer:
+    """Each of the two in turn, emptied."""
+    name = "server" if request.param == "kvpage-server" else "redis_server"
+    either: RunningServer = request.getfixturevalue(name)
+    with either.client() as client:
+        client.flushall()
+    return either
+
+
 @pytest.fixture
 def client(server: RunningServer) -> Iterator[redis.Redis]:
     """A client of the emptied server."""

@@ -10,11 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 import uvloop
+from page_batches import NO_RETRY, SHAPE, batch, block_body, key, room, same
 from proxy import Proxy, start_proxy
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 from servers import RunningServer, free_port
-from test_page_client import SHAPE, batch, block_body, key, room, same
 
 from kvpage_server.client import (
     AsyncPageClient,
@@ -27,28 +25,16 @@ from kvpage_server.client import (
 )
 from kvpage_server.page import KVType, PageKey
 
-NO_RETRY = Retry(NoBackoff(), 0)
-
-
-@pytest.fixture(params=["kvpage-server", "redis-server"])
-def store(request: pytest.FixtureRequest) -> RunningServer:
-    """Either server, emptied."""
-    name = "server" if request.param == "kvpage-server" else "redis_server"
-    store: RunningServer = request.getfixturevalue(name)
-    with store.client() as client:
-        client.flushall()
-    return store
-
 
 @pytest.fixture(params=[True, False], ids=["verify", "no verify"])
-async def pages(store: RunningServer, request: pytest.FixtureRequest) -> AsyncIterator[AsyncPageClient]:
-    async with AsyncPageClient(store.url, verify=request.param, deadline=30) as pages:
+async def pages(either_server: RunningServer, request: pytest.FixtureRequest) -> AsyncIterator[AsyncPageClient]:
+    async with AsyncPageClient(either_server.url, verify=request.param, deadline=30) as pages:
         yield pages
 
 
 @pytest.fixture
-def proxy(store: RunningServer) -> Iterator[Proxy]:
-    with start_proxy(store.port) as proxy:
+def proxy(either_server: RunningServer) -> Iterator[Proxy]:
+    with start_proxy(either_server.port) as proxy:
         yield proxy
 
 
@@ -104,9 +90,9 @@ async def test_what_only_kvpage_server_can(pages: AsyncPageClient) -> None:
         assert await pages.exists(PageKey(b"ctx", 0, 0, 0, 0))  # a plain Redis, which goes on
 
 
-async def test_a_batch_may_use_several_connections_at_once(store: RunningServer) -> None:
+async def test_a_batch_may_use_several_connections_at_once(either_server: RunningServer) -> None:
     written = batch(200, rows=512)
-    async with AsyncPageClient(store.url, connections=4, deadline=30) as pages:
+    async with AsyncPageClient(either_server.url, connections=4, deadline=30) as pages:
         await pages.mset(written)
         await pages.delete([key(3)])
         into = room(written)
@@ -115,10 +101,10 @@ async def test_a_batch_may_use_several_connections_at_once(store: RunningServer)
         assert all(same(array, page) for array, page, there in zip(into, written, found, strict=True) if there)
 
 
-def test_uvloop_is_a_loop_as_well(store: RunningServer) -> None:
+def test_uvloop_is_a_loop_as_well(either_server: RunningServer) -> None:
     async def main() -> None:
         written = batch(200, rows=512)
-        async with AsyncPageClient(store.url, connections=2, deadline=30) as pages:
+        async with AsyncPageClient(either_server.url, connections=2, deadline=30) as pages:
             await pages.mset(written)
             into = room(written)
             assert all(await pages.mget_into([page.key for page in written], into))
@@ -127,7 +113,7 @@ def test_uvloop_is_a_loop_as_well(store: RunningServer) -> None:
     uvloop.run(main())
 
 
-async def test_many_calls_at_once(store: RunningServer) -> None:
+async def test_many_calls_at_once(either_server: RunningServer) -> None:
     async def work(task: int, pages: AsyncPageClient) -> None:
         written = batch(20, seed=task, req_id=b"task%d" % task)
         into = room(written)
@@ -136,7 +122,7 @@ async def test_many_calls_at_once(store: RunningServer) -> None:
             assert all(await pages.mget_into([page.key for page in written], into))
             assert all(map(same, into, written))
 
-    async with AsyncPageClient(store.url, deadline=30) as pages:
+    async with AsyncPageClient(either_server.url, deadline=30) as pages:
         await asyncio.gather(*(work(task, pages) for task in range(16)))
 
 
@@ -235,8 +221,10 @@ async def test_after_a_call_was_cancelled_nothing_is_written_into_its_buffers(pr
         assert all(map(same, into, written[::-1]))
 
 
-async def test_a_call_that_is_cancelled_while_it_connects_gives_its_connection_back(store: RunningServer) -> None:
-    with start_proxy(store.port) as proxy:
+async def test_a_call_that_is_cancelled_while_it_connects_gives_its_connection_back(
+    either_server: RunningServer,
+) -> None:
+    with start_proxy(either_server.port) as proxy:
         proxy.stall_after = 10
         async with AsyncPageClient(proxy.url, retry=NO_RETRY, max_connections=1) as pages:
             call = asyncio.create_task(pages.exists(key(0), deadline=0.5))

@@ -1,86 +1,27 @@
-"""PageClient against a kvpage-server and against Debian's redis-server, and through a proxy that treats it badly."""
+"""PageClient against a kvpage-server and against Debian's redis-server: what goes, what comes back, what is refused."""
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 import redis
-from proxy import Proxy, start_proxy
-from redis.backoff import ConstantBackoff, NoBackoff
-from redis.retry import Retry
-from servers import RunningServer, free_port, start_redis, start_server
+from page_batches import SHAPE, Array, batch, block_body, key, room, same
+from servers import RunningServer, free_port
 
-from kvpage_server.client import (
-    BadBuffer,
-    DeadlineExceeded,
-    Disconnected,
-    Page,
-    PageClient,
-    PageClientError,
-    Refused,
-    Unsupported,
-    WrongReply,
-)
-from kvpage_server.page import (
-    BlockShape,
-    DType,
-    KVType,
-    PageError,
-    PageKey,
-    Plane,
-    checksum,
-    decode_page,
-    encode_page,
-)
-
-NO_RETRY = Retry(NoBackoff(), 0)
-SHAPE = BlockShape(3, 2, 16, (Plane(KVType.K, DType.FLOAT16, 64), Plane(KVType.V, DType.FLOAT16, 32)))
-
-
-@pytest.fixture(params=["kvpage-server", "redis-server"])
-def store(request: pytest.FixtureRequest) -> RunningServer:
-    """Either server, emptied."""
-    name = "server" if request.param == "kvpage-server" else "redis_server"
-    store: RunningServer = request.getfixturevalue(name)
-    with store.client() as client:
-        client.flushall()
-    return store
+from kvpage_server.client import BadBuffer, Page, PageClient, Unsupported
+from kvpage_server.page import DType, KVType, PageError, PageKey, checksum, decode_page, encode_page
 
 
 @pytest.fixture(params=[True, False], ids=["verify", "no verify"])
-def pages(store: RunningServer, request: pytest.FixtureRequest) -> Iterator[PageClient]:
+def pages(either_server: RunningServer, request: pytest.FixtureRequest) -> Iterator[PageClient]:
     """A client of it."""
-    with PageClient(store.url, verify=request.param, deadline=30) as pages:
+    with PageClient(either_server.url, verify=request.param, deadline=30) as pages:
         yield pages
-
-
-def key(i: int, req_id: bytes = b"req") -> PageKey:
-    return PageKey(req_id, i % 7, i % 3, i, i % 2)
-
-
-def batch(count: int, rows: int = 32, columns: int = 64, seed: int = 0, req_id: bytes = b"req") -> list[Page]:
-    """Pages of int8, each with bytes of its own."""
-    bodies = np.random.default_rng(seed).integers(-128, 127, (count, rows, columns), np.int8)
-    return [Page(key(i, req_id), body, DType.INT8, rows, columns) for i, body in enumerate(bodies)]
-
-
-def room(pages: list[Page]) -> list[np.ndarray[Any, Any]]:
-    return [np.zeros(memoryview(page.body).nbytes, np.uint8) for page in pages]
-
-
-def same(buffer: Any, page: Page) -> bool:
-    return bytes(memoryview(buffer)) == bytes(memoryview(page.body))
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------
@@ -166,10 +107,10 @@ def test_a_page_of_another_length_is_a_miss(pages: PageClient) -> None:
     assert pages.get_page_into(key(1), into[1])
 
 
-def test_pages_are_blobs_to_everybody_else(store: RunningServer, pages: PageClient) -> None:
+def test_pages_are_blobs_to_everybody_else(either_server: RunningServer, pages: PageClient) -> None:
     (page,) = batch(1)
     pages.set_page(page)
-    with store.client() as other:
+    with either_server.client() as other:
         header, body = decode_page(other.get(bytes(page.key)))
         assert header.names(page.key)
         assert header.checksum == checksum(body)
@@ -181,9 +122,9 @@ def test_pages_are_blobs_to_everybody_else(store: RunningServer, pages: PageClie
     assert into == b"12345678"
 
 
-def test_a_ttl_is_kept(store: RunningServer, pages: PageClient) -> None:
+def test_a_ttl_is_kept(either_server: RunningServer, pages: PageClient) -> None:
     pages.mset(batch(3), ttl=1000)
-    with store.client() as other:
+    with either_server.client() as other:
         assert all(990 < other.ttl(bytes(key(i))) <= 1000 for i in range(3))
         assert decode_page(other.get(bytes(key(1))))[0].ttl == 1000
 
@@ -194,21 +135,21 @@ def test_deleted_pages_are_gone(pages: PageClient) -> None:
     assert pages.mexists([key(i) for i in range(5)]) == [True, False, False, True, True]
 
 
-def test_a_batch_may_use_several_connections_at_once(store: RunningServer) -> None:
+def test_a_batch_may_use_several_connections_at_once(either_server: RunningServer) -> None:
     written = batch(200, rows=512)  # 6.5 MB
-    with PageClient(store.url, connections=4, deadline=30) as pages, store.client() as other:
+    with PageClient(either_server.url, connections=4, deadline=30) as pages, either_server.client() as other:
         before = other.info("stats")["total_connections_received"]
         pages.mset(written)
         into = room(written)
         pages.delete([key(7), key(150)])
         found = pages.mget_into([page.key for page in written], into)
-        assert other.info("stats")["total_connections_received"] - before == 4
+        assert 1 < other.info("stats")["total_connections_received"] - before <= 4
     assert found == [i not in (7, 150) for i in range(200)]
     assert all(same(array, page) for array, page, there in zip(into, written, found, strict=True) if there)
     assert pages.misses == {"absent": 2}
 
 
-def test_threads_may_share_a_client(store: RunningServer) -> None:
+def test_threads_may_share_a_client(either_server: RunningServer) -> None:
     def work(thread: int, pages: PageClient) -> bool:
         written = batch(20, seed=thread, req_id=b"thread%d" % thread)
         into = room(written)
@@ -218,7 +159,7 @@ def test_threads_may_share_a_client(store: RunningServer) -> None:
             assert all(map(same, into, written))
         return True
 
-    with PageClient(store.url, connections=2, deadline=30) as pages, ThreadPoolExecutor(8) as threads:
+    with PageClient(either_server.url, connections=2, deadline=30) as pages, ThreadPoolExecutor(8) as threads:
         assert all(threads.map(lambda thread: work(thread, pages), range(8)))
 
 
@@ -275,7 +216,7 @@ def nobody() -> Iterator[PageClient]:
         yield pages
 
 
-def read_only(size: int) -> np.ndarray[Any, Any]:
+def read_only(size: int) -> Array:
     array = np.zeros(size, np.uint8)
     array.flags.writeable = False
     return array
@@ -332,10 +273,6 @@ def test_a_client_that_cannot_work_is_not_made(options: dict[str, Any]) -> None:
 
 
 # -- blocks ------------------------------------------------------------------------------------------------------------
-
-
-def block_body(seed: int = 0) -> np.ndarray[Any, Any]:
-    return np.random.default_rng(seed).integers(0, 255, SHAPE.nbytes, np.uint8)
 
 
 def test_blocks_come_back_whole_or_not_at_all(pages: PageClient) -> None:
@@ -403,259 +340,3 @@ def test_a_plain_redis_says_what_it_cannot_do(redis_server: RunningServer) -> No
         ):
             with pytest.raises(Unsupported, match="only kvpage-server can"):
                 ask()
-
-
-# -- a connection that fails -------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def proxy(store: RunningServer) -> Iterator[Proxy]:
-    with start_proxy(store.port) as proxy:
-        yield proxy
-
-
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize("cut_after", [0, 1, 5, 11, 12, 80, 2060, 3000, 20_000, 41_119])
-def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_its_own_answer(
-    proxy: Proxy, cut_after: int, verify: bool
-) -> None:
-    written = batch(20)
-    keys, into = [page.key for page in written], room(written)
-    with PageClient(proxy.url, verify=verify, retry=NO_RETRY) as pages:
-        pages.mset(written)
-        proxy.cut_after = cut_after
-        with pytest.raises(Disconnected):
-            pages.mget_into(keys, into)
-        proxy.cut_after = None
-        other = room(written)
-        assert pages.mget_into(keys[::-1], other) == [True] * 20
-        assert all(map(same, other, written[::-1]))
-        assert not pages.misses
-
-
-def test_a_lost_connection_is_tried_again_as_redis_py_s_retry_says(proxy: Proxy) -> None:
-    written = batch(20)
-    keys, into = [page.key for page in written], room(written)
-    with PageClient(proxy.url, retry=Retry(ConstantBackoff(0.05), 1), deadline=20) as pages:
-        pages.mset(written)
-        proxy.cut_after, proxy.mend_after = 3000, 1
-        assert pages.mget_into(keys, into) == [True] * 20
-        assert all(map(same, into, written))
-        assert proxy.connections == 2
-    with PageClient(f"redis://127.0.0.1:{free_port()}", retry=Retry(ConstantBackoff(5), 10), deadline=2) as pages:
-        started = time.monotonic()
-        with pytest.raises(Disconnected):
-            pages.exists(key(0))
-        assert time.monotonic() - started < 2, "it waited for a retry that the deadline forbids"
-
-
-def test_a_server_that_was_restarted_is_found_again() -> None:
-    port = free_port()
-    with start_server(port=port) as server, PageClient(server.url) as pages:
-        pages.mset(batch(2))
-        server.stop()
-        with start_server(port=port):
-            assert pages.mget(list(map(key, range(2)))) == [None, None]
-            pages.mset(batch(2))
-            assert all(pages.mexists(list(map(key, range(2)))))
-
-
-def test_no_server_is_an_error_of_its_own(nobody: PageClient) -> None:
-    with pytest.raises(Disconnected):
-        nobody.exists(key(0))
-    with pytest.raises(redis.ConnectionError):  # and one of redis-py's
-        nobody.exists(key(0))
-
-
-# -- deadlines ---------------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def exceeding(seconds: float) -> Iterator[None]:
-    """What happens within exceeds a deadline, and takes about as long as that."""
-    started = time.monotonic()
-    with pytest.raises(DeadlineExceeded, match=f"within {seconds:g} s"):
-        yield
-    assert seconds * 0.9 < time.monotonic() - started < seconds + 2
-
-
-def test_a_deadline_is_for_the_whole_call_however_much_still_comes(proxy: Proxy) -> None:
-    """Each byte comes in time, all of them do not; and connecting counts."""
-    written = batch(4)
-    keys, into = [page.key for page in written], room(written)
-    with PageClient(proxy.url, retry=NO_RETRY) as pages:
-        pages.mset(written)
-        proxy.drip = 0.02
-        with exceeding(0.4):
-            pages.mget_into(keys, into, deadline=0.4)
-        with exceeding(0.4):
-            pages.mget(keys, deadline=0.4)  # on a new connection: in its handshake
-        proxy.drip = 0
-        assert pages.mget_into(keys, into) == [True] * 4
-        assert all(map(same, into, written))
-
-
-def test_an_answer_that_stops_half_way_ends_at_the_deadline_and_its_rest_is_never_taken_for_another(
-    proxy: Proxy,
-) -> None:
-    written = batch(20)
-    keys = [page.key for page in written]
-    with PageClient(proxy.url, connections=2, retry=NO_RETRY) as pages:
-        pages.mset(written)
-        proxy.stall_after = 5000
-        with exceeding(0.3):
-            pages.mget_into(keys, room(written), deadline=0.3)
-        proxy.stall_after = None
-        into = room(written)
-        assert pages.mget_into(keys[::-1], into) == [True] * 20
-        assert all(map(same, into, written[::-1]))
-
-
-def test_a_server_that_does_not_read_cannot_hold_a_writer_for_longer() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as deaf:
-        url = f"redis://127.0.0.1:{deaf.getsockname()[1]}"
-        with PageClient(url, protocol=2, driver_info=None) as pages, exceeding(0.3):
-            pages.exists(key(0), deadline=0.3)
-
-
-def test_a_write_that_does_not_get_through_ends_at_the_deadline(store: RunningServer) -> None:
-    """The server is stopped as by a debugger: the kernel takes what it can hold, no more."""
-    with PageClient(store.url, retry=NO_RETRY) as pages:
-        assert not pages.exists(key(0))
-        store.process.send_signal(19)  # SIGSTOP
-        try:
-            with exceeding(0.5):
-                pages.mset(batch(64, rows=16384), deadline=0.5)  # 64 MiB
-        finally:
-            store.process.send_signal(18)  # SIGCONT
-        assert not pages.exists(key(0), deadline=20)
-
-
-# -- a server that answers wrongly or not at all -----------------------------------------------------------------------
-
-
-@contextmanager
-def server_that_says(*answers: bytes) -> Iterator[str]:
-    """Something that gives these answers in turn, one for each read, and then closes. Its URL."""
-
-    def serve() -> None:
-        sock, _ = listening.accept()
-        with sock:
-            for answer in answers:
-                if sock.recv(65536):
-                    sock.sendall(answer)
-
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        thread = threading.Thread(target=serve, daemon=True)
-        thread.start()
-        yield f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=2"
-        thread.join(10)
-
-
-@pytest.mark.parametrize(
-    ("answers", "error"),
-    [
-        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], WrongReply),
-        ([b"+OK\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b":7\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b"$4\r\nabcd\r\n$4\r\nabcd\r\n"], WrongReply),
-        ([b"*2\r\n*-1\r\n*-1\r\n", b"-OOM command not allowed\r\n"], Refused),
-        ([b"-ERR max number of clients reached\r\n"], Refused),
-        ([b""], Disconnected),
-    ],
-)
-def test_answers_that_are_none_have_errors_of_their_own(answers: list[bytes], error: type[PageClientError]) -> None:
-    with server_that_says(*answers) as url:
-        pages = PageClient(url, verify=False, retry=NO_RETRY, driver_info=None)
-        with pages, pytest.raises(error):
-            pages.get_page_into(key(0), bytearray(4))
-
-
-def test_a_refusal_leaves_the_connection_as_it_was(server: RunningServer, client: redis.Redis) -> None:
-    with PageClient(server.url) as pages:
-        assert not pages.exists(key(0))
-        client.set("kv:req:index:not", "x")
-        before = client.info("stats")["total_connections_received"]
-        for _ in range(3):
-            with pytest.raises(Refused, match="ERR"):
-                pages.lease(b"req", -1)
-        assert not pages.exists(key(0))
-        assert client.info("stats")["total_connections_received"] == before
-
-
-# -- ways in -----------------------------------------------------------------------------------------------------------
-
-
-def test_who_may_not_come_in_is_told_so() -> None:
-    with start_redis("--requirepass", "secret") as redis_server:
-        host = f"127.0.0.1:{redis_server.port}"
-        with redis_server.client(password="secret") as other:
-            other.acl_setuser("reader", enabled=True, passwords=["+pass"], keys=["kv:*"], commands=["+@all", "-mset"])
-        with PageClient(f"redis://:secret@{host}") as pages:
-            pages.mset(batch(2))
-        for url in (f"redis://:wrong@{host}", f"redis://:wrong@{host}?protocol=2"):
-            with PageClient(url) as pages, pytest.raises(Refused, match="WRONGPASS"):
-                pages.exists(key(0))
-        with PageClient(f"redis://{host}?protocol=2") as pages, pytest.raises(Refused, match="NOAUTH"):
-            pages.exists(key(0))
-        with PageClient(f"redis://reader:pass@{host}") as pages:
-            assert pages.exists(key(0))
-            with pytest.raises(Refused, match="NOPERM") as refused:
-                pages.mset(batch(2))
-            assert refused.value.code == "NOPERM"
-
-
-@pytest.mark.parametrize("protocol", [2, 3])
-def test_both_protocols(store: RunningServer, protocol: int) -> None:
-    with PageClient(f"{store.url}/0?protocol={protocol}&client_name=engine") as pages:
-        pages.mset(batch(3))
-        into = room(batch(4))
-        assert pages.mget_into(list(map(key, range(4))), into) == [True, True, True, False]
-        assert [page is not None for page in pages.mget(list(map(key, range(4))))] == [True, True, True, False]
-        with store.client() as other:
-            assert "engine" in [client["name"] for client in other.client_list()]
-
-
-def test_a_unix_socket(tmp_path: Path) -> None:
-    path = tmp_path / "sock"
-    with start_redis("--unixsocket", str(path)), PageClient(f"unix://{path}") as pages:
-        written = batch(100)
-        pages.mset(written)
-        into = room(written)
-        assert all(pages.mget_into([page.key for page in written], into))
-        assert all(map(same, into, written))
-
-
-@pytest.fixture(scope="module")
-def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a key and a certificate for localhost, signed by itself."""
-    where = tmp_path_factory.mktemp("tls")
-    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    files = ["-keyout", str(where / "key.pem"), "-out", str(where / "cert.pem")]
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
-        check=True,
-        capture_output=True,
-    )
-    return where
-
-
-@pytest.mark.parametrize("verify", [True, False])
-def test_tls(certificate: Path, verify: bool) -> None:
-    port = free_port()
-    tls = ["--tls-port", str(port), "--tls-auth-clients", "no"]
-    tls += ["--tls-cert-file", str(certificate / "cert.pem"), "--tls-key-file", str(certificate / "key.pem")]
-    tls += ["--tls-ca-cert-file", str(certificate / "cert.pem")]
-    with start_redis(*tls):
-        url = f"rediss://localhost:{port}"
-        with PageClient(f"{url}?ssl_ca_certs={certificate / 'cert.pem'}", verify=verify) as pages:
-            written = batch(300, rows=512)
-            pages.mset(written, deadline=30)
-            pages.delete([key(3)])
-            into = room(written)
-            found = pages.mget_into([page.key for page in written], into, deadline=30)
-            assert found == [i != 3 for i in range(300)]
-            assert all(same(array, page) for array, page, there in zip(into, written, found, strict=True) if there)
-            assert pages.get_page(key(5))
-        with PageClient(url) as stranger, pytest.raises(Disconnected, match=r"(?i)certificate"):
-            stranger.exists(key(0))

@@ -1,0 +1,313 @@
+"""PageClient's connections: the ways in, and what happens when they fail, through a proxy that treats them badly."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from page_batches import NO_RETRY, batch, key, room, same
+from proxy import Proxy, start_proxy
+from redis.backoff import ConstantBackoff
+from redis.retry import Retry
+from servers import RunningServer, free_port, start_redis, start_server
+
+from kvpage_server.client import (
+    AsyncPageClient,
+    DeadlineExceeded,
+    Disconnected,
+    PageClient,
+    PageClientError,
+    Refused,
+    WrongReply,
+)
+
+# -- ways in -----------------------------------------------------------------------------------------------------------
+
+
+def test_who_may_not_come_in_is_told_so() -> None:
+    with start_redis("--requirepass", "secret") as redis_server:
+        host = f"127.0.0.1:{redis_server.port}"
+        with redis_server.client(password="secret") as other:
+            other.acl_setuser("reader", enabled=True, passwords=["+pass"], keys=["kv:*"], commands=["+@all", "-mset"])
+        with PageClient(f"redis://:secret@{host}") as pages:
+            pages.mset(batch(2))
+        for url in (f"redis://:wrong@{host}", f"redis://:wrong@{host}?protocol=2"):
+            with PageClient(url) as pages, pytest.raises(Refused, match="WRONGPASS"):
+                pages.exists(key(0))
+        with PageClient(f"redis://{host}?protocol=2") as pages, pytest.raises(Refused, match="NOAUTH"):
+            pages.exists(key(0))
+        with PageClient(f"redis://reader:pass@{host}") as pages:
+            assert pages.exists(key(0))
+            with pytest.raises(Refused, match="NOPERM") as refused:
+                pages.mset(batch(2))
+            assert refused.value.code == "NOPERM"
+
+
+@pytest.mark.parametrize("protocol", [2, 3])
+def test_both_protocols(either_server: RunningServer, protocol: int) -> None:
+    with PageClient(f"{either_server.url}/0?protocol={protocol}&client_name=engine") as pages:
+        pages.mset(batch(3))
+        into = room(batch(4))
+        assert pages.mget_into(list(map(key, range(4))), into) == [True, True, True, False]
+        assert [page is not None for page in pages.mget(list(map(key, range(4))))] == [True, True, True, False]
+        with either_server.client() as other:
+            assert "engine" in [client["name"] for client in other.client_list()]
+
+
+@pytest.fixture(params=[start_server, start_redis], ids=["kvpage-server", "redis-server"])
+def start(request: pytest.FixtureRequest) -> Callable[..., AbstractContextManager[RunningServer]]:
+    """What starts a server with options."""
+    found: Callable[..., AbstractContextManager[RunningServer]] = request.param
+    return found
+
+
+def assert_pages_travel(client: PageClient) -> None:
+    """Ten megabytes and a hole in them."""
+    written = batch(300, rows=512)
+    client.mset(written, deadline=60)
+    client.delete([key(3)])
+    into = room(written)
+    found = client.mget_into([page.key for page in written], into, deadline=60)
+    assert found == [i != 3 for i in range(300)]
+    assert all(same(array, page) for array, page, there in zip(into, written, found, strict=True) if there)
+    copy = client.get_page(key(5))
+    assert copy
+    assert same(copy.body, written[5])
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_a_unix_socket(start: Any, verify: bool, tmp_path: Path) -> None:
+    path = tmp_path / "socket"
+    with start("--unixsocket", str(path)), PageClient(f"unix://{path}", verify=verify) as pages:
+        assert_pages_travel(pages)
+
+
+@pytest.fixture(scope="module")
+def certificate(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a key and a certificate for localhost, signed by itself."""
+    if not shutil.which("openssl"):
+        pytest.skip("openssl, which makes the certificate, is not installed")
+    where = tmp_path_factory.mktemp("tls")
+    names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
+    files = ["-keyout", str(where / "key.pem"), "-out", str(where / "cert.pem")]
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", *names, *files],
+        check=True,
+        capture_output=True,
+    )
+    return where
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_tls(start: Any, verify: bool, certificate: Path) -> None:
+    port, pem = free_port(), str(certificate / "cert.pem")
+    files = ["--tls-cert-file", pem, "--tls-key-file", str(certificate / "key.pem"), "--tls-ca-cert-file", pem]
+    url = f"rediss://localhost:{port}"
+    with start("--tls-port", str(port), "--tls-auth-clients", "no", *files):
+        with PageClient(f"{url}?ssl_ca_certs={pem}", verify=verify) as pages:
+            assert_pages_travel(pages)
+        with PageClient(url) as stranger, pytest.raises(Disconnected, match=r"(?i)certificate"):
+            stranger.exists(key(0))
+
+
+async def test_tls_in_an_event_loop(start: Any, certificate: Path) -> None:
+    port, pem = free_port(), str(certificate / "cert.pem")
+    files = ["--tls-cert-file", pem, "--tls-key-file", str(certificate / "key.pem"), "--tls-ca-cert-file", pem]
+    with start("--tls-port", str(port), "--tls-auth-clients", "no", *files):
+        async with AsyncPageClient(f"rediss://localhost:{port}?ssl_ca_certs={pem}", deadline=60) as pages:
+            written = batch(300, rows=512)
+            await pages.mset(written)
+            into = room(written)
+            assert all(await pages.mget_into([page.key for page in written], into))
+            assert all(map(same, into, written))
+
+
+# -- a connection that fails -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxy(either_server: RunningServer) -> Iterator[Proxy]:
+    with start_proxy(either_server.port) as proxy:
+        yield proxy
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize("cut_after", [0, 1, 5, 11, 12, 80, 2060, 3000, 20_000, 41_119])
+def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_its_own_answer(
+    proxy: Proxy, cut_after: int, verify: bool
+) -> None:
+    written = batch(20)
+    keys, into = [page.key for page in written], room(written)
+    with PageClient(proxy.url, verify=verify, retry=NO_RETRY) as pages:
+        pages.mset(written)
+        proxy.cut_after = cut_after
+        with pytest.raises(Disconnected):
+            pages.mget_into(keys, into)
+        proxy.cut_after = None
+        other = room(written)
+        assert pages.mget_into(keys[::-1], other) == [True] * 20
+        assert all(map(same, other, written[::-1]))
+        assert not pages.misses
+
+
+def test_a_lost_connection_is_tried_again_as_redis_py_s_retry_says(proxy: Proxy) -> None:
+    written = batch(20)
+    keys, into = [page.key for page in written], room(written)
+    with PageClient(proxy.url, retry=Retry(ConstantBackoff(0.05), 1), deadline=20) as pages:
+        pages.mset(written)
+        proxy.cut_after, proxy.mend_after = 3000, 1
+        assert pages.mget_into(keys, into) == [True] * 20
+        assert all(map(same, into, written))
+        assert proxy.connections == 2
+    with PageClient(f"redis://127.0.0.1:{free_port()}", retry=Retry(ConstantBackoff(5), 10), deadline=2) as pages:
+        started = time.monotonic()
+        with pytest.raises(Disconnected):
+            pages.exists(key(0))
+        assert time.monotonic() - started < 2, "it waited for a retry that the deadline forbids"
+
+
+def test_a_server_that_was_restarted_is_found_again() -> None:
+    port = free_port()
+    with start_server(port=port) as server, PageClient(server.url) as pages:
+        pages.mset(batch(2))
+        server.stop()
+        with start_server(port=port):
+            assert pages.mget(list(map(key, range(2)))) == [None, None]
+            pages.mset(batch(2))
+            assert all(pages.mexists(list(map(key, range(2)))))
+
+
+def test_no_server_is_an_error_of_its_own_and_one_of_redis_py_s() -> None:
+    with PageClient(f"redis://127.0.0.1:{free_port()}") as pages:
+        with pytest.raises(Disconnected):
+            pages.exists(key(0))
+        with pytest.raises(redis.ConnectionError):
+            pages.exists(key(0))
+
+
+# -- deadlines ---------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def exceeding(seconds: float) -> Iterator[None]:
+    """What happens within exceeds a deadline, and takes about as long as that."""
+    started = time.monotonic()
+    with pytest.raises(DeadlineExceeded, match=f"within {seconds:g} s"):
+        yield
+    assert seconds * 0.9 < time.monotonic() - started < seconds + 2
+
+
+def test_a_deadline_is_for_the_whole_call_however_much_still_comes(proxy: Proxy) -> None:
+    """Each byte comes in time, all of them do not; and connecting counts."""
+    written = batch(4)
+    keys, into = [page.key for page in written], room(written)
+    with PageClient(proxy.url, retry=NO_RETRY) as pages:
+        pages.mset(written)
+        proxy.drip = 0.02
+        with exceeding(0.4):
+            pages.mget_into(keys, into, deadline=0.4)
+        with exceeding(0.4):
+            pages.mget(keys, deadline=0.4)  # on a new connection: in its handshake
+        proxy.drip = 0
+        assert pages.mget_into(keys, into) == [True] * 4
+        assert all(map(same, into, written))
+
+
+def test_an_answer_that_stops_half_way_ends_at_the_deadline_and_its_rest_is_never_taken_for_another(
+    proxy: Proxy,
+) -> None:
+    written = batch(20)
+    keys = [page.key for page in written]
+    with PageClient(proxy.url, connections=2, retry=NO_RETRY) as pages:
+        pages.mset(written)
+        proxy.stall_after = 5000
+        with exceeding(0.3):
+            pages.mget_into(keys, room(written), deadline=0.3)
+        proxy.stall_after = None
+        into = room(written)
+        assert pages.mget_into(keys[::-1], into) == [True] * 20
+        assert all(map(same, into, written[::-1]))
+
+
+def test_a_server_that_does_not_read_cannot_hold_a_writer_for_longer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as deaf:
+        url = f"redis://127.0.0.1:{deaf.getsockname()[1]}"
+        with PageClient(url) as pages, exceeding(0.3):
+            pages.exists(key(0), deadline=0.3)
+
+
+def test_a_write_that_does_not_get_through_ends_at_the_deadline(either_server: RunningServer) -> None:
+    """The server is stopped as by a debugger: the kernel takes what it can hold, no more."""
+    with PageClient(either_server.url, retry=NO_RETRY) as pages:
+        assert not pages.exists(key(0))
+        either_server.process.send_signal(signal.SIGSTOP)
+        try:
+            with exceeding(0.5):
+                pages.mset(batch(64, rows=16384), deadline=0.5)  # 64 MiB
+        finally:
+            either_server.process.send_signal(signal.SIGCONT)
+        assert not pages.exists(key(0), deadline=20)
+
+
+# -- a server that answers wrongly or not at all -----------------------------------------------------------------------
+
+
+@contextmanager
+def server_that_says(*answers: bytes) -> Iterator[str]:
+    """Something that says OK to a handshake, gives these answers in turn, and then closes. Its URL."""
+
+    def serve() -> None:
+        sock, _ = listening.accept()
+        with sock:
+            for answer in answers:
+                while b"SETINFO" in (question := sock.recv(65536)):
+                    sock.sendall(b"+OK\r\n")
+                if question:
+                    sock.sendall(answer)
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        yield f"redis://127.0.0.1:{listening.getsockname()[1]}?protocol=2"
+        thread.join(10)
+
+
+@pytest.mark.parametrize(
+    ("answers", "error"),
+    [
+        ([b"HTTP/1.1 400 Bad Request\r\n\r\n"], WrongReply),
+        ([b"+OK\r\n"], WrongReply),
+        ([b"*2\r\n*-1\r\n*-1\r\n", b":7\r\n"], WrongReply),
+        ([b"*2\r\n*-1\r\n*-1\r\n", b"$4\r\nabcd\r\n$4\r\nabcd\r\n"], WrongReply),
+        ([b"*2\r\n*-1\r\n*-1\r\n", b"-OOM command not allowed\r\n"], Refused),
+        ([b"-ERR max number of clients reached\r\n"], Refused),
+        ([b""], Disconnected),
+    ],
+)
+def test_answers_that_are_none_have_errors_of_their_own(answers: list[bytes], error: type[PageClientError]) -> None:
+    with server_that_says(*answers) as url:
+        pages = PageClient(url, verify=False, retry=NO_RETRY)
+        with pages, pytest.raises(error):
+            pages.get_page_into(key(0), bytearray(4))
+
+
+def test_a_refusal_leaves_the_connection_as_it_was(server: RunningServer, client: redis.Redis) -> None:
+    with PageClient(server.url) as pages:
+        assert not pages.exists(key(0))
+        client.set("kv:req:index:not", "x")
+        before = client.info("stats")["total_connections_received"]
+        for _ in range(3):
+            with pytest.raises(Refused, match="ERR"):
+                pages.lease(b"req", -1)
+        assert not pages.exists(key(0))
+        assert client.info("stats")["total_connections_received"] == before
