@@ -177,7 +177,8 @@ def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
     python = Path(str(LMCACHE)).with_name("python")
     with start_server() as server:
         config = tmp_path / "lmcache.yaml"
-        config.write_text(f'chunk_size: 256\nremote_url: "{server.url}"\nremote_serde: "naive"\n')
+        remote = f'remote_url: "{server.url}"\nremote_serde: "naive"\n'
+        config.write_text(remote + "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 1\n")
         result = subprocess.run(
             [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
             capture_output=True,
