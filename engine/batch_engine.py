@@ -22,6 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -30,7 +31,8 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, KVBlock, check_agent_id
+from engine.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
+from engine.caches import UnsupportedCacheError
 from engine.kvcache import Cache
 from engine.pool import BlockPool
 from engine.prefix import common_prefix
@@ -84,6 +86,8 @@ class _Request:
     submitted: float
     tokens: list[int] = field(default_factory=list)
     first_token: float = 0.0
+    checkpoints: frozenset[int] = frozenset()  # positions in the prompt at which to keep what the layers carry
+    states: dict[int, Arrays] = field(default_factory=dict)  # what they carried, at those that were passed
 
     def add(self, token: int, *, ends: bool) -> None:
         """Take the next token; one that `ends` the text is not part of it."""
@@ -103,11 +107,20 @@ class BlockPoolBatchEngine:
 
     Memory is promised at the door: `submit` reserves in `pool` every block that the answer may need and gives back
     at its end what it did not use, so that what was admitted always completes and can always be kept.
+
+    Where layers carry a state (windows, recurrences), a context can be taken up at the end of an answer and at
+    checkpoints: blocks' ends, spread evenly over the prompt, as many as `state_budget` bytes a prompt allow.
     """
 
-    def __init__(self, model: nn.Module, tokenizer: Any, spec: ModelCacheSpec, pool: BlockPool) -> None:
+    def __init__(
+        self, model: nn.Module, tokenizer: Any, spec: ModelCacheSpec, pool: BlockPool, *, state_budget: int = 64 << 20
+    ) -> None:
+        """Raises UnsupportedCacheError for a kind of cache that mlx-lm cannot batch."""
+        if single := {layer.KIND.__name__ for layer in spec.layers if not hasattr(layer.KIND, "merge")}:
+            raise UnsupportedCacheError(f"mlx-lm batches no {', '.join(sorted(single))}")
         self.spec = spec
         self.pool = pool
+        self._state_budget = state_budget
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._generator = BatchGenerator(model, stop_tokens=[[token] for token in self._tokenizer.eos_token_ids])
         self._running: dict[int, _Request] = {}
@@ -136,7 +149,8 @@ class BlockPoolBatchEngine:
         """Queue `prompt`, the whole of it (text or token ids), and return the uid of its completion.
 
         The tokens that `cache` has in common with the prompt are not computed again; of a prompt that it holds
-        entirely, all but the last. `cache` stays the caller's, untouched, and may be freed at once.
+        entirely, all but the last. Where layers carry a state, they are those up to the furthest that was kept.
+        `cache` stays the caller's, untouched, and may be freed at once.
         The answer ends at the model's end of text, at `max_tokens`, where the model's context ends, or before the
         first of the `stop` strings. `sampler` picks each token; without one, the likeliest.
 
@@ -161,9 +175,10 @@ class BlockPoolBatchEngine:
         restored = self._reconstruct_cache(cache, reused) if cache and reused else None
         reserved = self.pool.allocate(self.spec.blocks_for(len(tokens) + max_tokens) - len(shared))
         self.pool.share(block.block_id for block in shared)
+        checkpoints = self._checkpoints(reused, len(tokens))
         uid: int
-        (uid,) = self._generator.insert(
-            [tokens[reused:]],
+        (uid,) = self._generator.insert_segments(
+            [[tokens[start:end] for start, end in pairwise([reused, *checkpoints, len(tokens)])]],
             max_tokens=[max_tokens],
             caches=[restored],
             all_tokens=[tokens[:reused]],
@@ -178,6 +193,7 @@ class BlockPoolBatchEngine:
             reserved=reserved,
             detokenizer=self._tokenizer.detokenizer,
             submitted=submitted,
+            checkpoints=frozenset(checkpoints),
         )
         return uid
 
@@ -194,7 +210,10 @@ class BlockPoolBatchEngine:
 
     def step_once(self) -> list[CompletedGeneration]:
         """Advance every prompt by a chunk and every answer by a token; what completed with it."""
-        _, responses = self._generator.next()
+        prompts, responses = self._generator.next()
+        for prompt in prompts:
+            if prompt.end_of_segment and not prompt.end_of_prompt:
+                self._keep_state(prompt.uid)
         return [done for response in responses if (done := self._advance(response))]
 
     def _check_prompt(self, tokens: Sequence[int]) -> None:
@@ -212,6 +231,23 @@ class BlockPoolBatchEngine:
             return 0
         cache.validate(self.spec)
         return cache.reusable(self.spec, min(common_prefix(cache.tokens, tokens), len(tokens) - 1))
+
+    def _checkpoints(self, start: int, tokens: int) -> list[int]:
+        """Where between `start` and the last token of a prompt to keep what the layers carry."""
+        size = self.spec.block_tokens
+        if not self.spec.has_state:
+            return []
+        ends = range((start // size + 1) * size, tokens, size)
+        count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
+        return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
+
+    def _keep_state(self, uid: int) -> None:
+        """If the prompt is at a checkpoint."""
+        request = self._running[uid]
+        if request.checkpoints:
+            cache, tokens = self._generator.extract_cache([uid])[uid]
+            if len(tokens) in request.checkpoints:
+                request.states[len(tokens)] = kvcache.capture(self.spec, cache)
 
     def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> Cache:
         return kvcache.reconstruct(self.spec, cache.blocks, tokens)
@@ -255,7 +291,8 @@ class BlockPoolBatchEngine:
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
         try:
-            made = kvcache.extract(self.spec, cache, ids, len(tokens), start=kept * self.spec.block_tokens)
+            start = kept * self.spec.block_tokens
+            made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
         except Exception:
             self.pool.free([*request.reserved, *(block.block_id for block in request.shared)])
             raise

@@ -59,7 +59,7 @@ def letter_tokenizer() -> TokenizerWrapper:
 
 
 def tiny(family: str, seed: int = 7, **changes: Any) -> Any:
-    """A random model of one of FAMILIES, of 2 to 4 layers."""
+    """A random model of one of FAMILIES, of 2 layers, or of 4 where they are of two kinds."""
     module = import_module(f"mlx_lm.models.{family}")
     mx.random.seed(seed)
     model = module.Model(module.ModelArgs(model_type=family, **COMMON | FAMILIES[family] | changes))
@@ -71,8 +71,10 @@ def tiny(family: str, seed: int = 7, **changes: Any) -> Any:
 COMMON = {"vocab_size": 97, "hidden_size": 64, "num_hidden_layers": 4}
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 128}
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32}
+SHALLOW = {"num_hidden_layers": 2}  # where all layers are of a kind
 LATENT = {
     **ATTENTION,
+    **SHALLOW,
     "num_key_value_heads": 4,
     "kv_lora_rank": 24,
     "q_lora_rank": 32,
@@ -81,9 +83,10 @@ LATENT = {
     "v_head_dim": 20,
 }
 FAMILIES: dict[str, dict[str, Any]] = {
-    "llama": {**ATTENTION, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
+    "llama": {**ATTENTION, **SHALLOW, "rms_norm_eps": 1e-5, "tie_word_embeddings": False},
     "qwen3": {
         **ATTENTION,
+        **SHALLOW,
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": 4096,
         "head_dim": 16,
@@ -94,12 +97,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "deepseek_v3": LATENT,
     "llama4_text": {
         **ATTENTION,
+        **SHALLOW,
         "intermediate_size_mlp": 64,
         "rms_norm_eps": 1e-5,
         "rope_theta": 10000.0,
         "head_dim": 16,
         "tie_word_embeddings": False,
-        "no_rope_layers": [1, 1, 1, 0],
+        "no_rope_layers": [1, 0],
         "use_qk_norm": True,
     },
     "gemma3_text": {**ATTENTION, "head_dim": 16, "sliding_window": 64, "sliding_window_pattern": 2},
@@ -146,6 +150,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "full_attention_interval": 2,
     },
     "mamba2": {
+        **SHALLOW,
         "num_heads": 8,
         "head_dim": 16,
         "intermediate_size": 128,

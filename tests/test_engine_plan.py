@@ -1,0 +1,123 @@
+"""The restore planner, asked about random stores: what it plans is always usable, and nothing longer is."""
+
+from __future__ import annotations
+
+from engine_models import letter_tokenizer  # noqa: F401 - picks the BLAS before mlx is imported
+
+# isort: split
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from engine.caches import ArraysLayer, FullLayer
+from engine.spec import ModelCacheSpec
+from engine.tiers.manifest import Manifest, Place, block_names
+from engine.tiers.plan import Offer, Plan
+from kvpage_server.page import DType, Plane
+
+SIZE = 4
+FULL = FullLayer((1,), (Plane(0, DType.FLOAT32, 2),))
+CARRIED = ArraysLayer((Plane(0, DType.FLOAT32, 2),), ((1, 2),))
+
+
+def spec_of(*layers: FullLayer | ArraysLayer) -> ModelCacheSpec:
+    return ModelCacheSpec("planned", SIZE, layers, 97, None, 1)
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt, an agent's context or none, and the seals that are there."""
+
+    spec: ModelCacheSpec
+    wanted: tuple[int, ...]
+    manifest: Manifest | None
+    digests: dict[str, str]
+    limit: int
+
+    def ask(self, digests: dict[str, str] | None = None) -> Plan:
+        offer = Offer(self.spec, self.wanted, self.manifest)
+        return offer.plan(self.digests if digests is None else digests, self.limit)
+
+
+@st.composite
+def questions(draw: st.DrawFn) -> Question:
+    spec = draw(st.sampled_from([spec_of(FULL), spec_of(FULL, CARRIED), spec_of(CARRIED)]))
+    wanted = draw(st.lists(st.integers(0, 1), max_size=18).map(tuple))
+    manifest = None
+    if draw(st.booleans()):
+        tokens = (*wanted[: draw(st.integers(0, len(wanted)))], *draw(st.lists(st.integers(0, 1), max_size=6)))
+        manifest = Manifest("agent", tokens, block_names(tokens, spec))
+    places = all_places(spec, wanted, manifest)
+    kept = [seal for place in places for seal in (place.seal, place.state().seal) if draw(st.integers(0, 5))]
+    limit = len(wanted) - draw(st.integers(0, 1)) if wanted else 0
+    return Question(spec, wanted, manifest, dict.fromkeys(kept, "digest"), limit)
+
+
+def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None) -> list[Place]:
+    """Of the prompt's full blocks and of the agent's context."""
+    whole = Manifest("nobody", wanted, block_names(wanted, spec)).places(spec)
+    return [*(place for place in whole if not place.agent_id), *(manifest.places(spec) if manifest else [])]
+
+
+@given(questions())
+def test_what_is_planned_is_a_prefix_without_a_gap_of_what_is_stored(question: Question) -> None:
+    plan = question.ask()
+    names = block_names(plan.tokens, question.spec)
+    assert [place.name for place in plan.blocks] == list(names[: len(plan.blocks)])
+    assert all(place.seal in question.digests for place in (*plan.blocks, *plan.states))
+    assert plan.tokens[: plan.reach] == question.wanted[: plan.reach]
+    assert plan.reach <= (plan.blocks[-1].end if plan.blocks else 0)
+
+
+@given(questions())
+def test_where_layers_carry_a_state_the_plan_ends_in_one_and_leaves_a_token(question: Question) -> None:
+    plan = question.ask()
+    if not question.spec.has_state:
+        assert plan.states == ()
+        return
+    ends = [place.end for place in plan.states]
+    assert ends == sorted(ends, reverse=True)
+    assert set(ends) <= {place.end for place in plan.blocks}
+    assert all(end <= question.limit for end in ends)
+    assert plan.reach == max(ends, default=0) == (plan.blocks[-1].end if plan.blocks else 0)
+
+
+def longest(question: Question) -> int:
+    """How far one gets by trying everything: each of the two contexts, block after block."""
+    best = 0
+    for manifest in (question.manifest, Manifest("x", question.wanted, block_names(question.wanted, question.spec))):
+        for place in manifest.places(question.spec) if manifest else []:
+            if place.seal not in question.digests or place.agent_id == "x":
+                break
+            fits = manifest.tokens[: place.end] == question.wanted[: place.end]
+            if not question.spec.has_state:
+                best = max(best, common(manifest.tokens[: place.end], question.wanted))
+            elif fits and place.state().seal in question.digests and place.end <= question.limit:
+                best = max(best, place.end)
+    return best
+
+
+def common(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+@given(questions())
+def test_no_longer_prefix_is_usable(question: Question) -> None:
+    assert question.ask().reach == longest(question)
+
+
+@given(questions(), st.data())
+def test_what_gets_lost_never_lengthens_the_prefix(question: Question, data: st.DataObject) -> None:
+    lost = data.draw(st.sets(st.sampled_from(sorted(question.digests)))) if question.digests else set()
+    left = {seal: digest for seal, digest in question.digests.items() if seal not in lost}
+    assert question.ask(left).reach <= question.ask().reach
+    assert question.ask({}).blocks == ()
+
+
+@given(questions())
+def test_the_plan_needs_no_digest_that_was_not_asked_for(question: Question) -> None:
+    offer = Offer(question.spec, question.wanted, question.manifest)
+    asked = {place.seal for place in offer.places}
+    known = {seal: digest for seal, digest in question.digests.items() if seal in asked}
+    assert question.ask(known) == question.ask()
