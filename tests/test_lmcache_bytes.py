@@ -179,14 +179,23 @@ def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
         config = tmp_path / "lmcache.yaml"
         remote = f'remote_url: "{server.url}"\nremote_serde: "naive"\n'
         config.write_text(remote + "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 1\n")
-        result = subprocess.run(
+        process = subprocess.Popen(
             [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
             text=True,
-            timeout=100,
             env={**os.environ, "LMCACHE_CONFIG_FILE": str(config)},
         )
-        assert "Validation (content correct): 5/5 passed" in result.stdout, result.stdout + result.stderr
+        assert process.stdout
+        told = []
+        for line in process.stdout:
+            told.append(line)
+            if "Performance Results" in line:  # its threads keep it from ending, whatever server it talked to
+                break
+        process.kill()
+        process.wait()
+        process.stdout.close()
+        assert "  Validation (content correct): 5/5 passed (100.0%)\n" in told, "".join(told)
 
 
 def test_a_reply_is_never_split_by_another(server: RunningServer) -> None:
