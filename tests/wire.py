@@ -57,7 +57,7 @@ class Error(str):
 
 
 def parse(frame: bytes) -> Any:
-    """What a reply says: int, bytes, str for a simple string, Error, None, list; a map as a list of its items in turn."""
+    """What a reply says: int, bytes, str for a simple string, Error, None, list; a map is a list of its items."""
     value, rest = _parse(frame)
     assert not rest, rest
     return value
