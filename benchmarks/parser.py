@@ -50,11 +50,20 @@ def _streams() -> dict[str, tuple[bytes, int]]:
 
 
 def _ours(pieces: list[bytes]) -> int:
+    """As a session does it: commands are taken whenever what the parser asked for has arrived."""
     parser, count = Parser(_arena.allocate), 0
     for piece in pieces:
-        parser.feed(piece)
-        while parser.next() is not None:
-            count += 1
+        rest = memoryview(piece)
+        while rest:
+            received = 0
+            for buffer in parser.buffers():
+                part = rest[: len(buffer)]
+                buffer[: len(part)] = part
+                rest = rest[len(part) :]
+                received += len(part)
+            parser.received(received)
+            while parser.next() is not None:
+                count += 1
     return count
 
 
