@@ -150,11 +150,10 @@ class TestWhatIsSent:
 
     def test_a_command_too_long(self, limited: RunningServer) -> None:
         """Long strings, each of which is allowed; and very many short ones."""
-        refusals = (b"command exceeds the query buffer limit", b"invalid multibulk length")
-        for words, refusal in zip(([bytes(30 * MIB)] * 3, [b"ab"] * 2_000_000), refusals, strict=True):
+        for words in ([bytes(30 * MIB)] * 3, [b"ab"] * 2_000_000):
             with unharmed(limited, slack=32 * MIB), limited.connect() as sock:
                 told = _send_until_refused(sock, spell([b"MSET", *words]))
-                assert told in (b"", b"-ERR Protocol error: %b\r\n" % refusal)
+                assert told in (b"", b"-ERR Protocol error: command exceeds the query buffer limit\r\n")
         with limited.client() as client:
             assert client.dbsize() == 0
 

@@ -165,7 +165,7 @@ class TestTLS:
                 )
                 asking.start()
                 assert_prompt(secure.plain)
-                assert int(client.info("memory")["mem_clients_normal"]) < 8 * MIB
+                assert int(client.info("memory")["mem_clients_normal"]) < 32 * MIB
                 with sock.makefile("rb") as incoming:
                     for _ in range(200):
                         assert incoming.readline() == b"$%d\r\n" % MIB

@@ -7,11 +7,12 @@ import time
 from collections.abc import Iterator
 from time import monotonic_ns
 
-from kvpage_server.commands.arguments import plain, plain_all
+from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_to_write
+from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.registry import Spec, find, too_many
-from kvpage_server.resp.parser import Command
+from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 
 log = logging.getLogger("kvpage")
@@ -162,19 +163,25 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             _note_slow(client, spec, words, took)
 
 
-def shown(spec: Spec, words: Command) -> list[bytes]:
-    """A command's words as others may see them."""
-    given = plain_all(words)
+def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
+    """A command's words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
     if spec.name in _SECRET:
-        return given[: spec.words] + [b"(redacted)"] * (len(given) - spec.words)
-    return given
+        words = [*words[: spec.words], *[b"(redacted)"] * (len(words) - spec.words)]
+    return [_cut(word, most) for word in words]
+
+
+def _cut(word: Argument, most: int) -> bytes:
+    body = word if isinstance(word, bytes) else word.body
+    if len(body) <= most:
+        return bytes(body)
+    return b"%b... (%d more bytes)" % (bytes(body[:most]), len(body) - most)
 
 
 def _note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
     server = client.server
     threshold = server.config.slowlog_log_slower_than
     if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:
-        server.slow_log.note(shown(spec, words), took, client.address, client.name)
+        server.slow_log.note(shown(spec, words, SLOW_WORD), took, client.address, client.name)
     milliseconds = took // 1_000_000
     if 0 < server.config.latency_monitor_threshold <= milliseconds:
         server.latency.note("fast-command" if "fast" in spec.flags else "command", milliseconds)
@@ -184,7 +191,7 @@ def _show_monitors(client: Client, spec: Spec, words: Command) -> None:
     """Tell those who MONITOR, as Redis spells it; administration is not shown."""
     if spec.flags & {"admin", "skip_monitor"}:
         return
-    quoted = b" ".join(_quote(word) for word in shown(spec, words))
+    quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
     now = time.time_ns() // 1000
     line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
     for monitor in list(client.server.monitors):
@@ -196,7 +203,5 @@ _SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t"
 
 
 def _quote(word: bytes) -> bytes:
-    """In quotes, with escapes for what is not printable; a very long word is cut and says so."""
-    cut = len(word) - _LONGEST_SHOWN
-    spelt = b'"%b"' % b"".join(map(_SPELT.__getitem__, word[:_LONGEST_SHOWN]))
-    return spelt if cut <= 0 else b"%b... (%d more bytes)" % (spelt, cut)
+    """In quotes, with escapes for what is not printable."""
+    return b'"%b"' % b"".join(map(_SPELT.__getitem__, word))

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-_SLOW_ARGUMENTS = 32
-_SLOW_ARGUMENT = 128  # bytes
+_SLOW_WORDS = 32
+SLOW_WORD = 128  # bytes of a word that are kept
 _SAMPLES = 160  # a latency event
 _BUCKETS = 64
 
@@ -95,19 +95,13 @@ class SlowLog:
         self._ids = count()
 
     def note(self, words: list[bytes], nanoseconds: int, address: str, name: bytes) -> None:
-        """A call took long. Long words, and words past the 31st, are told by their length."""
-        kept = [_cut(word) for word in words[:_SLOW_ARGUMENTS]]
-        if len(words) > _SLOW_ARGUMENTS:
-            kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_ARGUMENTS + 1)
+        """A call took long. Of its words, the 31 first are kept."""
+        kept = words[:_SLOW_WORDS]
+        if len(words) > _SLOW_WORDS:
+            kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_WORDS + 1)
         self.entries.appendleft(SlowCall(next(self._ids), int(time.time()), nanoseconds // 1000, kept, address, name))
         while len(self.entries) > self._limit():
             self.entries.pop()
-
-
-def _cut(word: bytes) -> bytes:
-    if len(word) <= _SLOW_ARGUMENT:
-        return word
-    return b"%b... (%d more bytes)" % (word[:_SLOW_ARGUMENT], len(word) - _SLOW_ARGUMENT)
 
 
 @dataclass(slots=True)

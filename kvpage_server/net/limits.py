@@ -17,7 +17,6 @@ from kvpage_server.resp.parser import Limits
 
 log = logging.getLogger("kvpage")
 
-MOST_ARGUMENTS = 1024 * 1024  # of a command, as Redis had it: each is an object here
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
 _GRACE = 1_000_000_000  # nanoseconds
 _LAST_WORDS = 10.0  # seconds that a closed connection has to read what was still said
@@ -25,9 +24,7 @@ _LAST_WORDS = 10.0  # seconds that a closed connection has to read what was stil
 
 def of_frames(config: Config) -> Limits:
     """What the parser of a new connection accepts."""
-    return Limits(
-        max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit, max_arguments=MOST_ARGUMENTS
-    )
+    return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
 
 
 def keep(client: Client) -> None:

@@ -6,8 +6,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby
-from typing import Protocol, cast
+from typing import Protocol
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch import Paused, execute
@@ -20,6 +19,7 @@ TURN = 256  # commands, or steps of a streamed reply, before other clients have 
 TURN_NANOSECONDS = 4_000_000
 
 
+OBJECT = 48  # bytes that a short argument takes besides its own
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
@@ -180,7 +180,7 @@ class Session:
     @property
     def incoming(self) -> int:
         """Bytes held for a command whose end has not arrived."""
-        return self._parser.pending
+        return self._parser.pending + OBJECT * self._parser.arguments
 
     @property
     def outgoing(self) -> int:
@@ -213,6 +213,10 @@ class Session:
             return
         except Paused:
             self._wait_for_the_end_of_the_pause()
+            return
+        except Exception:
+            log.exception("the connection of %s cannot go on", self.client.address)
+            self.abort()
             return
         self._flush()
         self._account()
@@ -306,7 +310,7 @@ class Session:
     def _flush(self) -> None:
         if self._out:
             out, self._out, self._borrowed = self._out, [], 0
-            self._transport.write(joined(out) if self._transport.queued else out)
+            self._transport.write(out)
 
     def _account(self) -> None:
         """Tell the server what this connection holds, and have the limits on it kept."""
@@ -321,12 +325,3 @@ class Session:
         self._flush()
         self._ending = True
         self._transport.close()
-
-
-def joined(pieces: list[Piece]) -> list[Piece]:
-    """The same bytes in fewer pieces: neighbours that are not borrowed become one. They may have to wait for long."""
-    return [
-        piece
-        for is_own, run in groupby(pieces, lambda piece: isinstance(piece, bytes))
-        for piece in ([b"".join(cast(Iterator[bytes], run))] if is_own else run)
-    ]

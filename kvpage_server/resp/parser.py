@@ -64,8 +64,6 @@ _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 _TOO_LONG = "command exceeds the query buffer limit"
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
-_OBJECT = 48  # bytes that a short argument takes besides its own
-
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
 _after_long = _scratch[:256]
 
@@ -144,7 +142,12 @@ class Parser:
     @property
     def pending(self) -> int:
         """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
-        return self._size + _OBJECT * len(self._args) + len(self._data) - self._pos + self._ready_size
+        return self._size + len(self._data) - self._pos + self._ready_size
+
+    @property
+    def arguments(self) -> int:
+        """How many arguments of the command under way are held."""
+        return len(self._args)
 
     def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
