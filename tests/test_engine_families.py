@@ -24,7 +24,7 @@ import redis
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, Arrays, BlockError
+from engine.blocks import AgentBlocks, Arrays, BlockError, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import block_names
@@ -82,8 +82,8 @@ class Family:
 
 
 @cache
-def family(kind: str) -> Family:
-    return Family(kind)
+def family(kind: str, seed: int = 7) -> Family:
+    return Family(kind, seed)
 
 
 @contextmanager
@@ -218,7 +218,7 @@ def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_model_of_the_same_shapes_finds_nothing(server: RunningServer, client: redis.Redis, kind: str) -> None:
-    of, other = family(kind), Family(kind, seed=8)
+    of, other = family(kind), family(kind, seed=8)
     with tier_of(server, of.spec) as ours, tier_of(server, other.spec) as theirs:
         assert theirs.save(other.blocks(other.computed(270), 270))
         assert ours.load("agent") is None
@@ -254,55 +254,57 @@ def parts_of(of: Family) -> list[str]:
     return ["layers"] * (of.spec.token_nbytes > 0) + ["state"] * of.spec.has_state
 
 
+@cache
+def intact(kind: str, seed: int = 7) -> tuple[Family, tuple[KVBlock, ...], Logits]:
+    """The blocks of 270 tokens, and the logits of the one after the last."""
+    of = family(kind, seed)
+    live = of.computed(270)
+    blocks = of.blocks(live, 270).blocks
+    return of, blocks, following(of, live)
+
+
+def following(of: Family, cache: list[Any]) -> Logits:
+    return of.run(TOKENS[270:275], cache)[0]
+
+
+def differs(found: Logits, right: Logits) -> bool:
+    """By far more than rounding."""
+    return bool(np.abs(found - right).max() > 1e-4)
+
+
 @pytest.mark.parametrize("spoil", [pages_swapped, layer_missing])
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_comparison_sees_a_wrong_page(kind: str, spoil: Callable[[Arrays], Arrays]) -> None:
-    of = family(kind)
-    live = of.computed(270)
-    *whole, last = of.blocks(live, 270).blocks
-    right = of.continuation(live, 270)
+    of, (*whole, last), right = intact(kind)
     for part in parts_of(of):
         wrong = replace(last, **{part: spoil(getattr(last, part))})
-        assert_differs(of, kvcache.reconstruct(of.spec, [*whole, wrong], 270), 270, right)
+        assert differs(following(of, kvcache.reconstruct(of.spec, [*whole, wrong], 270)), right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_comparison_sees_another_models_pages_of_the_same_shapes(kind: str) -> None:
-    of, other = family(kind), Family(kind, seed=8)
-    live = of.computed(270)
-    blocks = of.blocks(live, 270).blocks
-    theirs = other.blocks(other.computed(270), 270).blocks
-    right = of.continuation(live, 270)
+    of, blocks, right = intact(kind)
+    _, theirs, _ = intact(kind, seed=8)
     for part in parts_of(of):
         mixed = [replace(a, **{part: getattr(b, part)}) for a, b in zip(blocks, theirs, strict=True)]
-        assert_differs(of, kvcache.reconstruct(of.spec, mixed, 270), 270, right)
+        assert differs(following(of, kvcache.reconstruct(of.spec, mixed, 270)), right)
 
 
 @pytest.mark.parametrize("error", [-1, 1])
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba2"])
 def test_the_comparison_sees_an_offset_that_is_off_by_one(kind: str, error: int) -> None:
     """mamba2 has none."""
-    of = family(kind)
-    live = of.computed(270)
-    wrong = kvcache.reconstruct(of.spec, of.blocks(live, 270).blocks, 270)
+    of, blocks, right = intact(kind)
+    wrong = kvcache.reconstruct(of.spec, blocks, 270)
     for layer in wrong:
         if hasattr(layer, "offset"):
             layer.offset += error
-    assert_differs(of, wrong, 270, of.continuation(live, 270))
+    assert differs(following(of, wrong), right)
 
 
 @pytest.mark.parametrize("kind", WITH_STATE)
 def test_the_comparison_sees_a_state_that_is_a_token_old(kind: str) -> None:
-    of = family(kind)
-    live = of.computed(269)
-    stale = kvcache.capture(of.spec, live)
-    of.run(TOKENS[269:270], live)
-    *whole, last = of.blocks(live, 270).blocks
+    of, (*whole, last), right = intact(kind)
+    stale = kvcache.capture(of.spec, of.computed(269))
     wrong = kvcache.reconstruct(of.spec, [*whole, replace(last, state=stale)], 270)
-    assert_differs(of, wrong, 270, of.continuation(live, 270))
-
-
-def assert_differs(of: Family, wrong: list[Any], count: int, right: Logits) -> None:
-    """By far more than rounding."""
-    found = of.continuation(wrong, count)
-    assert np.abs(found[0] - right[0]).max() > 1e-4
+    assert differs(following(of, wrong), right)
