@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run demo test check lint format bench clean
+.PHONY: setup run demo test check fuzz lint format bench clean
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -21,6 +21,11 @@ test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and 
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
 	$(BIN)/python -m pytest -m "not model and not slow" -x
+
+FUZZ_SECONDS ?= 60
+fuzz: $(VENV)/dev.stamp  ## noise for the parser, guided by coverage, for FUZZ_SECONDS
+	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
+	$(BIN)/python tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
 
 lint: $(VENV)/dev.stamp
 	$(BIN)/ruff check .

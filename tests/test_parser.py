@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterable, Sequence
 
 import pytest
+from fuzz.invariants import SEEDS, check
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import RunningServer
@@ -99,6 +100,13 @@ class TestSplits:
     def test_noise_gives_the_same_whatever_the_split(self, noise: bytes, positions: list[int]) -> None:
         for stream in (noise, b"*2\r\n$4\r\n" + noise, b"*3\r\n$1\r\na\r\n$2000\r\n" + noise):
             assert parse(cut(stream, positions)) == parse([stream])
+
+    @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 5200), st.binary(max_size=9)), max_size=5))
+    def test_what_the_fuzzer_checks(self, seed: bytes, damages: list[tuple[int, bytes]]) -> None:
+        data = bytearray(seed)
+        for position, noise in damages:
+            data[position : position + len(noise)] = noise
+        check(bytes(data))
 
     def test_commands_wait_for_whoever_takes_them(self) -> None:
         """What was received is kept when it is not asked for at once."""

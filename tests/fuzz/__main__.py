@@ -1,0 +1,34 @@
+"""`python tests/fuzz [libFuzzer options] FOLDER`: noise guided by coverage, until something does not hold.
+
+FOLDER keeps what was found interesting, so that the next run goes on from there.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import atheris
+
+with atheris.instrument_imports(include=["kvpage_server"]):
+    from invariants import SEEDS, WORDS, check
+
+
+def _quoted(word: str) -> str:
+    """As libFuzzer's dictionaries spell bytes."""
+    return '"' + "".join(f"\\x{ord(letter):02x}" for letter in word) + '"'
+
+
+def main() -> None:
+    """Run until -max_total_time is over, or for ever."""
+    corpus = Path(sys.argv[-1])
+    corpus.mkdir(parents=True, exist_ok=True)
+    for number, seed in enumerate(SEEDS):
+        (corpus / f"seed-{number}").write_bytes(seed)
+    dictionary = corpus.with_suffix(".dict")
+    dictionary.write_text("".join(f"{_quoted(word)}\n" for word in WORDS))
+    atheris.Setup([sys.argv[0], f"-dict={dictionary}", *sys.argv[1:]], check)
+    atheris.Fuzz()
+
+
+main()
