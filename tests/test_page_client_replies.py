@@ -188,9 +188,7 @@ def spell(value: Any) -> bytes:
     return b"*%d\r\n" % len(value) + b"".join(map(spell, value))
 
 
-LEAVES = (
-    st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=40) | st.integers(4090, 9000).map(bytes)
-)
+LEAVES = st.none() | st.integers(-(2**63), 2**63 - 1) | st.binary(max_size=40) | st.integers(4090, 9000).map(bytes)
 VALUES = st.recursive(
     LEAVES,
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.binary(max_size=8), inner, max_size=3),
