@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+
+hypothesis.settings.register_profile("shared machine", deadline=None)  # others' load is no failure of ours
+hypothesis.settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -113,12 +113,10 @@ class TestBadConfiguration:
 
 
 class TestConfiguration:
-    def test_the_shipped_file_is_the_documented_one(self) -> None:
-        """It is valid, and what it sets to the default it says is what the server has."""
-        lines = [line.split(None, 1) for line in CONF.read_text().splitlines() if line and line[0] != "#"]
-        assert ["port", "9221"] in lines
-        with start_server(*[word for name, value in lines if name != "port" for word in (f"--{name}", *value.split())]):
-            pass
+    def test_the_shipped_file_is_valid_and_used(self) -> None:
+        assert "\nport 9221\n" in CONF.read_text()
+        with start_server(file=CONF) as server, server.client(decode_responses=True) as client:
+            assert client.config_get("maxmemory") == {"maxmemory": str(4 * 1024**3)}
 
     def test_the_command_line_wins_over_the_file(self, tmp_path: Path) -> None:
         file, port = tmp_path / "kvpage.conf", free_port()

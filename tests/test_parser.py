@@ -390,7 +390,7 @@ class TestAgainstRedis:
         data = PING + frame + PING
         assert talk(server, data) == talk(redis_server, data)
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
     def test_damaged_frames(self, server: RunningServer, redis_server: RunningServer, data: st.DataObject) -> None:
         frame = bytearray(encode([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
@@ -402,7 +402,7 @@ class TestAgainstRedis:
         if b"is not terminated by CRLF" not in ours:
             assert ours == theirs, stream
 
-    @settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+    @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.text(alphabet="ab\"'\\xn4 \t\v\f\r\x07\xff", max_size=14).map(lambda text: text.encode("latin-1")))
     @example(b"a\vb")
     @example(b'"a"\vb')

@@ -204,7 +204,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
 
 TestKeyspace = KeyspaceMachine.TestCase
-TestKeyspace.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestKeyspace.settings = settings(max_examples=100, stateful_step_count=40)
 
 
 # -- expiry by the real clock --------------------------------------------------------------------------------------
@@ -381,7 +381,7 @@ class ArenaMachine(RuleBasedStateMachine):
 
 
 TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+TestArena.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 @given(st.integers(0, 2**33))
