@@ -24,7 +24,7 @@ import redis
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, Arrays, BlockError, KVBlock
+from engine.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import block_names
@@ -105,8 +105,10 @@ def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
         loaded = tier.load("agent", TOKENS)
         assert loaded
         assert len(loaded) == cut
+        before = bytes_of(loaded)
         restored = kvcache.reconstruct(of.spec, loaded.blocks, cut)
         assert np.array_equal(of.continuation(restored, cut), of.continuation(live, cut))
+        assert bytes_of(loaded) == before
         assert not tier.misses
 
 
@@ -224,6 +226,20 @@ def test_another_model_of_the_same_shapes_finds_nothing(server: RunningServer, c
         assert ours.load("agent") is None
         assert ours.load("another", TOKENS) is None
         assert ours.misses == {"fingerprint": 1, "absent": 1}
+
+
+def test_a_state_of_another_window_is_refused() -> None:
+    of = family("gemma3_text")
+    whole = of.blocks(of.computed(270), 270)
+    assert whole.blocks[-1].state
+    short = tuple(tuple(array[:, -63:] for array in layer) for layer in whole.blocks[-1].state)
+    wrong = replace(whole, blocks=(whole.blocks[0], replace(whole.blocks[1], state=short)))
+    with pytest.raises(IncompatibleBlocksError, match="layer 0 of the state after 270 tokens must hold"):
+        wrong.validate(of.spec)
+
+
+def test_quantised_caches_differ_by_bits_and_group() -> None:
+    assert len({family(kind).spec.fingerprint for kind in ["llama", *QUANTIZED]}) == 5
 
 
 def of_the_last_two(layers: Sequence[tuple[mx.array, ...]]) -> list[int]:
