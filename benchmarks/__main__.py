@@ -5,15 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 
-ALL = ("pages",)
+ALL = ("pages", "small_commands", "parser")
 
 
 def main() -> None:
     """Run them in turn."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs benchmarks, all if none is named.")
-    parser.add_argument("names", metavar="NAME", nargs="*", choices=[*ALL, []], help=" ".join(ALL))
-    parser.add_argument("--quick", action="store_true", help="less of everything: seconds instead of minutes")
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(ALL)}")
+    parser.add_argument("--quick", action="store_true", help="less of everything, and nothing is written")
     args = parser.parse_args()
+    if unknown := set(args.names) - set(ALL):
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}, only {', '.join(ALL)}")
     for name in args.names or ALL:
         importlib.import_module(f"benchmarks.{name}").main(["--quick"] if args.quick else [])
 

@@ -114,7 +114,7 @@ def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table; write results/pages.json, .md and .png."""
+    """Print the table; write results/pages.json, .md and .png, unless --quick is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks pages")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
@@ -153,8 +153,9 @@ def main(arguments: list[str] | None = None) -> None:
         }
     findings += growth.findings(pages=100_000 if quick else 1_000_000, rounds=rounds)
     show(findings, INTRO)
-    write(findings, "pages", about, intro=INTRO)
-    write_plot([*whole.rows, *single.rows], RESULTS / "pages.png")
+    if not quick:
+        write(findings, "pages", about, intro=INTRO)
+        write_plot([*whole.rows, *single.rows], RESULTS / "pages.png")
 
 
 if __name__ == "__main__":

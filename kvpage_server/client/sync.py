@@ -195,6 +195,8 @@ class PageClient:
             return call.read([])
         to = self._spoken(end)
         first, *rest = [call.ask(to, part) for part in call.parts]
+        if not rest:
+            return call.read([self._converse(first, end)])
         others = [self._threads.submit(self._converse, request, end) for request in rest]
         try:
             answers = [self._converse(first, end)]
