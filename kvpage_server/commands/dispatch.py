@@ -22,6 +22,7 @@ _WHILE_SUBSCRIBED = frozenset(
     ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "ping", "quit", "reset")
 )  # what RESP2 allows then: it cannot tell a reply from a message
 _SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
+_HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
 
 
@@ -88,6 +89,9 @@ def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErr
     stats.note_error(str(error))
     if spec is not None:
         stats.calls[spec.name].rejected += 1
+    elif plain(words[0]).lower() in _HTTP:
+        log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
+        client.connection.abort()
     if plain(words[0]).lower() == b"exec":
         client.end_transaction()
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
