@@ -133,15 +133,22 @@ class PageTier:
         except PoolExhaustedError:
             self.misses["pool"] += 1
             return []
+        kept: list[KVBlock] = []
+        try:
+            blocks = self._blocks(plan, digests, ids)
+            kept = self._with_state(plan, blocks, digests) if plan.states else blocks
+        finally:
+            self._pool.free(ids[len(kept) :])
+        return kept
+
+    def _blocks(self, plan: Plan, digests: Mapping[str, str], ids: Sequence[int]) -> list[KVBlock]:
+        """Without their states, up to the first that cannot be had."""
         blocks: list[KVBlock] = []
         try:
             for place, block_id in zip(plan.blocks, ids, strict=True):
                 blocks.append(KVBlock(block_id, place.tokens, self._arrays(place, digests[place.seal])))
         except (Miss, *OUTAGES) as error:
             self.misses[_reason(error)] += 1
-        if plan.states:
-            blocks = self._with_state(plan, blocks, digests)
-        self._pool.free(ids[len(blocks) :])
         return blocks
 
     def _with_state(self, plan: Plan, blocks: list[KVBlock], digests: Mapping[str, str]) -> list[KVBlock]:
