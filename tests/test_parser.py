@@ -13,15 +13,12 @@ from fuzz.invariants import SEEDS, check
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from servers import RunningServer
+from wire import spell
 
 from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError, split_words
 from kvpage_server.store.arena import Arena
 
 Words = list[bytes]
-
-
-def encode(words: Sequence[bytes]) -> bytes:
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
 
 def inline(words: Sequence[bytes]) -> bytes:
@@ -60,7 +57,7 @@ long_words = st.builds(
 commands = st.lists(short_words, min_size=1, max_size=14) | st.lists(short_words | long_words, min_size=1, max_size=4)
 # An inline command: no word may be a multibulk's start, and there is at least one.
 inline_commands = st.lists(st.binary(max_size=9), min_size=1, max_size=5)
-streams = st.lists(st.tuples(commands, st.just(encode)) | st.tuples(inline_commands, st.just(inline)), max_size=6)
+streams = st.lists(st.tuples(commands, st.just(spell)) | st.tuples(inline_commands, st.just(inline)), max_size=6)
 positions = st.lists(st.integers(0, 2**20), max_size=12)
 
 
@@ -72,13 +69,13 @@ class TestSplits:
 
     @given(st.lists(st.lists(short_words, min_size=1, max_size=9), max_size=5))
     def test_a_byte_at_a_time(self, stream: list[Words]) -> None:
-        data = b"".join(map(encode, stream))
+        data = b"".join(map(spell, stream))
         assert parse(cut(data, range(len(data)))) == (stream, False)
 
     def test_every_single_cut_of_a_page_write(self) -> None:
         body = random.Random(4).randbytes(5000)
         words = [b"KVPAGESET", b"req", b"5", b"8", b"42", b"0", b"1", b"128", b"64", b"3600", body]
-        data = encode(words) + encode([b"PING"])
+        data = spell(words) + spell([b"PING"])
         for position in range(1, len(data)):
             assert parse([data[:position], data[position:]]) == ([words, [b"PING"]], False), position
 
@@ -86,7 +83,7 @@ class TestSplits:
     @settings(max_examples=300)
     def test_damaged_input_gives_the_same_whatever_the_split(self, data: st.DataObject) -> None:
         """Commands before the damage come out, the same ones; then either an error always, or never."""
-        good = b"".join(map(encode, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
+        good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
         damaged = bytearray(good)
         for _ in range(data.draw(st.integers(1, 3))):
             position = data.draw(st.integers(0, len(damaged) - 1))
@@ -112,7 +109,7 @@ class TestSplits:
         """What was received is kept when it is not asked for at once."""
         parser = Parser(Buffer)
         sent = [[b"SET", b"key:%d" % i, bytes(i * 37 % 5000)] for i in range(300)]
-        for piece in cut(b"".join(map(encode, sent)), range(0, 10**6, 1000)):
+        for piece in cut(b"".join(map(spell, sent)), range(0, 10**6, 1000)):
             parser.feed(piece)
         assert parse([b""], parser) == (sent, False)
 
@@ -128,7 +125,7 @@ class TestMemory:
         for pieces in ([10_000], [10, 10_000], [40, 41, 9000, 10_030]):
             parser = Parser(allocate, keep_from=4096)
             body = random.Random(5).randbytes(10_000)
-            for piece in cut(encode([b"SET", b"key", body]), pieces):
+            for piece in cut(spell([b"SET", b"key", body]), pieces):
                 parser.feed(piece)
                 command = parser.next()
             assert command is not None
@@ -139,7 +136,7 @@ class TestMemory:
     def test_bulks_shorter_than_keep_from_are_bytes(self) -> None:
         for pieces in ([], [30], range(0, 5000, 7)):
             parser = Parser(Buffer, keep_from=4096)
-            for piece in cut(encode([b"SET", b"key", bytes(4095)]), pieces):
+            for piece in cut(spell([b"SET", b"key", bytes(4095)]), pieces):
                 parser.feed(piece)
             assert parser.next() == [b"SET", b"key", bytes(4095)]
 
@@ -148,7 +145,7 @@ class TestMemory:
         for size in (5000, 100_000, 5_000_000):
             for missing in (1, 2, 3, 1000, size + 2):
                 parser = Parser(arena.allocate)
-                parser.feed(encode([b"SET", b"key", bytes(size)])[:-missing])
+                parser.feed(spell([b"SET", b"key", bytes(size)])[:-missing])
                 assert parser.next() is None
                 assert arena.used > size
                 del parser
@@ -180,7 +177,7 @@ class TestMemory:
         """A command of many arguments that comes in small pieces; ten times as many take about ten times as long."""
 
         def seconds(arguments: int) -> float:
-            data = encode([b"%d" % i for i in range(arguments)])
+            data = spell([b"%d" % i for i in range(arguments)])
             best = 1e9
             for _ in range(3):
                 parser, start = Parser(Buffer), time.perf_counter()
@@ -208,29 +205,29 @@ class TestLimits:
 
     def test_bulks_longer_than_the_limit(self) -> None:
         limits = Limits(max_bulk=1000)
-        assert parse([encode([bytes(1000)])], limits=limits) == ([[bytes(1000)]], False)
+        assert parse([spell([bytes(1000)])], limits=limits) == ([[bytes(1000)]], False)
         assert self.refused(b"*1\r\n$1001\r\n", limits) == "invalid bulk length"
 
     def test_arguments_beyond_the_limit(self) -> None:
         limits = Limits(max_arguments=5)
-        assert parse([encode([b"a"] * 5)], limits=limits) == ([[b"a"] * 5], False)
-        assert self.refused(encode([b"a"] * 6), limits) == "invalid multibulk length"
+        assert parse([spell([b"a"] * 5)], limits=limits) == ([[b"a"] * 5], False)
+        assert self.refused(spell([b"a"] * 6), limits) == "invalid multibulk length"
 
     def test_commands_longer_than_the_limit(self) -> None:
         limits = Limits(max_command=100_000)
-        assert parse([encode([bytes(40_000)] * 2)], limits=limits)[1] is False
-        assert self.refused(encode([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
+        assert parse([spell([bytes(40_000)] * 2)], limits=limits)[1] is False
+        assert self.refused(spell([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
 
     @pytest.mark.parametrize("size", [1, 900, 1023])
     def test_many_short_arguments_count_as_well(self, size: int) -> None:
         limits = Limits(max_command=100_000)
         words = [bytes(size)] * (200_000 // size)
-        assert self.refused(encode(words), limits) == "command exceeds the query buffer limit"
+        assert self.refused(spell(words), limits) == "command exceeds the query buffer limit"
 
     def test_a_stranger_sends_ten_arguments_of_16_kib_at_the_most(self) -> None:
         limits = Limits(unauthenticated=True)
-        assert parse([encode([bytes(16384)] * 10)], limits=limits)[1] is False
-        assert self.refused(encode([b"a"] * 11), limits) == "unauthenticated multibulk length"
+        assert parse([spell([bytes(16384)] * 10)], limits=limits)[1] is False
+        assert self.refused(spell([b"a"] * 11), limits) == "unauthenticated multibulk length"
         assert self.refused(b"*2\r\n$16385\r\n", limits) == "unauthenticated bulk length"
 
     @pytest.mark.parametrize(
@@ -252,7 +249,7 @@ class TestLimits:
             assert self.refused(data) == "bulk string is not terminated by CRLF"
             if size < 5000:
                 assert self.refused(data, step=1) == "bulk string is not terminated by CRLF"
-        run = encode([b"a"] * 8).replace(b"a\r\n", b"ab\n", 8)
+        run = spell([b"a"] * 8).replace(b"a\r\n", b"ab\n", 8)
         assert self.refused(run) == "bulk string is not terminated by CRLF"
 
 
@@ -303,7 +300,7 @@ def talk(server: RunningServer, data: bytes) -> bytes:
         return answer
 
 
-PING = encode([b"PING"])
+PING = spell([b"PING"])
 FRAMES = [
     b"*0\r\n",
     b"*-1\r\n",
@@ -361,18 +358,22 @@ FRAMES = [
     b"a" * 200_000,
     b"*" + b"1" * 200_000,
     b"*1\r\n$" + b"1" * 200_000,
-    encode([b""]),
-    encode([b"", b""]),
-    encode([b"\0"]),
-    encode([b"PING\0"]),
-    encode([b"ECHO", b"\0\r\n\xff"]),
-    encode([b"ECHO", b""]),
-    encode([b"SET", b"\0\r\n\xff", b"binary\0value"]) + encode([b"GET", b"\0\r\n\xff"]),
-    encode([b"NOSUCH\r\n", b"a\r\nb", b"\xff\0"]),
-    encode([b"no such"]),
-    encode([b"x" * 300, b"y" * 300, b"z"]),
-    encode([b"NOSUCH", *[b"argument"] * 30]),
+    spell([b""]),
+    spell([b"", b""]),
+    spell([b"\0"]),
+    spell([b"PING\0"]),
+    spell([b"ECHO", b"\0\r\n\xff"]),
+    spell([b"ECHO", b""]),
+    spell([b"SET", b"\0\r\n\xff", b"binary\0value"]) + spell([b"GET", b"\0\r\n\xff"]),
+    spell([b"NOSUCH\r\n", b"a\r\nb", b"\xff\0"]),
+    spell([b"no such"]),
+    spell([b"x" * 300, b"y" * 300, b"z"]),
+    spell([b"NOSUCH", *[b"argument"] * 30]),
     b"PING\r\n*1\r\n$4\r\nPING\r\nPING\r\n",
+    b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"POST / HTTP/1.1\r\nContent-Length: 6\r\n\r\nPING\r\n",
+    spell([b"post", b"/"]),
+    spell([b"Host:"]),
 ]
 
 
@@ -393,7 +394,7 @@ class TestAgainstRedis:
     @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
     @given(st.data())
     def test_damaged_frames(self, server: RunningServer, redis_server: RunningServer, data: st.DataObject) -> None:
-        frame = bytearray(encode([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
+        frame = bytearray(spell([b"ECHO", data.draw(st.sampled_from([b"a", b"", b"12345", b"\xff"]))]))
         # Any bytes but the line ends: where Redis takes any two bytes for the end of a bulk, ours wants CRLF.
         position = data.draw(st.sampled_from([i for i, byte in enumerate(frame) if byte not in b"\r\n"]))
         frame[position : position + 1] = data.draw(st.sampled_from([b"", b"-", b"0", b"9", b"$", b"*", b":", b"\xfe"]))
