@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -18,6 +19,8 @@ from engine.demo.worker import Messages, Turn
 
 START_WITHIN = 30.0  # seconds, for the store
 STOP_WITHIN = 10.0
+# OpenBLAS's threads wait for one another at every multiplication: on a busy machine they would measure what else runs.
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 TETHERED = str(Path(__file__).with_name("tethered.py"))
 
 
@@ -60,6 +63,7 @@ def _running(name: str, *command: str) -> Iterator[Process]:
             stdout=subprocess.PIPE,
             stderr=log,
             text=True,
+            env=ONE_THREAD | os.environ,
             start_new_session=True,
         ) as popen,
     ):

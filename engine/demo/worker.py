@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.blocks import AgentBlocks
+from engine.caches import UnsupportedCacheError
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
@@ -88,7 +89,7 @@ def main() -> None:
     args = parser.parse_args()
     try:
         conversation = Conversation(args.model, args.store)
-    except (UnknownModelError, TypeError) as error:  # a TypeError names a cache that cannot be stored
+    except (UnknownModelError, UnsupportedCacheError) as error:
         sys.exit(str(error))
     for line in sys.stdin:
         print(json.dumps(asdict(conversation.answer(json.loads(line)))), flush=True)
