@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib
+import os
 from collections.abc import Iterator
 
 import hypothesis
 import pytest
 import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+
+# Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # others' load is no failure of ours
 hypothesis.settings.load_profile("shared machine")
