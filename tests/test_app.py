@@ -180,7 +180,7 @@ class TestLog:
         assert ready["pid"] == server.pid
 
     def test_a_quiet_log(self) -> None:
-        with start_server("--loglevel", "warning") as server:
+        with start_server("--loglevel", "warning", "--maxclients", "100") as server:
             assert server.log == ""
 
     def test_logfile_and_pidfile(self, tmp_path: Path) -> None:
