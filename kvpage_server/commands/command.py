@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
@@ -11,7 +12,7 @@ from kvpage_server.commands.keys import READ, WRITE, Use
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, command, help_of, subcommands, top_level
 from kvpage_server.commands.usage import arguments
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Reply, ReplyError, simple
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
 
 _FLAGS = "loading stale connection"
 
@@ -81,7 +82,24 @@ def _named(args: list[Argument]) -> list[Spec | None]:
 @command("command", -1, _FLAGS, group="server", since="2.8.13", summary="Describes every command.")
 def command_(client: Client, args: list[Argument]) -> Reply:
     """One entry a command."""
-    return [describe(spec) for spec in top_level()]
+    return _all_described(client.protocol)
+
+
+@cache
+def _all_described(protocol: int) -> Raw:
+    """What every redis-cli asks for at its start, encoded once."""
+    return _encoded([describe(spec) for spec in top_level()], protocol)
+
+
+@cache
+def _all_documented(protocol: int) -> Raw:
+    return _encoded({spec.name: document(spec) for spec in top_level()}, protocol)
+
+
+def _encoded(reply: Reply, protocol: int) -> Raw:
+    out: list[Any] = []
+    encode(reply, protocol, out)
+    return Raw(b"".join(out))
 
 
 @command("command|count", 2, _FLAGS, group="server", since="2.8.13", summary="Counts the commands.")
@@ -117,8 +135,9 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
 )
 def command_docs(client: Client, args: list[Argument]) -> Reply:
     """A map by name, without those that do not exist."""
-    specs = [spec for spec in _named(args) if spec] if args else top_level()
-    return {spec.name: document(spec) for spec in specs}
+    if not args:
+        return _all_documented(client.protocol)
+    return {spec.name: document(spec) for spec in _named(args) if spec}
 
 
 @command(

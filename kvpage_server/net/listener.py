@@ -15,6 +15,7 @@ from kvpage_server.net import tls
 from kvpage_server.net.session import Session, Transport
 from kvpage_server.net.tls import TLSTransport
 from kvpage_server.net.transport import SocketTransport
+from kvpage_server.net.turns import Line
 
 log = logging.getLogger("kvpage")
 
@@ -45,6 +46,7 @@ class Listener:
         self._server = server
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
+        self._line = Line(loop)
         self._tls: ssl.SSLContext | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
 
@@ -177,6 +179,7 @@ class Listener:
         return Session(
             self._server,
             self._loop,
+            self._line,
             open_transport,
             address=_name(sock, peer=True),
             local_address=_name(sock),

@@ -12,11 +12,11 @@ from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch import Paused, execute
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
+from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, encode
 
-TURN = 256  # commands, or steps of a streamed reply, before other clients have their turn
-TURN_NANOSECONDS = 4_000_000
+MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 
 
 OBJECT = 48  # bytes that a short argument takes besides its own
@@ -58,6 +58,7 @@ class Session:
         self,
         server: Server,
         loop: asyncio.AbstractEventLoop,
+        line: Line,
         open_transport: Callable[[Session], Transport],
         *,
         address: str,
@@ -66,6 +67,7 @@ class Session:
     ) -> None:
         self._server = server
         self._loop = loop
+        self._line = line
         self._limits = limits.of_frames(server.config)
         self._parser = Parser(server.keyspace.arena.allocate, limits=self._limits)
         self._out: list[Piece] = []
@@ -76,7 +78,7 @@ class Session:
         self._held = 0  # bytes that the server knows this connection holds
         self._gone = False  # and with it what it held
         self._ending = False
-        self._scheduled = False
+        self._in_line = False
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -166,7 +168,7 @@ class Session:
     def resume(self) -> None:
         """Go on with the command that waited for the end of a pause."""
         if self._postponed is not None:
-            self._schedule()
+            self._wait_for_a_turn()
 
     def trust(self, trusted: bool) -> None:
         """Whether frames may be larger than a stranger's."""
@@ -191,7 +193,7 @@ class Session:
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
-        left, deadline = TURN, time.monotonic_ns() + TURN_NANOSECONDS
+        left, deadline = MOST_COMMANDS, time.monotonic_ns() + TURN
         try:
             while left and not self._ending and not self._crowded:
                 left -= 1
@@ -201,6 +203,7 @@ class Session:
                     continue
                 command = self._parser.next() if self._postponed is None else self._postponed
                 if command is None:
+                    left = time.monotonic_ns() < deadline  # much may have been read of a command that is not complete
                     break
                 self._postponed = None
                 self._answer(command)
@@ -226,17 +229,18 @@ class Session:
             self._transport.pause_reading()  # until drained() is called
         elif not left:
             self._transport.pause_reading()
-            self._schedule()
+            self._wait_for_a_turn()
         else:
             self._transport.resume_reading()
 
-    def _schedule(self) -> None:
-        if not self._scheduled:
-            self._scheduled = True
-            self._loop.call_soon(self._take_turn)
+    def _wait_for_a_turn(self) -> None:
+        if not self._in_line:
+            self._in_line = True
+            self._line.join(self)
 
-    def _take_turn(self) -> None:
-        self._scheduled = False
+    def take_turn(self) -> None:
+        """Go on with what was left over."""
+        self._in_line = False
         if not self._ending:
             self._run()
 
