@@ -65,15 +65,17 @@ def _page_command(name: bytes, count: int, width: int) -> bytes:
     return b"*%d\r\n%b" % (2 + count * width, _words(b"KVPAGEM" + name, count))
 
 
+_few_words = lru_cache(maxsize=4096)(_words)  # what the pages of a batch have in common
+
+
 def _page_name(key: PageKey) -> bytes:
-    req_id = key.req_id
-    numbers = _number(key.layer), _number(key.head), _number(key.page), _number(key.kv_type)
-    return b"$%d\r\n%b\r\n%b%b%b%b" % (len(req_id), req_id, *numbers)
+    return _few_words(key.req_id) + _few_words(key.layer, key.head) + _few_words(key.page, key.kv_type)
 
 
 @lru_cache(maxsize=256)
-def _page_shape(dtype: int, page_size: int, head_dim: int, ttl: int) -> bytes:
-    return _words(dtype, page_size, head_dim, ttl)
+def _page_shape(dtype: int, page_size: int, head_dim: int, ttl: int, nbytes: int) -> bytes:
+    """The arguments of a page that is written from its dtype on, up to its body."""
+    return b"%b$%d\r\n" % (_words(dtype, page_size, head_dim, ttl), nbytes)
 
 
 def _flat(names: Sequence[BlockName]) -> Iterator[bytes | int]:
@@ -256,8 +258,8 @@ class PageCommands(BlobCommands):
         def pieces() -> Iterator[Piece]:
             before = _page_command(b"SET", len(pages), 10)
             for page, body in pages:
-                shape = _page_shape(page.dtype, page.page_size, page.head_dim, ttl)
-                yield b"%b%b%b$%d\r\n" % (before, _page_name(page.key), shape, len(body))
+                key, _, dtype, page_size, head_dim = page
+                yield before + _page_name(key) + _page_shape(dtype, page_size, head_dim, ttl, len(body))
                 yield body
                 before = CRLF
             yield CRLF

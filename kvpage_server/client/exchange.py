@@ -1,7 +1,7 @@
 """A question and its answer over a non-blocking socket, without waiting: whoever drives it waits as it says.
 
 Plain sockets gather with `sendmsg` and scatter with `recvmsg_into`. TLS sockets have neither: there small pieces are
-joined to one TLS record and buffers are filled one by one, since every byte is copied by the cipher anyway.
+joined to one TLS record and buffers are filled one by one; every byte is copied by the cipher anyway.
 """
 
 from __future__ import annotations
@@ -9,9 +9,10 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-from collections import deque
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import accumulate, islice
 from typing import Any, Generic, TypeVar
 
 from kvpage_server.client.errors import Disconnected
@@ -37,54 +38,43 @@ class Request(Generic[T]):
 
 
 class Outgoing:
-    """Pieces of memory on their way out. They are taken from the iterator as they are needed."""
+    """Pieces of memory on their way out, taken from an iterator some at a time."""
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
-        self._queue: deque[Piece] = deque()
-        self._queued = 0  # bytes
-        self._top_up()
+        self._take()
+
+    def _take(self) -> None:
+        """The next pieces that have bytes."""
+        self._some: list[Piece] = list(islice(filter(None, self._pieces), _GATHER))
+        self._ends = list(accumulate(map(len, self._some)))
+        self._sent = 0  # bytes of them
 
     @property
     def done(self) -> bool:
         """Whether everything has been sent."""
-        return not self._queue
-
-    def _top_up(self) -> None:
-        queue, queued = self._queue, self._queued
-        while queued < _AT_ONCE and len(queue) < _GATHER:
-            piece = next(self._pieces, None)
-            if piece is None:
-                break
-            queue.append(piece)
-            queued += len(piece)
-        self._queued = queued
+        return not self._some
 
     def send(self, sock: socket.socket) -> int:
         """Send what the kernel takes; how many bytes."""
+        at = bisect_right(self._ends, self._sent)
         if isinstance(sock, ssl.SSLSocket):
-            self._join()
-            sent = sock.send(self._queue[0])
+            pieces = self._rest(at, max(at + 1, bisect_right(self._ends, self._sent + _RECORD)))
+            sent = sock.send(b"".join(pieces) if len(pieces) > 1 else pieces[0])
         else:
-            sent = sock.sendmsg(self._queue)
-        self._advance(sent)
+            sent = sock.sendmsg(self._rest(at, bisect_left(self._ends, self._sent + _AT_ONCE) + 1))
+        self._sent += sent
+        if self._sent == self._ends[-1]:
+            self._take()
         return sent
 
-    def _advance(self, sent: int) -> None:
-        queue = self._queue
-        self._queued -= sent
-        while queue and sent >= len(queue[0]):
-            sent -= len(queue.popleft())
-        if sent:
-            queue[0] = memoryview(queue[0])[sent:]
-        self._top_up()
-
-    def _join(self) -> None:
-        """Make the first pieces one, up to the size of a TLS record."""
-        first, size = [self._queue.popleft()], 0
-        while self._queue and (size := size + len(first[-1])) + len(self._queue[0]) <= _RECORD:
-            first.append(self._queue.popleft())
-        self._queue.appendleft(b"".join(first) if len(first) > 1 else first[0])
+    def _rest(self, at: int, stop: int) -> list[Piece]:
+        """The pieces from `at` on, without what has been sent of the first."""
+        pieces: list[Piece] = self._some[at:stop]
+        gone = len(pieces[0]) - self._ends[at] + self._sent
+        if gone:
+            pieces[0] = memoryview(pieces[0])[gone:]
+        return pieces
 
 
 def receive(sock: socket.socket, buffers: list[memoryview]) -> int:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.client.reply import MAX_LINE, bulk_size, refusal
@@ -44,27 +44,30 @@ class Bodies:
         self._missed: dict[int, str] = {}
         self._refused: Refused | None = None
         self._opening = b"*%d\r\n" % len(places) if array else b""
-        befores = [self._opening] + [CRLF] * (len(places) - 1)
-        frames = [b"%b$%d\r\n" % (before, header + len(at)) for before, at in zip(befores, places, strict=True)]
-        self._frames = [*frames, CRLF]
-        self._segments = self._lay_out()
-        self._ends = list(accumulate(map(len, self._segments)))
-        # Where the next byte belongs: in segment _at behind _filled bytes of it, unless one of the two below is set.
-        self._at = self._filled = 0
+        self._lay_out()
+        self._here = 0  # bytes of the expected answer that have come; or else one of the next two is set
+        self._item = 0  # all items before it are decided
         self._line: tuple[int, bytes, bytes] | None = None  # an item whose line is not whole: what is before, the data
         self._dropping: tuple[int, int] | None = None  # an item of another length and how many of its bytes will come
         self._scratch = memoryview(b"")
 
-    def _lay_out(self) -> list[memoryview]:
-        """The expected reply as segments of memory: frame, body, frame, body, ..., CRLF."""
-        memory = memoryview(bytearray(sum(map(len, self._frames)) + self._header * len(self._places)))
-        segments: list[memoryview] = []
-        start = 0
-        for frame, place in zip(self._frames, self._places, strict=False):
-            end = start + len(frame) + self._header
-            segments += (memory[start:end], place)
-            start = end
-        return [*segments, memory[start:]]
+    def _lay_out(self) -> None:
+        """The expected answer as segments of memory: frame, header if there are any, body, frame, ..., CRLF."""
+        places, header = self._places, self._header
+        frame_of = {size: b"\r\n$%d\r\n" % (header + size) for size in set(map(len, places))}
+        frames = [frame_of[len(place)] for place in places] + [CRLF]
+        frames[0] = self._opening + frames[0].removeprefix(CRLF)
+        self._expected = b"".join(frames)
+        self._frame_ends = list(accumulate(map(len, frames)))
+        self._frames = memoryview(bytearray(self._expected))
+        self._width = width = 3 if header else 2
+        self._segments = segments = [self._frames] * (width * len(places) + 1)
+        segments[::width] = [self._frames[start:end] for start, end in pairwise([0, *self._frame_ends])]
+        segments[width - 1 :: width] = places
+        if header:
+            headers = memoryview(bytearray(header * len(places)))
+            segments[1::width] = [headers[start : start + header] for start in range(0, len(headers), header)]
+        self._ends = list(accumulate(map(len, segments)))
 
     def result(self) -> dict[int, str]:
         """What was missed and why. Raises Refused."""
@@ -80,13 +83,19 @@ class Bodies:
             return [self._scratch]
         if self._dropping is not None:
             return [self._scratch[: self._dropping[1]]]
-        at = self._at
-        here = self._ends[at] - len(self._segments[at]) + self._filled
-        stop = bisect_right(self._ends, here + _AT_ONCE) + 1
+        at = bisect_right(self._ends, self._here)
+        stop = bisect_right(self._ends, self._here + _AT_ONCE, at) + 1
         wanted = self._segments[at : min(stop, at + _GATHER)]
-        if self._filled:
-            wanted[0] = wanted[0][self._filled :]
+        wanted[0] = wanted[0][self._here - self._start(at) :]
         return wanted
+
+    def _start(self, at: int) -> int:
+        """Where in the expected answer a segment starts."""
+        return self._ends[at - 1] if at else 0
+
+    def _frame_start(self, item: int) -> int:
+        """Where in the memory of all frames that of an item starts."""
+        return self._frame_ends[item - 1] if item else 0
 
     def received(self, count: int) -> None:
         """So many bytes of `buffers()` are there. Raises WrongReply."""
@@ -99,55 +108,61 @@ class Bodies:
             self._dropping = (item, left - count) if count < left else None
             self._expect(item + 1)
         else:
-            self._advance(count)
+            self._advance(self._here + count)
 
     def _expect(self, item: int, arrived: bytes = b"") -> None:
         """The frame before `item` comes next; some of its first bytes have come."""
-        self._at, self._filled = 2 * item, len(arrived)
-        self._segments[self._at][: len(arrived)] = arrived
+        start = self._frame_start(item)
+        self._frames[start : start + len(arrived)] = arrived
+        self._item, self._here = item, self._start(self._width * item) + len(arrived)
 
-    def _advance(self, count: int) -> None:
-        segments, at = self._segments, self._at
-        count += self._filled
-        while at < len(segments):
-            segment = segments[at]
-            size = len(segment)
-            if not at & 1:
-                frame = self._frames[at >> 1]
-                known = min(count, len(frame))
-                if bytes(segment[:known]) != frame[:known]:
-                    self._surprise(at, count)
-                    return
-            if count < size:
-                self._at, self._filled = at, count
-                return
-            count -= size
-            if at & 1:
-                self._finish(at >> 1)
-            at += 1
-        self.done = True
+    def _advance(self, here: int) -> None:
+        """The expected answer may have come up to `here`: it has, if all frames are as they should be."""
+        at = bisect_right(self._ends, here)
+        item, within = divmod(at, self._width)
+        known = self._frame_start(self._item)
+        seen = (
+            self._frame_ends[min(item, len(self._places))]
+            if within
+            else self._frame_start(item) + here - self._start(at)
+        )
+        if bytes(self._frames[known:seen]) != self._expected[known:seen]:
+            self._surprise(here, seen)
+            return
+        if self._check is not None:
+            for finished in range(self._item, item):
+                self._finish(finished)
+        self._item, self._here = item, here
+        self.done = at == len(self._segments)
 
     def _finish(self, item: int) -> None:
         """A body has arrived whole."""
         if self._check is not None:
-            header = self._segments[2 * item][len(self._frames[item]) :]
-            reason = self._check(item, header, self._places[item])
+            reason = self._check(item, self._segments[self._width * item + 1], self._places[item])
             if reason is not None:
                 self._missed[item] = reason
 
     # -- behind a surprise -----------------------------------------------------------------------------------------
 
-    def _surprise(self, at: int, count: int) -> None:
-        """The frame in segment `at` is another one; `count` bytes were received from its beginning on."""
-        pieces = []
-        for segment in self._segments[at:]:
-            pieces.append(segment[:count])
-            count -= len(pieces[-1])
-            if not count:
+    def _surprise(self, here: int, seen: int) -> None:
+        """One of the frames that came up to `here` is another one; `seen` is where what came of them ends."""
+        item = self._item
+        while True:
+            start, end = self._frame_start(item), min(self._frame_ends[item], seen)
+            if self._frames[start:end] != self._expected[start:end]:
                 break
+            if self._check is not None:
+                self._finish(item)
+            item += 1
+        at = self._width * item
+        left = here - self._start(at)
+        pieces = []
+        while left:
+            pieces.append(self._segments[at][:left])
+            left -= len(pieces[-1])
+            at += 1
         if not self._scratch:
             self._scratch = memoryview(bytearray(_SCRATCH))
-        item = at >> 1
         self._take(item, CRLF if item else self._opening, b"".join(pieces))
 
     def _take(self, item: int, before: bytes, data: bytes) -> None:
@@ -182,7 +197,7 @@ class Bodies:
         if not CRLF.startswith(tail):
             raise WrongReply(f"behind the last of {len(self._places)} pages came {tail[:40]!r}")
         self._expect(item, tail)
-        self._advance(0)
+        self._advance(self._here)
 
     def _wait(self, item: int, before: bytes, data: bytes) -> None:
         """More is needed to understand `data`, the beginning of an item's line."""
@@ -195,18 +210,19 @@ class Bodies:
 
     def _place(self, item: int, size: int, arrived: bytes) -> bool:
         """Put what has come of an item's bulk string where it belongs; whether that is all of it."""
-        frame, segment, place = self._frames[item], self._segments[2 * item], self._places[item]
-        if size != self._header + len(place):
+        if size != self._header + len(self._places[item]):
             self._missed[item] = "size"
             if len(arrived) < size:
                 self._dropping = (item, size - len(arrived))
             return len(arrived) == size
-        head, body = arrived[: self._header], arrived[self._header :]
-        segment[: len(frame) + len(head)] = frame + head
-        place[: len(body)] = body
+        body = arrived[self._header :]
+        self._places[item][: len(body)] = body
+        if self._header:
+            header = arrived[: self._header]
+            self._segments[self._width * item + 1][: len(header)] = header
         if len(arrived) == size:
             self._finish(item)
             return True
-        short = len(head) < self._header
-        self._at, self._filled = (2 * item, len(frame) + len(head)) if short else (2 * item + 1, len(body))
+        self._expect(item, self._expected[self._frame_start(item) : self._frame_ends[item]])
+        self._here += len(arrived)
         return False
