@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run demo test check fuzz lint format bench clean
+.PHONY: setup run demo test check fuzz lint format docs bench clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -27,20 +27,27 @@ fuzz: $(VENV)/dev.stamp  ## noise for the parser, guided by coverage, for FUZZ_S
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
 
-lint: $(VENV)/dev.stamp
+lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(VENV)/dev.stamp
+format: $(VENV)/dev.stamp  ## the code as ruff wants it
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from their declarations
+	$(BIN)/python -m kvpage_server.commands.reference > docs/commands.md
+	$(BIN)/python -m kvpage_server.parameters > docs/configuration.md
 
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
 	$(BIN)/python -m benchmarks
 
-clean:
+clean:  ## removes all that was made here, but the model
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+
+help:  ## this list
+	@sed -n 's/^\([a-z]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
 
 $(VENV)/bin/python:
 	PYTHON=$(PYTHON) conf/venv.sh $(VENV)
