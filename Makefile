@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run demo test check fuzz lint format docs bench clean help
+.PHONY: setup run demo test check soak fuzz lint format docs bench clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -20,9 +20,12 @@ test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and 
 	$(BIN)/python -m pytest
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
-	$(BIN)/python -m pytest -m "not model and not slow" -x
+	$(BIN)/python -m pytest -m "not model and not soak" -x
 
 FUZZ_SECONDS ?= 60
+soak: $(VENV)/dev.stamp  ## a minute of honest clients amid hostile and slow ones
+	KVPAGE_STORM_SECONDS=60 $(BIN)/python -m pytest -m soak -s
+
 fuzz: $(VENV)/dev.stamp  ## noise for the parser, guided by coverage, for FUZZ_SECONDS
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
