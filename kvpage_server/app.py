@@ -21,7 +21,7 @@ from kvpage_server.commands.info import human
 from kvpage_server.commands.users import UserFileError
 from kvpage_server.config import Config, ConfigError, from_arguments
 from kvpage_server.net import tls
-from kvpage_server.net.limits import Watch
+from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
 from kvpage_server.store.memory import Keyspace
@@ -107,6 +107,7 @@ async def serve(server: Server) -> None:
     listener = Listener(server, loop)
     addresses = listener.start()
     _calm_the_collector()
+    keep_large_blocks_apart()
     _greet(server, addresses)
     tasks = [asyncio.create_task(_sweep(server.keyspace)), asyncio.create_task(_watch(Watch(server)))]
     pidfile = Path(server.config.pidfile) if server.config.pidfile else None

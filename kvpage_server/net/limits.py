@@ -6,6 +6,7 @@ up unasked is what it listens to, or one great reply. A client that sends holds 
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import select
 import time
@@ -15,11 +16,27 @@ from kvpage_server.commands.context import Client, Server
 from kvpage_server.config import Config, OutputLimit
 from kvpage_server.resp.parser import Limits
 
+_libc = ctypes.CDLL(None)
+_malloc_trim = getattr(_libc, "malloc_trim", None)  # glibc has it
+
 log = logging.getLogger("kvpage")
 
+_M_MMAP_THRESHOLD = -3  # of mallopt(3)
+_LARGE = 128 * 1024  # bytes
+_MUCH = 16 * 1024 * 1024  # bytes
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
 _GRACE = 1_000_000_000  # nanoseconds
 _LAST_WORDS = 10.0  # seconds that a closed connection has to read what was still said
+
+
+def keep_large_blocks_apart() -> None:
+    """Have glibc map large blocks one by one, always, so that they go back to the system when they are freed.
+
+    Left alone it raises its threshold with the first large block it frees, and lets later ones lie between small ones.
+    """
+    mallopt = getattr(_libc, "mallopt", None)
+    if mallopt is not None and _malloc_trim is not None:
+        mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
 
 def of_frames(config: Config) -> Limits:
@@ -94,6 +111,7 @@ class Watch:
     def __init__(self, server: Server) -> None:
         self._server = server
         self._over: dict[Client, float] = {}  # above their soft limit, and since when
+        self._most_held = 0  # bytes, since memory was last given back
         self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
 
     def look(self, now: float) -> None:
@@ -105,6 +123,7 @@ class Watch:
         if server.pause is not None and server.pause.ends <= now:
             server.end_pause()
         self._measure(now)
+        self._give_back_memory()
         clients = list(server.clients.values())
         _end_broken(clients)
         self._end_slow_readers(clients, now)
@@ -113,10 +132,19 @@ class Watch:
             if client.closing and now - client.active > _LAST_WORDS:
                 client.connection.abort()
 
+    def _give_back_memory(self) -> None:
+        """When clients held much and now hold little, let the C library return what lies free in between."""
+        held = self._server.in_flight
+        self._most_held = max(self._most_held, held)
+        if _malloc_trim is not None and self._most_held > _MUCH and held < self._most_held // 4:
+            self._most_held = held
+            _malloc_trim(0)
+
     def _measure(self, now: float) -> None:
         stats = self._server.stats
         totals = (now, stats.commands, stats.bytes_in, self._server.bytes_out)
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
+        self._most_held = 0  # bytes, since memory was last given back
         self._before = totals
         if seconds > 0:
             rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)

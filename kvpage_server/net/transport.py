@@ -174,6 +174,8 @@ class SocketTransport:
 
 def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
     """The pieces as one if none of them lies in the store: short replies cost less so."""
+    if isinstance(pieces, list) and len(pieces) == 1:
+        return pieces  # perhaps a message that others are sent, too
     try:
         return [b"".join(cast("Iterable[bytes]", pieces))]
     except TypeError:
