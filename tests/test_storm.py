@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -21,35 +20,41 @@ from servers import RunningServer, start_server
 from storm import PAGE
 from wire import spell
 
-SECONDS = float(os.environ.get("KVPAGE_STORM_SECONDS", "8"))
 WARM_UP = 5.0
 HONEST = 66
-WAIT = 0.250  # seconds: 99 of 100 requests are answered within
+WAIT = 250  # milliseconds: 99 of 100 requests are answered within
 PAGES = 2000  # that lie in the server all the while, of 128 KiB
 
 
-@pytest.mark.soak
-@pytest.mark.timeout(60 + 3 * SECONDS)
-def test_honest_clients_notice_nothing_of_a_storm() -> None:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "seconds, growth", [(6.0, 1.1), pytest.param(60.0, 1.05, marks=pytest.mark.soak)]
+)  # in a short storm the memory that any storm takes weighs more
+def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float) -> None:
+    """On a machine that is busy with other things everybody waits for a processor, too: that is measured beside."""
     with start_server("--maxmemory", "1gb") as server:
         _fill(server)
         with _storm(server, WARM_UP):
             asyncio.run(_be_honest(server, WARM_UP))  # the memory that any storm takes for itself, it takes in this one
         before = _settled_size(server)
-        with _storm(server, SECONDS) as deeds:
-            waited = asyncio.run(_be_honest(server, SECONDS))
+        with _storm(server, seconds) as deeds:
+            waited, late = asyncio.run(_be_honest(server, seconds))
         after = _settled_size(server)
         _check_pages(server)
-    waited.sort()
-    p50, p99, worst = (waited[int(share * (len(waited) - 1))] for share in (0.5, 0.99, 1))
     print(
-        f"{len(waited)} honest requests amid {deeds[0]} bad deeds: p50 {p50 * 1000:.1f} ms, p99 {p99 * 1000:.1f} ms, "
-        f"worst {worst * 1000:.1f} ms; memory {before / MIB:.1f} MiB, then {after / MIB:.1f} MiB"
+        f"\n{len(waited)} honest requests amid {deeds[0]} bad deeds: p50 {share(waited, 0.5):.0f} ms, "
+        f"p99 {share(waited, 0.99):.0f} ms, worst {share(waited, 1):.0f} ms; a clock beside them was "
+        f"{share(late, 0.99):.0f} ms late at p99; memory {before / MIB:.1f} MiB, then {after / MIB:.1f} MiB"
     )
-    assert deeds[0] > 10 * SECONDS
-    assert len(waited) > 100 * SECONDS
-    assert p99 < WAIT
-    assert after < 1.05 * before
+    assert deeds[0] > 10 * seconds
+    assert len(waited) > 100 * seconds
+    assert share(waited, 0.99) < WAIT + 3 * share(late, 0.99)
+    assert after < growth * before
+
+
+def share(seconds: list[float], part: float) -> float:
+    """The milliseconds that so great a part of them does not exceed."""
+    return 1000 * sorted(seconds)[int(part * (len(seconds) - 1))]
 
 
 @contextmanager
@@ -93,11 +98,25 @@ def _settled_size(server: RunningServer) -> int:
         return server.rss()
 
 
-async def _be_honest(server: RunningServer, seconds: float) -> list[float]:
-    """66 clients that store and fetch pages; the seconds that each request waited. None may fail."""
+async def _be_honest(server: RunningServer, seconds: float) -> tuple[list[float], list[float]]:
+    """66 clients that store and fetch pages; the seconds that each request waited, and those that a clock was late.
+
+    No request may fail.
+    """
     end = asyncio.get_running_loop().time() + seconds
-    times = await asyncio.gather(*(_honest_client(server.port, number, end) for number in range(HONEST)))
-    return [seconds for one in times for seconds in one]
+    late, *times = await asyncio.gather(
+        _clock(end), *(_honest_client(server.port, number, end) for number in range(HONEST))
+    )
+    return [seconds for one in times for seconds in one], late
+
+
+async def _clock(end: float) -> list[float]:
+    """How late this process wakes up."""
+    late = []
+    while (start := time.perf_counter()) and asyncio.get_running_loop().time() < end:
+        await asyncio.sleep(0.005)
+        late.append(time.perf_counter() - start - 0.005)
+    return late
 
 
 async def _honest_client(port: int, number: int, end: float) -> list[float]:

@@ -144,7 +144,6 @@ class Watch:
         stats = self._server.stats
         totals = (now, stats.commands, stats.bytes_in, self._server.bytes_out)
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
-        self._most_held = 0  # bytes, since memory was last given back
         self._before = totals
         if seconds > 0:
             rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
