@@ -28,7 +28,7 @@ PAGES = 2000  # that lie in the server all the while, of 128 KiB
 
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize(
-    "seconds, growth", [(6.0, 1.1), pytest.param(60.0, 1.05, marks=pytest.mark.soak)]
+    ("seconds", "growth"), [(6.0, 1.1), pytest.param(60.0, 1.05, marks=pytest.mark.soak)]
 )  # in a short storm the memory that any storm takes weighs more
 def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float) -> None:
     """On a machine that is busy with other things everybody waits for a processor, too: that is measured beside."""
