@@ -93,7 +93,8 @@ class BlockPool:
         if not count:
             return []
         with self._lock:
-            self._check_free(count, nbytes)
+            _check_room(count, len(self._blocks), self.total_blocks, "blocks")
+            _check_room(nbytes, self._bytes, self.total_bytes, "bytes")
             ids = [self._returned.pop() if self._returned else len(self._blocks) + i for i in range(count)]
             now = time.monotonic()
             for i, block_id in enumerate(ids):
@@ -114,7 +115,7 @@ class BlockPool:
             self._check_held(nbytes)
             more = sum(nbytes.values()) - sum(self._blocks[block_id].nbytes for block_id in nbytes)
             if more > 0:
-                self._check_free(0, more)
+                _check_room(more, self._bytes, self.total_bytes, "bytes")
             for block_id, size in nbytes.items():
                 self._blocks[block_id].nbytes = size
             self._bytes += more
@@ -198,16 +199,13 @@ class BlockPool:
         if dead := [block_id for block_id in block_ids if block_id not in self._blocks]:
             raise ValueError(f"blocks {dead} are not allocated")
 
-    def _check_free(self, count: int, nbytes: int) -> None:
-        for needed, free, total, what in (
-            (count, self.available_blocks, self.total_blocks, "blocks"),
-            (nbytes, self.available_bytes, self.total_bytes, "bytes"),
-        ):
-            if needed > free:
-                raise PoolExhaustedError(
-                    f"{needed} {what} needed, {free} of {total} are free: "
-                    "free blocks of idle agents, or make the pool larger"
-                )
+
+def _check_room(needed: int, used: int, total: int, what: str) -> None:
+    if used + needed > total:
+        raise PoolExhaustedError(
+            f"{needed} {what} needed, {max(0, total - used)} of {total} are free: "
+            "free blocks of idle agents, or make the pool larger"
+        )
 
 
 def _check_limits(total_blocks: int, total_bytes: int) -> None:
