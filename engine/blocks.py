@@ -16,7 +16,7 @@ from engine.spec import ModelCacheSpec, Shapes
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
-_RAW = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # numpy has no bfloat16, and bits must stay as they are
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize; numpy has no bfloat16, and bits must stay as they are
 
 
 class BlockError(ValueError):
@@ -47,6 +47,11 @@ class KVBlock:
     tokens: int
     layers: Arrays = field(repr=False)
     state: Arrays | None = field(default=None, repr=False)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all its arrays."""
+        return sum(array.nbytes for layer in (*self.layers, *(self.state or ())) for array in layer)
 
     def validate(self, spec: ModelCacheSpec, end: int) -> None:
         """Raise IncompatibleBlocksError unless every array has the shape and dtype that `spec` asks for.
@@ -90,7 +95,7 @@ def from_body(body: Buffer, shapes: Shapes) -> Arrays:
     for layer in shapes:
         arrays = []
         for kept in layer:
-            values = raw[start : start + kept.nbytes].view(_RAW[kept.plane.dtype.itemsize]).reshape(kept.shape)
+            values = raw[start : start + kept.nbytes].view(BITS[kept.plane.dtype.itemsize]).reshape(kept.shape)
             arrays.append(mx.array(values).view(MLX_DTYPES[kept.plane.dtype]))
             start += kept.nbytes
         layers.append(tuple(arrays))

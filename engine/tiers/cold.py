@@ -1,0 +1,311 @@
+"""The cold tier: an agent's context in a safetensors file of its own.
+
+``<agent_id>.safetensors`` holds, for every layer i that keeps a row a token::
+
+    k_layer_{i}, v_layer_{i}                 [n_kv_heads, head_dim, total_tokens], F16, BF16 or F32
+    or, of a quantised cache, as mlx.core.dequantize takes them,
+    k_layer_{i}, v_layer_{i}                 [n_kv_heads, total_tokens, head_dim * bits / 32], U32, packed
+    k_layer_{i}_scales, _biases, v_ likewise [n_kv_heads, total_tokens, head_dim / group_size]
+
+and for a layer that carries a state instead, once for every position at which it was taken::
+
+    state_{tokens}_layer_{i}_{n}             [heads, rows, dim], the n-th of its arrays
+
+with what they are in the metadata, all of it text:
+
+    version, digest, agent_id, model_id, fingerprint (16 hex digits), created_at (ISO 8601), total_tokens, v_head_dim,
+    kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
+    layers (the kind of each), tokens (their ids) and states (the positions at which one was taken)
+
+A file appears whole or not at all: it is written beside its place, flushed to the disk, renamed, and the directory
+flushed. It is believed when agent, model, geometry and every tensor's shape are what they must be, before a byte of
+them is looked at, and when the digest over all of it is right.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import UTC, datetime
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id
+from engine.caches import MLX_DTYPES, Matrices, QuantizedLayer
+from engine.pool import BlockPool, PoolExhaustedError
+from engine.prefix import common_prefix
+from engine.spec import ModelCacheSpec
+from engine.tiers import tensor_file
+from engine.tiers.manifest import Miss
+from engine.tiers.replace import remove, remove_unfinished, replacing
+from engine.tiers.tensor_file import DamagedFileError, Tensor, TensorReader
+from kvpage_server.page import DType, KVType
+
+Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
+
+VERSION = "1"
+DIRECTORY = Path("~/.agent_memory/caches")
+SUFFIX = ".safetensors"
+_DTYPES = {DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT32: "F32", DType.UINT32: "U32"}
+_NAMES = (
+    "k_layer_{}",
+    "v_layer_{}",
+    "k_layer_{}_scales",
+    "k_layer_{}_biases",
+    "v_layer_{}_scales",
+    "v_layer_{}_biases",
+)
+_STRIP = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
+
+
+class _Place(NamedTuple):
+    """What a tensor of the file is in memory."""
+
+    layer: int
+    number: int  # of the array in its layer
+    kept: Matrices
+    state_at: int | None  # the position at which the state was taken; None for rows a token
+
+    @property
+    def transposed(self) -> bool:
+        """Keys and values that are not packed have the tokens last."""
+        return self.state_at is None and self.kept.plane.kv_type <= KVType.V and self.kept.plane.dtype != DType.UINT32
+
+    @property
+    def name(self) -> str:
+        if self.state_at is not None:
+            return f"state_{self.state_at}_layer_{self.layer}_{self.number}"
+        return _NAMES[self.kept.plane.kv_type].format(self.layer)
+
+    @property
+    def tensor(self) -> Tensor:
+        heads, rows, dim = self.kept.shape
+        return Tensor(_DTYPES[self.kept.plane.dtype], (heads, dim, rows) if self.transposed else (heads, rows, dim))
+
+
+class SafetensorsCacheAdapter:
+    """Saves contexts to safetensors files and loads them. Any thread's; one at a time.
+
+    A file that is of no use is a miss, and one that cannot be written leaves what was there; the reason is counted:
+    ``absent`` there is none, or nothing in it that begins as the prompt does; ``version``, ``agent``, ``fingerprint``
+    it is of another format, agent or model; ``schema`` it contradicts itself or the model; ``damaged`` it is not what
+    was written; ``pool`` no blocks are free; or what the system said, as ``EACCES`` and ``ENOSPC``.
+    """
+
+    def __init__(self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY) -> None:
+        """Makes the directory and removes from it what a crash left half-written. Raises OSError when it cannot."""
+        self.misses: Counter[str] = Counter()  # what loads did not find, by reason
+        self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
+        self._spec = spec
+        self._pool = pool
+        self._directory = directory.expanduser()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        remove_unfinished(self._directory)
+
+    def agents(self) -> list[str]:
+        """Whose contexts are here, of this model or of others."""
+        return sorted(path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
+
+    def save(self, context: AgentBlocks) -> int | None:
+        """Write a context, in place of the agent's last one. The file's size; None when it failed.
+
+        Raises IncompatibleBlocksError for blocks of another model.
+        """
+        context.validate(self._spec)
+        states = [end for block, end in zip(context.blocks, context.ends, strict=True) if block.state is not None]
+        places = _places(self._spec, len(context), states)
+        try:
+            with replacing(self._path(context.agent_id)) as file:
+                return tensor_file.write(
+                    file,
+                    {place.name: place.tensor for place in places},
+                    _metadata(self._spec, context, states),
+                    (_body(place, context) for place in places),
+                )
+        except OSError as error:
+            self.unsaved[_reason(error)] += 1
+            return None
+
+    def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> AgentBlocks | None:
+        """The agent's context as far as it begins as `tokens` do, or, without `tokens`, all of it.
+
+        Where layers carry a state it ends where one was taken, a token before the end of `tokens` at the latest. Its
+        blocks are allocated in the pool, its arrays evaluated, and both are the caller's. None when there is nothing
+        usable.
+        """
+        try:
+            with self._path(agent_id).open("rb") as file:
+                return self._load(agent_id, TensorReader(file), tokens)
+        except (Miss, DamagedFileError, PoolExhaustedError, OSError) as error:
+            self.misses[_reason(error)] += 1
+            return None
+
+    def delete(self, agent_id: str) -> bool:
+        """Remove the agent's context; whether there was one. Raises OSError when it cannot be removed."""
+        return remove(self._path(agent_id))
+
+    def _path(self, agent_id: str) -> Path:
+        """Raises BlockError for an id that could lead elsewhere."""
+        return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
+
+    def _load(self, agent_id: str, reader: TensorReader, wanted: Sequence[int] | None) -> AgentBlocks | None:
+        stored, states = _check(self._spec, agent_id, reader)
+        reach = _reach(self._spec, stored, states, wanted)
+        if not reach:
+            raise Miss("absent")
+        taken = [end for end in states if end <= reach]
+        nbytes = reach * self._spec.token_nbytes + sum(self._spec.state_nbytes(end) for end in taken)
+        ids = self._pool.allocate(self._spec.blocks_for(reach), agent_id, nbytes)
+        try:
+            blocks = _blocks(self._spec, reader, ids, stored, states, reach)
+            self._pool.settle({block.block_id: block.nbytes for block in blocks})
+        except BaseException:
+            self._pool.free(ids, agent_id)
+            raise
+        return AgentBlocks(agent_id, stored[:reach], blocks, self._spec.fingerprint)
+
+
+def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int]) -> dict[str, str]:
+    tag = asdict(spec.tag)
+    quantised = next((layer for layer in spec.layers if isinstance(layer, QuantizedLayer)), None)
+    values = [kept.plane.head_dim for layer in spec.token_shapes(1) for kept in layer if kept.plane.kv_type == KVType.V]
+    if quantised:
+        values = [dim * 32 // quantised.bits for dim in values]
+        tag["head_dim"] = tag["head_dim"] * 32 // quantised.bits
+    return {
+        "version": VERSION,
+        "agent_id": context.agent_id,
+        "model_id": tag.pop("model_id"),
+        "fingerprint": f"{spec.fingerprint:016x}",
+        "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
+        "total_tokens": str(len(context)),
+        "kv_bits": str(quantised.bits) if quantised else "",
+        "kv_group_size": str(quantised.group_size) if quantised else "",
+        "v_head_dim": str(values[0]) if values else "",
+        "model_tag": json.dumps(tag),
+        "layers": json.dumps([layer.KIND.__name__ for layer in spec.layers]),
+        "tokens": json.dumps(context.tokens),
+        "states": json.dumps(states),
+    }
+
+
+def _places(spec: ModelCacheSpec, tokens: int, states: Sequence[int]) -> list[_Place]:
+    """The tensors of a context of so many tokens, in the file's order."""
+    shapes = [(spec.token_shapes(tokens), None), *((spec.state_shapes(end), end) for end in states)]
+    return [
+        _Place(i, number, kept, end)
+        for layers, end in shapes
+        for i, layer in enumerate(layers)
+        for number, kept in enumerate(layer)
+    ]
+
+
+def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[tuple[int, ...], list[int]]:
+    """The stored tokens and where states were taken. Raises Miss unless the file is `agent_id`'s and the model's."""
+    expected = {"version": VERSION, "agent_id": agent_id, "fingerprint": f"{spec.fingerprint:016x}"}
+    for name, value in expected.items():
+        if reader.metadata.get(name) != value:
+            raise Miss(name.removesuffix("_id"))
+    try:
+        tokens, states = (json.loads(reader.metadata[name]) for name in ("tokens", "states"))
+        total = int(reader.metadata["total_tokens"])
+        edges = {*range(spec.block_tokens, total, spec.block_tokens), total}
+        sound = len(tokens) == total and all(type(token) is int for token in tokens) and edges.issuperset(states)
+        places = _places(spec, total, states) if sound else []
+    except (ValueError, KeyError, TypeError) as error:
+        raise Miss("schema") from error
+    if not sound or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
+        raise Miss("schema")
+    return tuple(tokens), states
+
+
+def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], wanted: Sequence[int] | None) -> int:
+    """How many of the stored tokens are of use."""
+    common = len(stored) if wanted is None else common_prefix(stored, wanted)
+    if not spec.has_state:
+        return common
+    limit = common if wanted is None else min(common, len(wanted) - 1)
+    return max((end for end in states if end <= limit), default=0)
+
+
+def _body(place: _Place, context: AgentBlocks) -> Bits:
+    """What the file has of it."""
+    if place.state_at is not None:
+        state = context.blocks[context.ends.index(place.state_at)].state
+        assert state is not None
+        return _bits(state[place.layer][place.number])
+    parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
+    body = np.empty(place.tensor.shape, BITS[place.kept.plane.dtype.itemsize])
+    for part, (start, end) in zip(parts, pairwise([0, *context.ends]), strict=True):
+        if place.transposed:
+            _transpose(part, body[:, :, start:end])
+        else:
+            body[:, start:end] = part
+    return body
+
+
+def _blocks(
+    spec: ModelCacheSpec,
+    reader: TensorReader,
+    ids: Sequence[int],
+    stored: Sequence[int],
+    states: Sequence[int],
+    reach: int,
+) -> tuple[KVBlock, ...]:
+    """The first `reach` tokens."""
+    edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
+    layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
+    taken: dict[int, list[list[mx.array]]] = {end: [[] for _ in spec.layers] for end in states}
+    for place, body in zip(_places(spec, len(stored), states), reader.bodies(), strict=True):  # to the digest's verdict
+        values = body.view(BITS[place.kept.plane.dtype.itemsize]).reshape(place.tensor.shape)
+        dtype = MLX_DTYPES[place.kept.plane.dtype]
+        if place.state_at is not None:
+            taken[place.state_at][place.layer].append(mx.array(values).view(dtype))
+            continue
+        for block, (start, end) in zip(layers, edges, strict=True):
+            rows = values[:, :, start:end] if place.transposed else values[:, start:end]
+            block[place.layer].append(mx.array(_transpose(rows) if place.transposed else rows).view(dtype))
+    blocks = tuple(
+        KVBlock(block_id, end - start, _frozen(block), _frozen(taken[end]) if end in taken else None)
+        for block_id, (start, end), block in zip(ids, edges, layers, strict=True)
+    )
+    mx.eval([[block.layers, block.state or ()] for block in blocks])  # so that another thread may have them
+    return blocks
+
+
+def _frozen(layers: Sequence[Sequence[mx.array]]) -> Arrays:
+    return tuple(map(tuple, layers))
+
+
+def _bits(array: mx.array) -> Bits:
+    """An evaluated array's values as unsigned integers, in its own memory."""
+    return np.frombuffer(memoryview(cast(Any, array)).cast("B"), BITS[array.itemsize]).reshape(array.shape)
+
+
+def _transpose(matrices: Bits, into: Bits | None = None) -> Bits:
+    """``[heads, a, b]`` as ``[heads, b, a]``."""
+    heads, height, width = matrices.shape
+    result = np.empty((heads, width, height), matrices.dtype) if into is None else into
+    for start in range(0, height, _STRIP):
+        result[:, :, start : start + _STRIP] = matrices[:, start : start + _STRIP].transpose(0, 2, 1)
+    return result
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, DamagedFileError):
+        return "damaged"
+    if isinstance(error, PoolExhaustedError):
+        return "pool"
+    if isinstance(error, FileNotFoundError):
+        return "absent"
+    if isinstance(error, OSError):
+        return errno.errorcode.get(error.errno or 0, "system")
+    return str(error)

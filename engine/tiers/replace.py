@@ -1,0 +1,81 @@
+"""Files that appear whole or not at all, whatever crashes while they are written.
+
+A file is written beside its place, flushed to the disk, renamed, and its directory flushed: before the rename it is not
+there, after it all of it is. What a crash leaves half-written is known by its name and by nobody's having locked it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from tempfile import mkstemp
+from typing import BinaryIO
+
+_UNFINISHED = ".tmp"
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[BinaryIO]:
+    """A new file, which takes the place of `path` when all went well; else `path` is as it was. Raises OSError."""
+    file, unfinished = _create(path)
+    with file:
+        try:
+            yield file
+            file.flush()
+            _flush(file.fileno())
+            unfinished.rename(path)
+        except BaseException:
+            unfinished.unlink(missing_ok=True)
+            raise
+    _flush_directory(path.parent)
+
+
+def remove(path: Path) -> bool:
+    """Remove a file, for good; whether there was one. Raises OSError when it cannot be removed."""
+    try:
+        path.unlink()
+    except FileNotFoundError:
+        return False
+    _flush_directory(path.parent)
+    return True
+
+
+def remove_unfinished(directory: Path) -> int:
+    """Remove what crashes have left half-written, not what somebody is writing now; how many files."""
+    removed = 0
+    for path in directory.glob(f".*{_UNFINISHED}"):
+        with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            path.unlink()
+            removed += 1
+    return removed
+
+
+def _create(path: Path) -> tuple[BinaryIO, Path]:
+    """A file beside `path`, locked for as long as it is open."""
+    while True:
+        descriptor, name = mkstemp(_UNFINISHED, f".{path.stem}-", path.parent)
+        file, unfinished = os.fdopen(descriptor, "r+b"), Path(name)
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if unfinished.exists():  # it may have been tidied up before it was locked
+            return file, unfinished
+        file.close()
+
+
+def _flush(descriptor: int) -> None:
+    """To the disk itself, which on macOS fsync does not promise."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(descriptor)
+
+
+def _flush_directory(directory: Path) -> None:
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
