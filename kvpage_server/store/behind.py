@@ -1,0 +1,261 @@
+"""Changes on their way to the disk: written by one thread, in batches, behind the backs of those who made them.
+
+A change replaces an earlier one of the same value that has not been written yet, so a value that is written often goes
+to disk as often as there is a commit. A batch is taken at one moment of the loop and committed whole: what is on disk
+is always the store as it was at some moment, never half of a command or of a transaction.
+
+When a batch begins depends on `appendfsync`: with `always` as soon as the one before is done, with `everysec` so that
+nothing waits for more than a second, as long as commits take less than that, with `no` when half of what may wait does,
+or after `LONGEST`. Every commit is durable; `appendfsync` says when there is one.
+
+Everything here happens on the loop, but for the writing itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.disk import Change, Clear, Delete, Disk, DiskError, DiskFull, Put
+
+LONGEST = 30.0  # seconds
+_SECOND = 1.0
+_SHORTEST = 0.05
+RETRY_AFTER = 1.0  # seconds
+_LAST_TRIES = 3
+
+log = logging.getLogger("kvpage")
+
+T = TypeVar("T")
+
+
+@dataclass(slots=True)
+class Batch(Generic[T]):
+    """The last change of each value, None for its removal, with the bytes it takes while it waits."""
+
+    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
+    size: int = 0
+    clears: bool = False  # before all else
+    position: int = 0  # of the last change
+    began: float = 0.0  # monotonic
+
+
+class WriteBehind(Generic[T]):
+    """`spell` makes a Put of a value, in the writing thread; `stored` is told what a commit made durable, on the loop.
+
+    `make_room` is asked for names of values to remove when the disk is full. `limit` is how many bytes may wait.
+    """
+
+    def __init__(
+        self,
+        disk: Disk,
+        *,
+        mode: str,
+        limit: int,
+        spell: Callable[[bytes, T], Put],
+        stored: Callable[[Batch[T]], None],
+        make_room: Callable[[int], list[bytes]],
+    ) -> None:
+        self.mode = mode
+        self.limit = limit
+        self.position = 0  # changes so far
+        self.durable = 0  # changes that are on disk
+        self.last_commit = unix_ms()
+        self.commits = 0
+        self.errors = 0
+        self.failing = ""  # why the last commit failed; empty when it did not
+        self._disk = disk
+        self._loop = asyncio.get_running_loop()
+        self._spell = spell
+        self._stored = stored
+        self._make_room = make_room
+        self._next: Batch[T] = Batch()
+        self._now: Batch[T] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        self._hurry = False  # somebody waits for all that there is, or much waits
+        self._made_room = False  # since the last commit failed
+        self._took = 0.0  # seconds of the last commit
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._batches: SimpleQueue[Batch[T] | list[bytes] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._write, name="disk-writer", daemon=True)
+        self._thread.start()
+
+    # -- what happens to values ------------------------------------------------------------------------------------
+
+    def note(self, name: bytes, value: T | None, size: int) -> None:
+        """A value has changed, or is gone. What it consists of must not change any more."""
+        batch = self._next
+        old = batch.changes.get(name)
+        if old is not None:
+            batch.size -= old[1]
+        batch.changes[name] = (value, size)
+        batch.size += size
+        self._changed()
+
+    def clear(self) -> None:
+        """Everything is gone."""
+        self._next.changes = {}
+        self._next.size = 0
+        self._next.clears = True
+        self._changed()
+
+    def _changed(self) -> None:
+        self.position += 1
+        if self._next.size > self.limit // 2 and not self._hurry:
+            self.hurry()
+        elif self._timer is None and self._now is None:
+            self._plan()
+
+    def waits(self, name: bytes) -> bool:
+        """Whether the last change of a value is not on disk yet."""
+        return name in self._next.changes or (self._now is not None and name in self._now.changes)
+
+    @property
+    def size(self) -> int:
+        """Bytes of values that wait to be written."""
+        return self._next.size + (self._now.size if self._now is not None else 0)
+
+    @property
+    def full(self) -> bool:
+        """Whether more should wait until there is room. A disk that fails is not waited for."""
+        return self.size > self.limit and not self.failing
+
+    def when_durable(self, position: int, then: Callable[[], None]) -> None:
+        """Call `then` once all changes up to `position` are on disk, or when a commit has failed."""
+        self._waiting.append((position, then))
+
+    def when_there_is_room(self, then: Callable[[], None]) -> None:
+        """Call `then` after the next commit."""
+        self._waiting.append((0, then))
+        self.hurry()
+
+    def hurry(self) -> None:
+        """Write all that waits as soon as possible."""
+        if self.durable < self.position:
+            self._hurry = True
+            if self._now is None:
+                self._plan()
+
+    # -- batches ---------------------------------------------------------------------------------------------------
+
+    def _plan(self) -> None:
+        """Have the next batch begin in time."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self._loop.call_later(self._delay(), self._begin)
+
+    def _delay(self) -> float:
+        if self.failing and not self._made_room:
+            return RETRY_AFTER
+        if self._hurry or self._made_room or self.mode == "always":
+            return 0.0
+        if self.mode == "everysec":
+            return max(_SECOND - self._took, _SHORTEST)
+        return LONGEST
+
+    def _begin(self) -> None:
+        self._timer = None
+        batch, self._next = self._next, Batch()
+        batch.position, batch.began = self.position, time.monotonic()
+        self._now, self._hurry, self._made_room = batch, False, False
+        self._batches.put(batch)
+
+    def _write(self) -> None:
+        """The thread. What it holds of a batch it has let go of when the loop hears: memory is freed there alone."""
+        while (batch := self._batches.get()) is not None:
+            error = self._error_of(batch)
+            self._loop.call_soon_threadsafe(self._committed if isinstance(batch, Batch) else self._room_is_made, error)
+
+    def _error_of(self, batch: Batch[T] | list[bytes]) -> DiskError | DiskFull | None:
+        """Commit; what went wrong, without the frames that it came through."""
+        try:
+            if isinstance(batch, Batch):
+                self._disk.write(self._changes(batch))
+            else:  # LMDB uses again what was freed two commits ago
+                for names in (batch[::2], batch[1::2]):
+                    self._disk.write(map(Delete, names))
+        except DiskFull as error:
+            return DiskFull(str(error))
+        except DiskError as error:
+            return DiskError(str(error))
+        except Exception as error:
+            log.exception("what is to be stored cannot be written")
+            return DiskError(repr(error))
+        return None
+
+    def _changes(self, batch: Batch[T]) -> Iterable[Change]:
+        if batch.clears:
+            yield Clear()
+        for name, (value, _) in batch.changes.items():
+            yield Delete(name) if value is None else self._spell(name, value)
+
+    def _room_is_made(self, error: DiskError | DiskFull | None) -> None:
+        self._made_room = error is None
+        self._plan()
+
+    def _committed(self, error: DiskError | DiskFull | None) -> None:
+        batch, self._now = self._now, None
+        assert batch is not None
+        if error is not None:
+            self._failed(batch, error)
+        else:
+            if self.failing:
+                log.warning("writing to disk works again")
+            self.failing = ""
+            self.durable = batch.position
+            self.last_commit = unix_ms()
+            self.commits += 1
+            self._took = time.monotonic() - batch.began
+            self._stored(batch)
+            batch.changes.clear()  # here, not where the thread lets go of the batch
+        if self.durable < self.position:
+            self._plan()
+        waiting, self._waiting = self._waiting, []
+        for position, then in waiting:
+            if position <= self.durable or self.failing:
+                then()
+            else:
+                self._waiting.append((position, then))
+        if self._waiting:
+            self.hurry()
+
+    def _failed(self, batch: Batch[T], error: DiskError | DiskFull) -> None:
+        """Take a batch back. Where the disk is full, what is worth least is removed before the next try."""
+        self.errors += 1
+        if not self.failing:
+            log.error("writing to disk fails, it will be tried again: %s", error)
+        self.failing = str(error)
+        newer = self._next
+        if newer.clears:
+            batch.changes.clear()
+            return
+        batch.changes.update(newer.changes)
+        batch.size = sum(size for _, size in batch.changes.values())
+        self._next = batch
+        if isinstance(error, DiskFull):
+            names = self._make_room(batch.size)
+            if names:
+                self._batches.put(names)
+
+    async def close(self) -> None:
+        """Write what there is, if that can be done, and end the thread."""
+        for _ in range(_LAST_TRIES):
+            if self.durable >= self.position:
+                break
+            done = asyncio.Event()
+            self.when_durable(self.position, done.set)
+            self.hurry()
+            await done.wait()
+        if self.durable < self.position:
+            log.error("%d changes could not be written to disk: %s", len(self._next.changes), self.failing)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._batches.put(None)
+        await asyncio.to_thread(self._thread.join)

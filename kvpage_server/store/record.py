@@ -1,0 +1,95 @@
+"""What describes a value on disk: its name, when it expires, where its body lies, and a digest of each.
+
+A name is the key of a string or a page behind `k`, or a block's request and page behind `b`. LMDB takes keys of up to
+511 bytes, so a longer name is stored under its hash and stands in the record.
+
+    [8: XXH3-64 of all that follows and of the name][head][meta][name, if it is stored under its hash][body, if short]
+
+All numbers are little-endian. `meta` says what the body is: a page's 64-byte header, a block's shape, or nothing.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from typing_extensions import Buffer
+
+from kvpage_server.page import checksum
+
+INLINE = 1024  # bytes of the longest body that stands in its record
+PIECE = 64 * 4096 - 16  # bytes of a body in one piece: with LMDB's own 16 they fill its pages
+_LONGEST_KEY = 500
+_DIGEST = struct.Struct("<Q")
+_HEAD = struct.Struct("<HIQQQQQ")  # of meta and name: bytes; expires, used, size, digest, first
+
+
+class Damaged(Exception):
+    """What lies on the disk is not what was stored; the message says how that shows."""
+
+
+def name_of_key(key: bytes) -> bytes:
+    """The name of a string or a page."""
+    return b"k" + key
+
+
+def name_of_block(req_id: bytes, page: int) -> bytes:
+    """The name of a block that is stored whole."""
+    return b"b%b:%d" % (req_id, page)
+
+
+def database_key(name: bytes) -> bytes:
+    """What a name is stored under."""
+    return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
+
+
+@dataclass(slots=True)
+class Record:
+    """A value on disk. `expires` and `used` (its last use, as far as was noted) are unix milliseconds, 0 for never.
+
+    A body of `size` bytes has the XXH3-64 `digest`. It is `inline`, or lies in pieces from number `first` on.
+    """
+
+    name: bytes
+    meta: bytes
+    expires: int
+    used: int
+    size: int
+    digest: int
+    first: int = 0
+    inline: bytes = b""
+
+    @property
+    def pieces(self) -> range:
+        """The numbers of the pieces that the body lies in."""
+        return range(self.first, self.first - (-self.size // PIECE)) if self.first else range(0)
+
+    def __bytes__(self) -> bytes:
+        stored_under = database_key(self.name)
+        name = b"" if stored_under == self.name else self.name
+        head = _HEAD.pack(len(self.meta), len(name), self.expires, self.used, self.size, self.digest, self.first)
+        rest = b"".join((head, self.meta, name, self.inline))
+        return _DIGEST.pack(checksum(rest + stored_under)) + rest
+
+    @classmethod
+    def parse(cls, stored_under: bytes, data: Buffer) -> Record:
+        """The record of a database key. Raises Damaged."""
+        raw = bytes(data)
+        start = _DIGEST.size + _HEAD.size
+        if len(raw) < start or _DIGEST.unpack_from(raw)[0] != checksum(raw[_DIGEST.size :] + stored_under):
+            raise Damaged("its record does not match the record's checksum")
+        meta_size, name_size, expires, used, size, digest, first = _HEAD.unpack_from(raw, _DIGEST.size)
+        after_meta = start + meta_size
+        after_name = after_meta + name_size
+        name = raw[after_meta:after_name] if name_size else stored_under
+        return cls(name, raw[start:after_meta], expires, used, size, digest, first, raw[after_name:])
+
+
+def footprint(name: bytes, size: int) -> int:
+    """Bytes of the database that a value takes, nearly: LMDB stores pieces in whole pages of 4 KiB."""
+    record = 2 * (64 + len(name))
+    if size <= INLINE:
+        return record + size
+    whole, rest = divmod(size, PIECE)
+    return record + 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))

@@ -1,0 +1,202 @@
+"""What goes to disk behind the loop's back, what comes from it, and what looks after it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from kvpage_server.store.behind import Batch, WriteBehind
+from kvpage_server.store.disk import Disk, Put
+from kvpage_server.store.fetch import Fetcher, Outcome
+from kvpage_server.store.record import Damaged
+from kvpage_server.store.scrub import Scrubber
+
+MB = 1024**2
+
+
+def body(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+@asynccontextmanager
+async def behind(
+    directory: Path,
+    mode: str,
+    *,
+    limit: int = 8 * MB,
+    maxdisk: int = 0,
+    make_room: Callable[[int], list[bytes]] = lambda _: [],
+) -> AsyncIterator[tuple[WriteBehind[bytes], Disk, list[set[bytes]]]]:
+    """A write-behind, its disk, and the names in each batch that it has stored."""
+    disk = Disk(directory, maxdisk=maxdisk)
+    stored: list[set[bytes]] = []
+
+    def note(batch: Batch[bytes]) -> None:
+        stored.append(set(batch.changes))
+
+    writer = WriteBehind(
+        disk, mode=mode, limit=limit, spell=lambda name, value: Put(name, b"", value), stored=note, make_room=make_room
+    )
+    try:
+        yield writer, disk, stored
+    finally:
+        await writer.close()
+        disk.close()
+
+
+def found(disk: Disk, name: bytes, size: int) -> bytes | None:
+    into = bytearray(size)
+    return bytes(into) if disk.read(name, memoryview(into)) else None
+
+
+async def durable(writer: WriteBehind[bytes]) -> None:
+    done = asyncio.Event()
+    writer.when_durable(writer.position, done.set)
+    await asyncio.wait_for(done.wait(), 10)
+
+
+async def test_always_commits_at_once_and_what_came_meanwhile_together(tmp_path: Path) -> None:
+    async with behind(tmp_path, "always") as (writer, disk, stored):
+        began = time.monotonic()
+        writer.note(b"k0", b"first", 5)
+        await asyncio.sleep(0.001)
+        for i in range(1, 100):
+            writer.note(b"k%d" % i, b"%d" % i, 2)
+        await durable(writer)
+        assert time.monotonic() - began < 0.9
+        assert writer.commits <= 3
+        assert set.union(*stored) == {b"k%d" % i for i in range(100)}
+        assert found(disk, b"k99", 2) == b"99"
+
+
+async def test_everysec_commits_once_a_second_and_only_the_last_of_many_changes(tmp_path: Path) -> None:
+    async with behind(tmp_path, "everysec") as (writer, disk, stored):
+        for i in range(1000):
+            writer.note(b"kx", b"%03d" % i, 3)
+        writer.note(b"ky", b"y", 1)
+        writer.note(b"ky", None, 0)
+        assert writer.waits(b"kx")
+        assert writer.size == 3
+        began = time.monotonic()
+        await durable(writer)
+        assert 0.1 < time.monotonic() - began < 2
+        assert stored == [{b"kx", b"ky"}]
+        assert found(disk, b"kx", 3) == b"999"
+        assert found(disk, b"ky", 1) is None
+        assert not writer.waits(b"kx")
+
+
+async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> None:
+    async with behind(tmp_path, "no", limit=1000) as (writer, _, stored):
+        writer.note(b"kx", b"x" * 400, 400)
+        await asyncio.sleep(0.3)
+        assert stored == []
+        writer.note(b"ky", b"y" * 400, 400)
+        await durable(writer)
+        assert stored == [{b"kx", b"ky"}]
+        writer.note(b"kz", b"z", 1)
+    disk = Disk(tmp_path)
+    assert found(disk, b"kz", 1) == b"z"
+    disk.close()
+
+
+async def test_a_clear_comes_before_what_was_written_after_it(tmp_path: Path) -> None:
+    async with behind(tmp_path, "everysec") as (writer, disk, _):
+        writer.note(b"kold", b"old", 3)
+        writer.hurry()
+        await durable(writer)
+        writer.note(b"knever", b"never", 5)
+        writer.clear()
+        writer.note(b"knew", b"new", 3)
+        writer.hurry()
+        await durable(writer)
+        assert [found(disk, name, 3) for name in (b"kold", b"knew")] == [None, b"new"]
+        assert len(disk) == 1
+
+
+async def test_the_queue_is_full_beyond_its_limit_and_has_room_after_a_commit(tmp_path: Path) -> None:
+    async with behind(tmp_path, "everysec", limit=100_000) as (writer, _, _):
+        writer.note(b"kx", bytes(150_000), 150_000)
+        assert writer.full
+        there_is_room = asyncio.Event()
+        writer.when_there_is_room(there_is_room.set)
+        await asyncio.wait_for(there_is_room.wait(), 5)
+        assert not writer.full
+
+
+async def test_where_maxdisk_is_used_up_what_is_worth_least_goes_and_the_new_is_kept(tmp_path: Path) -> None:
+    names = [b"k%d" % i for i in range(60)]
+    oldest = iter(names)
+
+    def make_room(size: int) -> list[bytes]:
+        return [next(oldest) for _ in range(size // 200_000 + 4)]
+
+    async with behind(tmp_path, "always", maxdisk=4 * MB, make_room=make_room) as (writer, disk, _):
+        for i, name in enumerate(names):
+            writer.note(name, body(200_000, i), 200_000)
+            await durable(writer)
+            while writer.failing:
+                await durable(writer)
+        assert writer.errors
+        assert found(disk, names[-1], 200_000) == body(200_000, 59)
+        assert found(disk, names[0], 200_000) is None
+
+
+async def test_a_disk_that_fails_is_tried_again_and_nothing_waits_for_it(tmp_path: Path) -> None:
+    async with behind(tmp_path, "always", limit=100_000, maxdisk=2 * MB) as (writer, disk, _):
+        writer.note(b"kx", body(3 * MB), 3 * MB)
+        await durable(writer)
+        assert "maxdisk" in writer.failing
+        assert not writer.full
+        assert writer.waits(b"kx")
+        writer.note(b"kx", b"small", 5)
+        while writer.failing:
+            await durable(writer)
+        assert found(disk, b"kx", 5) == b"small"
+
+
+async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    disk.write(Put(b"k%d" % i, b"", body(1_000_000, i)) for i in range(20))
+    disk.write([Put(b"kbad", b"", body(5000, 99))])
+    where = disk.path.read_bytes().index(body(5000, 99)[:4000])
+    with disk.path.open("r+b") as file:
+        file.seek(where + 77)
+        file.write(b"!!")
+    fetcher = Fetcher(disk)
+    outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+    memory = [memoryview(bytearray(1_000_000)) for _ in range(20)]
+    wanted = [(b"k%d" % i, into) for i, into in enumerate(memory)]
+    wanted += [(b"kbad", memoryview(bytearray(5000))), (b"knone", memoryview(bytearray(5000)))]
+    fetcher.fetch(wanted, outcomes.set_result)
+    assert not outcomes.done()
+    *good, bad, none = await asyncio.wait_for(outcomes, 10)
+    assert good == [True] * 20
+    assert isinstance(bad, Damaged)
+    assert none is False
+    assert [bytes(into) for into in memory] == [body(1_000_000, i) for i in range(20)]
+    await fetcher.close()
+    disk.close()
+
+
+@pytest.mark.parametrize("rate", [1_000_000, 10 * MB])
+async def test_the_scrubber_finds_what_is_damaged_at_its_rate(tmp_path: Path, rate: int) -> None:
+    disk = Disk(tmp_path)
+    disk.write(Put(b"k%d" % i, b"", body(100_000, i)) for i in range(10))
+    where = disk.path.read_bytes().index(body(100_000, 7)[:200])
+    with disk.path.open("r+b") as file:
+        file.seek(where + 77)
+        file.write(b"!!")
+    damaged: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    began = time.monotonic()
+    scrubber = Scrubber(disk, rate, lambda name: damaged.done() or damaged.set_result(name))
+    assert await asyncio.wait_for(damaged, 10) == b"k7"
+    assert time.monotonic() - began > 0.6 * 700_000 / rate
+    await scrubber.close()
+    disk.close()
