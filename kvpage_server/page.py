@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -23,6 +24,7 @@ MAX_REQ_ID = 256
 MAX_LAYER = MAX_HEAD = 0xFFFF
 MAX_PAGE = 0xFFFF_FFFF
 MAX_KV_TYPE = 5
+MAX_BLOCK_PAGES = 131_072  # 128 layers of 128 heads with 6 planes are fewer
 MAX_U32 = 0xFFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
@@ -331,6 +333,8 @@ class BlockShape:
         types = [int(plane.kv_type) for plane in self.planes]
         if not types or types != sorted(set(types)):
             raise PageError(f"planes must be given once each, in the order of their kv_type, got {types}")
+        if self.pages > MAX_BLOCK_PAGES:
+            raise PageError(f"a block has at most {MAX_BLOCK_PAGES} pages, got {self.pages}")
 
     @property
     def pages(self) -> int:
@@ -351,15 +355,32 @@ class BlockShape:
         """Bytes of one page of `plane`."""
         return self.page_size * plane.head_dim * plane.dtype.itemsize
 
+    def plane(self, kv_type: int) -> Plane:
+        """The plane of that kv_type. Raises PageError for one that the block has not."""
+        for plane in self.planes:
+            if plane.kv_type == kv_type:
+                return plane
+        raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
+
+    def page_spans(self) -> Iterator[slice]:
+        """Where in the body the pages lie, in its order."""
+        start = 0
+        for _ in range(self.layers):
+            for plane in self.planes:
+                size = self.page_nbytes(plane)
+                for _ in range(self.heads):
+                    yield slice(start, start + size)
+                    start += size
+
     def page_span(self, layer: int, head: int, kv_type: int) -> slice:
         """Where in the body one page lies. Raises PageError for a page that the block has not."""
         check_range("layer_idx", layer, 0, self.layers - 1)
         check_range("head_idx", head, 0, self.heads - 1)
+        wanted = self.plane(kv_type)
         start = layer * self.layer_nbytes
         for plane in self.planes:
-            size = self.page_nbytes(plane)
-            if plane.kv_type == kv_type:
-                start += head * size
-                return slice(start, start + size)
-            start += self.heads * size
-        raise PageError(f"kv_type must be one of {[int(p.kv_type) for p in self.planes]}, got {kv_type}")
+            if plane is wanted:
+                break
+            start += self.heads * self.page_nbytes(plane)
+        size = self.page_nbytes(wanted)
+        return slice(start + head * size, start + (head + 1) * size)

@@ -85,12 +85,13 @@ class TestScan:
         assert found == {b"new:%d" % i for i in range(100)}
 
     def test_what_scans_remember_is_bounded_and_forgotten(self) -> None:
-        order, living = ScanOrder(), dict.fromkeys(b"%d" % i for i in range(1000))
-        order.visit(0, 1, living, now=0)
+        living = [b"%d" % i for i in range(1000)]
+        order = ScanOrder(living.copy, living.__len__)
+        order.visit(0, 1, now=0)
         for i in range(100_000):  # keys that come and go
             if order.current is None:
-                order.visit(0, 1, living, now=0)
-            order.add(b"passing:%d" % i, len(living))
+                order.visit(0, 1, now=0)
+            order.add(b"passing:%d" % i)
         lists = order._lists
         assert len(lists) <= 3
         assert sum(map(len, lists.values())) < 3 * (2 * len(living) + 2000)

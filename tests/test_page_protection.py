@@ -11,8 +11,9 @@ import redis
 from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
 from kvpage_server.page import PageKey, unix_ms
+from kvpage_server.store.entry import PageName, is_page
 from kvpage_server.store.lease import Guards
-from kvpage_server.store.memory import Keyspace, PageName
+from kvpage_server.store.memory import Keyspace
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Redis) -> None:
@@ -189,7 +190,7 @@ def check(keyspace: Keyspace) -> None:
     pages: dict[tuple[bytes, int], set[bytes]] = {}
     _, keys = keyspace.scan(0, 10_000)
     for key in keys:
-        if keyspace.is_page(keyspace.find(key)):
+        if is_page(keyspace.find(key)):
             name = PageKey.parse(key)
             pages.setdefault((name.req_id, name.page), set()).add(key)
     blocks = [block for req in (b"a", b"b") for block in keyspace.blocks_of(req)]
@@ -198,7 +199,7 @@ def check(keyspace: Keyspace) -> None:
     keyspace.guards.settle(unix_ms())
     for block in blocks:
         assert block.pages == len(pages[block.req_id, block.page])
-        assert block.footprint == sum(slot.footprint for slot in keyspace.slots_of(block))
+        assert block.footprint == sum(page.footprint for page in keyspace.pages_of(block))
         assert keyspace.guards.of(block).size in (0, block.footprint)
         full = block.layers * block.heads * len(block.planes) == block.pages
         assert block.is_full == full

@@ -102,7 +102,8 @@ def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:
     started = ghosts.since
     for page in range(1000):
         block = Block(b"r%d" % (page % 10), page)
-        block.rows = {0: 0b11, 1024: 0b11}
+        for head, kv_type in ((0, 0), (1, 0), (0, 1), (1, 1)):
+            block.add(0, head, kv_type)
         ghosts.block_went(block, "evicted", "allkeys-lru")
         assert len(ghosts) <= 20
         time.sleep(0.0001)

@@ -7,13 +7,14 @@ is read page by page too, and pages that were set one by one are read as a block
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import lru_cache
 
-from kvpage_server.commands.arguments import batch, integer_in, plain
+from kvpage_server.commands.arguments import batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.request import page_id, request_name
+from kvpage_server.commands.request import hash_in_steps, page_id, request_name
 from kvpage_server.commands.value import make_room
 from kvpage_server.page import (
     MAX_HEAD,
@@ -30,9 +31,9 @@ from kvpage_server.page import (
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
-from kvpage_server.store.blocks import has_block, read_block, write_block
+from kvpage_server.store.blocks import has_block, read_block
+from kvpage_server.store.extent import Extent
 
-_BEFORE_PLANES = 7  # req page layers heads page_size ttl P
 _PLANE = 3  # type dtype head_dim
 
 
@@ -47,46 +48,44 @@ _PLANE = 3  # type dtype head_dim
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
     """OK. P is the number of planes. The body is exactly layers x planes x heads x page_size x head_dim elements."""
-    req_id, page, shape = request_name(args[0]), page_id(args[1]), _read_shape(args)
-    ttl = integer_in("ttl", args[5], 0, MAX_TTL)
-    body = args[-1].body if isinstance(args[-1], Slot) else memoryview(plain(args[-1]))
-    if len(body) != shape.nbytes:
-        raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(body)}")
+    req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
+    shape = _read_shape(*plain_all([*args[2:5], *args[6:-1]]))
+    keyspace, body = client.keyspace, args[-1]
+    slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
+    if slot.size != shape.nbytes:
+        raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
     make_room(client)
-    write_block(
-        client.keyspace,
-        req_id,
-        page,
-        shape,
-        body,
-        created_ms=unix_ms(),
-        ttl=ttl,
-        with_checksums=client.server.config.page_checksums,
-    )
-    return OK
+
+    def store() -> Iterator[Reply]:
+        """Hash some of it a step; then it becomes visible at once."""
+        digest = (yield from hash_in_steps(slot.body)) if client.server.config.page_checksums else 0
+        keyspace.set_block(req_id, page, Extent(shape, slot, digest, unix_ms(), ttl))
+        yield OK
+
+    return Stream(None, store())
 
 
-def _read_shape(args: list[Argument]) -> BlockShape:
+@lru_cache(maxsize=256)  # the blocks of a model share theirs
+def _read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
     """The shape that KVBLOCKSET's arguments describe. Raises ReplyError saying what is wrong with it."""
-    layers = integer_in("layers", args[2], 1, MAX_LAYER + 1)
-    heads = integer_in("heads", args[3], 1, MAX_HEAD + 1)
-    page_size = integer_in("page_size", args[4], 1, MAX_U32)
-    count = integer_in("P", args[6], 1, MAX_KV_TYPE + 1)
-    numbers = args[_BEFORE_PLANES:-1]
+    counts = (
+        integer_in("layers", layers, 1, MAX_LAYER + 1),
+        integer_in("heads", heads, 1, MAX_HEAD + 1),
+        integer_in("page_size", page_size, 1, MAX_U32),
+    )
+    count = integer_in("P", planes, 1, MAX_KV_TYPE + 1)
     if len(numbers) != count * _PLANE:
         raise ReplyError(
             f"ERR KVBLOCKSET with P = {count} takes {count * _PLANE} arguments between P and the body, "
             f"{_PLANE} a plane, got {len(numbers)}"
         )
     try:
-        planes = [_read_plane(numbers[i : i + _PLANE]) for i in range(0, len(numbers), _PLANE)]
-        return BlockShape(layers, heads, page_size, tuple(planes))
+        return BlockShape(*counts, tuple(_read_plane(*numbers[i : i + _PLANE]) for i in range(0, len(numbers), _PLANE)))
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
 
 
-def _read_plane(numbers: list[Argument]) -> Plane:
-    kv_type, dtype, head_dim = numbers
+def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     return Plane(
         kv_type=integer_in("kv_type", kv_type, 0, MAX_KV_TYPE),
         dtype=check_dtype(integer_in("dtype", dtype, 0, 255)),

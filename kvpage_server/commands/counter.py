@@ -9,7 +9,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.value import make_room
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
-from kvpage_server.store.memory import Text
+from kvpage_server.store.entry import Text
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:

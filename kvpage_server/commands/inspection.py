@@ -8,7 +8,8 @@ from kvpage_server.commands.info import human, resident_memory
 from kvpage_server.commands.registry import command, container
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
-from kvpage_server.store.memory import TEXT_OVERHEAD, Entry, Keyspace, Text
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory import Keyspace
 
 _LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
 

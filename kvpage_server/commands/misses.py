@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from kvpage_server.commands.context import Client
+from kvpage_server.store.entry import PageName
 from kvpage_server.store.ghost import Ghost
-from kvpage_server.store.memory import PageName
 
 NEVER_STORED = "never stored"
 INCOMPLETE = "incomplete"  # the block has some of its pages

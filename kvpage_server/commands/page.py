@@ -33,9 +33,10 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
-from kvpage_server.store.memory import Entry, OutOfMemory, PageName
+from kvpage_server.store.entry import Entry, Page, PageName, is_page
+from kvpage_server.store.memory import OutOfMemory
 
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
@@ -149,9 +150,16 @@ def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> 
     if entry is None:
         page_missed(client, page_name(args))
         return None
-    if not client.keyspace.is_page(entry):
+    if not is_page(entry):
         raise ReplyError(WRONG_TYPE)
-    return (entry,)
+    return spell_page(entry)
+
+
+def spell_page(page: Page) -> tuple[Piece, ...]:
+    """A page's body as a bulk string: one borrowed piece when it lies in a slot of its own."""
+    if isinstance(page, Slot):
+        return (page,)
+    return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
 
 
 @command(
@@ -246,7 +254,10 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
             for key, entry in zip(some, entries, strict=True):
                 if entry is None:
                     page_missed(client, names.get(key) or page_name(key.split(b":")[1:]))
-            yield tuple(entry if keyspace.is_page(entry) else absent for entry in entries)
+            pieces: list[Piece] = []
+            for entry in entries:
+                pieces += spell_page(entry) if is_page(entry) else (absent,)
+            yield (*pieces,)
 
     return Stream(count, bodies())
 
@@ -265,4 +276,4 @@ def kvpageexists(client: Client, args: list[Argument]) -> Reply:
     entry = client.keyspace.find(page_key(args))
     if entry is None:
         page_name(args)
-    return int(client.keyspace.is_page(entry))
+    return int(is_page(entry))

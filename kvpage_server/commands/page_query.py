@@ -12,8 +12,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Stream
-from kvpage_server.store.arena import Slot
-from kvpage_server.store.memory import header_of
+from kvpage_server.store.entry import header_of, is_page
 
 
 @command(
@@ -40,7 +39,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
                 except ReplyError as error:
                     yield error
                     return
-            found.append(int(keyspace.is_page(entry)))
+            found.append(int(is_page(entry)))
             if i % STEP == STEP - 1:
                 yield ()
         yield found
@@ -64,7 +63,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     if page is None:
         return None
     block = keyspace.block(name.req_id, name.page)
-    if not isinstance(page, Slot) or not keyspace.is_page(page) or block is None:
+    if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
     header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
     return {

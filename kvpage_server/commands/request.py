@@ -14,13 +14,14 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.registry import command
-from kvpage_server.page import MAX_PAGE, PageError, check_req_id
+from kvpage_server.page import MAX_PAGE, PageError, check_req_id, checksum
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.blocks import shape_of
+from kvpage_server.store.entry import Page, header_of, is_page
+from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block
-from kvpage_server.store.memory import Keyspace, header_of
+from kvpage_server.store.memory import Keyspace
 
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
@@ -115,7 +116,8 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> dict[str, R
         "complete": int(shape_of(keyspace, block) is not None),
     }
     if with_sizes:
-        described["bytes"] = sum(slot.size for slot in keyspace.slots_of(block))
+        extent = block.extent
+        described["bytes"] = extent.slot.size if extent else sum(page.size for page in keyspace.pages_of(block))
         described["memory"] = block.footprint
     return described
 
@@ -137,9 +139,18 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
         checked = unchecked = 0
         corrupt: list[bytes] = []
         for block in _still_there(keyspace, blocks):
+            if block.extent is not None:
+                intact = yield from _check_extent(block.extent)
+                checked += block.pages if intact is not None else 0
+                unchecked += block.pages if intact is None else 0
+                if intact is False and keyspace.block(block.req_id, block.page) is block and block.extent is not None:
+                    corrupt += block.page_keys()
+                    keyspace.remove_block(block, "del", "corrupt")
+                yield ()
+                continue
             for key in list(block.page_keys()):
                 page = keyspace.find(key)
-                if not isinstance(page, Slot) or not keyspace.is_page(page):
+                if not is_page(page):
                     continue
                 intact = yield from _check(page)
                 if intact is None:
@@ -154,7 +165,14 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-def _check(page: Slot) -> Generator[Reply, None, bool | None]:
+def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
+    """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
+    if not extent.digest:
+        return None
+    return (yield from hash_in_steps(extent.slot.body)) == extent.digest
+
+
+def _check(page: Page) -> Generator[Reply, None, bool | None]:
     """Whether a page is as its header says, in steps; None when its header knows no checksum."""
     try:
         header = header_of(page)
@@ -164,8 +182,15 @@ def _check(page: Slot) -> Generator[Reply, None, bool | None]:
         return False
     if not header.checksum:
         return None
-    digest, body = xxhash.xxh3_64(), page.body
-    for start in range(0, max(page.size, 1), HASHED_AT_ONCE):
+    return (yield from hash_in_steps(page.body)) == header.checksum
+
+
+def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
+    """The XXH3-64 of some bytes; between its steps others are served."""
+    if len(body) <= HASHED_AT_ONCE:
+        return checksum(body)
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(body), HASHED_AT_ONCE):
         digest.update(body[start : start + HASHED_AT_ONCE])
         yield ()
-    return digest.intdigest() == header.checksum
+    return digest.intdigest()

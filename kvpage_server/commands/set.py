@@ -12,6 +12,7 @@ from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import command
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.store.entry import is_page
 from kvpage_server.store.index import Block
 
 
@@ -79,7 +80,7 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     if not _blocks(client, index):
         return 0
     of_request = member.startswith(index.removesuffix(b"index"))
-    return int(of_request and client.keyspace.is_page(client.keyspace.find(member)))
+    return int(of_request and is_page(client.keyspace.find(member)))
 
 
 @command(

@@ -12,25 +12,10 @@ from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKe
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Reply, ReplyError
 from kvpage_server.store.arena import Slot
-from kvpage_server.store.memory import Entry, Keyspace, OutOfMemory, PageName, Text
+from kvpage_server.store.entry import Entry, PageName, Text, is_page
+from kvpage_server.store.memory import Keyspace, OutOfMemory
 
 NewPage = tuple[PageName, bytes, Slot]  # what Keyspace.set_page takes
-
-
-class Part:
-    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
-
-    __slots__ = ("slot", "start", "stop")
-
-    def __init__(self, slot: Slot, start: int, stop: int) -> None:
-        self.slot = slot
-        self.start = start
-        self.stop = stop
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes."""
-        return self.slot.body[self.start : self.stop]
 
 
 def string_of(entry: Entry | None) -> Reply:
@@ -39,14 +24,14 @@ def string_of(entry: Entry | None) -> Reply:
         return None
     if isinstance(entry, Text):
         return entry.data
-    if Keyspace.is_page(entry):
-        return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.tail)
+    if is_page(entry):
+        return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
     return (entry,)
 
 
 def length_of(entry: Entry) -> int:
     """Bytes of the string that GET would reply."""
-    return entry.size + (HEADER_SIZE if Keyspace.is_page(entry) else 0)
+    return entry.size + (HEADER_SIZE if is_page(entry) else 0)
 
 
 def part_of(entry: Entry, start: int, stop: int) -> Reply:
@@ -54,10 +39,10 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
     if isinstance(entry, Text):
         return entry.data[start:stop]
     pieces: list[Piece] = [b"$%d\r\n" % (stop - start)]
-    if Keyspace.is_page(entry):
+    if is_page(entry):
         pieces.append(bytes(entry.header[start:stop]))
         start, stop = max(start - HEADER_SIZE, 0), max(stop - HEADER_SIZE, 0)
-    return (*pieces, Part(entry, start, stop), b"\r\n")
+    return (*pieces, entry.part(start, stop), b"\r\n")
 
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:

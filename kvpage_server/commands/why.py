@@ -12,6 +12,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import request_name
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.store.entry import is_page
 from kvpage_server.store.ghost import Ghost
 from kvpage_server.store.memory import Keyspace
 
@@ -43,7 +44,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     if entry is None:
         ghost = keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
         return _explain(keyspace, ghost)
-    if not keyspace.is_page(entry):
+    if not is_page(entry):
         raise ReplyError(WRONG_TYPE)
     return {"reason": STORED}
 

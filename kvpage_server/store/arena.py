@@ -2,12 +2,13 @@
 
 A slot holds a value the way it goes over the wire, so that a reply is one borrowed piece of memory:
 
-    [64 header][   64: "$<n>\\r\\n" right-aligned][body: n bytes]["\\r\\n"]
+    [64: header][64: "$<n>\\r\\n", right-aligned][body: n bytes]["\\r\\n"]
 
-The header is the page's (unused for plain strings), the body is 64-byte aligned, and its CRLF is where the client's own
+The header is a page's (unused for plain strings), the body is 64-byte aligned, and its CRLF is where the client's own
 CRLF was received. Slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
-its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed goes back to the system, but
-for one a class that is kept for the next value, as long as those that are kept take no more than `MOST_SPARE` together.
+its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for the next value
+of its class, as long as those that are kept take no more than `MOST_SPARE` together: new memory costs the system more
+than filling it does.
 
 Who owns a slot? Whoever refers to the `Slot` object: the index, a parser that is filling it, a session that is sending
 it. The last reference to go returns the memory, so a buffer in flight is never recycled and an aborted upload leaks
@@ -33,13 +34,13 @@ MOST_SPARE = 64 * 1024 * 1024
 class SizeClass:
     """Slots of one size and the chunks they are cut from."""
 
-    __slots__ = ("capacity", "chunk_size", "chunks", "open", "slot_size")
+    __slots__ = ("capacity", "chunk_size", "chunks", "open", "slot_size", "slots")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # bytes of the longest body
         self.slot_size = _round_up(PREFIX + capacity + _SUFFIX, _ALIGN)
-        wanted = min(self.slot_size * _CHUNK_SLOTS, _LARGEST_CHUNK)
-        self.chunk_size = _round_up(max(self.slot_size, wanted), mmap.PAGESIZE)
+        self.slots = max(min(_CHUNK_SLOTS, _LARGEST_CHUNK // self.slot_size), 1)  # a chunk
+        self.chunk_size = _round_up(self.slots * self.slot_size, mmap.PAGESIZE)
         self.chunks = 0
         self.open: list[Chunk] = []  # chunks with a free slot; the last is cut first
 
@@ -53,9 +54,8 @@ class Chunk:
         self.arena = arena
         self.size_class = size_class
         self.view = memoryview(mmap.mmap(-1, size_class.chunk_size))
-        step = size_class.slot_size
-        self.slots = size_class.chunk_size // step
-        self.free = [i * step for i in reversed(range(self.slots))]
+        self.slots = size_class.slots
+        self.free = [i * size_class.slot_size for i in reversed(range(self.slots))]
 
 
 class Slot:
@@ -90,16 +90,15 @@ class Slot:
         """Writable: the 64 bytes before the frame."""
         return self.chunk.view[self.offset : self.offset + HEADER_SIZE]
 
+    def part(self, start: int, stop: int) -> Part:
+        """The bytes of the body from `start` to before `stop`."""
+        return Part(self, start, stop)
+
     @property
     def view(self) -> memoryview:
         """The body as a bulk string: frame, bytes, CRLF. Only after `seal`."""
         start = self.offset + PREFIX
         return self.chunk.view[start - _frame_size(self.size) : start + self.size + _SUFFIX]
-
-    @property
-    def tail(self) -> SlotTail:
-        """Body and CRLF without the frame: what follows a frame of one's own."""
-        return SlotTail(self)
 
     @property
     def footprint(self) -> int:
@@ -115,18 +114,21 @@ class Slot:
         view[start + self.size : start + self.size + _SUFFIX] = b"\r\n"
 
 
-class SlotTail:
-    """A slot's body and CRLF, as a piece of a reply. Keeps the slot."""
+class Part:
+    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
 
-    __slots__ = ("slot",)
+    __slots__ = ("slot", "start", "stop")
 
-    def __init__(self, slot: Slot) -> None:
+    def __init__(self, slot: Slot, start: int, stop: int) -> None:
         self.slot = slot
+        self.start = start
+        self.stop = stop
 
     @property
     def view(self) -> memoryview:
         """The bytes."""
-        return self.slot.room
+        start = self.slot.offset + PREFIX
+        return self.slot.chunk.view[start + self.start : start + self.stop]
 
 
 class Arena:
@@ -162,7 +164,7 @@ class Arena:
         chunk.free.append(slot.offset)
         if len(chunk.free) == chunk.slots:
             self.spare += size_class.chunk_size
-            if len(size_class.open) > 1 or self.spare > MOST_SPARE:
+            if self.spare > MOST_SPARE:
                 self._unmap_chunk(chunk)
 
     def _class_for(self, size: int) -> SizeClass:

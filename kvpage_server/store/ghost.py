@@ -49,7 +49,11 @@ class Ghosts:
         """A block is gone with all the pages it has."""
         self._remember(block, block.rows, reason, policy)
 
-    def _remember(self, block: Block, rows: dict[int, int], reason: str, policy: str) -> None:
+    def pages_went(self, block: Block, rows: Mapping[int, int], reason: str) -> None:
+        """Some pages of a block, in rows, are gone."""
+        self._remember(block, rows, reason, "")
+
+    def _remember(self, block: Block, rows: Mapping[int, int], reason: str, policy: str) -> None:
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:

@@ -1,14 +1,18 @@
 """Which pages a request has: requests, their blocks, and in each block the pages of every layer and plane.
 
 A block's pages are kept as one bit a head in rows of up to 64 heads of a (layer, plane): a few bytes a page where
-models have eight heads, and enough to spell every page's key. Costs: add and discard O(1); listing O(pages listed).
+models have eight heads, and enough to spell every page's key. A block that was stored whole says by its extent which
+pages it has. Costs: add and discard O(1); listing O(pages listed).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from types import MappingProxyType
 
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, BlockShape
+from kvpage_server.store.extent import Extent
 from kvpage_server.store.scan import ScanOrder
 
 _TYPES = MAX_KV_TYPE + 1
@@ -26,28 +30,80 @@ def bit_of(head: int) -> int:
     return 1 << head % _ROW_HEADS
 
 
+@lru_cache(maxsize=64)
+def rows_of(shape: BlockShape) -> Mapping[int, int]:
+    """The rows of a block that has every page of a shape."""
+    rows = {}
+    for layer in range(shape.layers):
+        for plane in shape.planes:
+            for first in range(0, shape.heads, _ROW_HEADS):
+                heads = min(shape.heads - first, _ROW_HEADS)
+                rows[row_of(layer, first, plane.kv_type)] = (1 << heads) - 1
+    return MappingProxyType(rows)
+
+
 class Block:
     """The pages of one (req_id, page_id): what lives and is evicted as one."""
 
-    __slots__ = ("footprint", "page", "pages", "req_id", "rows", "shape", "shape_known", "soonest")
+    __slots__ = ("_rows", "extent", "footprint", "page", "pages", "req_id", "shape", "shape_known", "soonest")
 
     def __init__(self, req_id: bytes, page: int) -> None:
         self.req_id = req_id
         self.page = page
         self.pages = 0  # how many it has
-        self.rows: dict[int, int] = {}  # see `row_of` and `bit_of`
+        self.extent: Extent | None = None  # what its pages lie in, when it was stored whole
+        self._rows: dict[int, int] = {}  # otherwise; see `row_of` and `bit_of`
         self.footprint = 0  # bytes of memory its pages occupy
         self.soonest = 0  # no page of it expires before: unix milliseconds, 0 when none expires at all
         self.shape: BlockShape | None = None  # when it is complete and `shape_known`
         self.shape_known = False  # until the next page comes or goes
 
+    @property
+    def rows(self) -> Mapping[int, int]:
+        """The pages it has; see `row_of` and `bit_of`."""
+        return self._rows if self.extent is None else rows_of(self.extent.shape)
+
+    def add(self, layer: int, head: int, kv_type: int) -> None:
+        """Note that it has a page."""
+        self.shape_known = False
+        row, bit = row_of(layer, head, kv_type), bit_of(head)
+        heads = self._rows.get(row, 0)
+        if not heads & bit:
+            self._rows[row] = heads | bit
+            self.pages += 1
+
+    def discard(self, layer: int, head: int, kv_type: int) -> None:
+        """Note that it has a page no more."""
+        self.shape_known = False
+        row = row_of(layer, head, kv_type)
+        heads = self._rows.get(row, 0) & ~bit_of(head)
+        if heads:
+            self._rows[row] = heads
+        else:
+            self._rows.pop(row, None)
+        self.pages -= 1
+
+    def fill(self, extent: Extent) -> None:
+        """Have the pages of an extent and no others."""
+        self.extent = extent
+        self._rows = {}
+        self.pages = extent.shape.pages
+        self.soonest = extent.expires
+        self.shape, self.shape_known = extent.shape, True
+
+    def split(self) -> None:
+        """Have the same pages, each by itself."""
+        self._rows = dict(self.rows)
+        self.extent = None
+
     def page_keys(self) -> Iterator[bytes]:
         """The keys of its pages by layer, plane and head: the order of a block's body."""
-        for row in sorted(self.rows):
+        rows = self.rows
+        for row in sorted(rows):
             plane, group = divmod(row, _GROUPS)
             prefix = b"kv:%b:%d:" % (self.req_id, plane // _TYPES)
             suffix = b":%d:%d" % (self.page, plane % _TYPES)
-            heads = self.rows[row]
+            heads = rows[row]
             while heads:
                 lowest = heads & -heads
                 yield b"%b%d%b" % (prefix, group * _ROW_HEADS + lowest.bit_length() - 1, suffix)
@@ -84,45 +140,28 @@ class PageIndex:
 
     def __init__(self) -> None:
         self._requests: dict[bytes, dict[int, Block]] = {}
-        self._scans = ScanOrder()
+        self._scans = ScanOrder(lambda: list(self._requests), lambda: len(self._requests))
         self.blocks = 0
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def add(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Block:
-        """Note that a page is written; the block it belongs to."""
+    def open(self, req_id: bytes, page: int) -> Block:
+        """The block of that name, there already or new."""
         request = self._requests.get(req_id)
         if request is None:
             request = self._requests[req_id] = {}
             if self._scans.current is not None:
-                self._scans.add(req_id, len(self._requests))
+                self._scans.add(req_id)
         block = request.get(page)
         if block is None:
             block = request[page] = Block(req_id, page)
             self.blocks += 1
-        block.shape_known = False
-        row, bit = row_of(layer, head, kv_type), bit_of(head)
-        heads = block.rows.get(row, 0)
-        if not heads & bit:
-            block.rows[row] = heads | bit
-            block.pages += 1
         return block
 
-    def discard(self, block: Block, layer: int, head: int, kv_type: int) -> bool:
-        """Forget a page; whether its block is gone with it."""
-        block.shape_known = False
-        row = row_of(layer, head, kv_type)
-        heads = block.rows.get(row, 0) & ~bit_of(head)
-        if heads:
-            block.rows[row] = heads
-        else:
-            block.rows.pop(row, None)
-        block.pages -= 1
-        if block.pages:
-            return False
-        self.remove(block)
-        return True
+    def __iter__(self) -> Iterator[Block]:
+        """Every block."""
+        return (block for request in self._requests.values() for block in request.values())
 
     def remove(self, block: Block) -> None:
         """Forget a block with all its pages; what it knows of them stays with it."""
@@ -134,7 +173,7 @@ class PageIndex:
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
-        cursor, req_ids = self._scans.visit(cursor, count, self._requests, now)
+        cursor, req_ids = self._scans.visit(cursor, count, now)
         return cursor, [req_id for req_id in req_ids if req_id in self._requests]
 
     def rest(self, now: int) -> None:

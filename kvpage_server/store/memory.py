@@ -1,61 +1,29 @@
-"""The keyspace in memory: page blobs and plain strings under one set of keys, with expiry and eviction.
-
-A value is a `Text` (a short string, as bytes) or a `Slot` of the arena (a long string, or a page with its header). A
-page is also known to the index by what its key says; that is how whole requests and blocks are found.
-"""
+"""The keyspace in memory: pages and plain strings under one set of keys, with expiry and eviction."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
-from kvpage_server.page import PageHeader, PageKey, unix_ms
+from kvpage_server.page import PageKey, unix_ms
 from kvpage_server.store.arena import Arena, Slot
-from kvpage_server.store.eviction import LRU
+from kvpage_server.store.catalogue import Catalogue
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, PageName, Text
+from kvpage_server.store.eviction import LRU, Unit
 from kvpage_server.store.expiry import Expiry
+from kvpage_server.store.extent import Extent
 from kvpage_server.store.ghost import Ghosts
-from kvpage_server.store.index import Block, PageIndex
+from kvpage_server.store.index import Block, rows_of
 from kvpage_server.store.lease import SHARE, Guards
-from kvpage_server.store.scan import ScanOrder
 
-TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
 LONGEST_TEXT = 1024  # longer strings lie in the arena
 PROMISE = 10_000  # milliseconds
 
 
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
-
-
-class Text:
-    """A short plain string. `expires` is a unix time in milliseconds, 0 for never."""
-
-    __slots__ = ("data", "expires")
-
-    def __init__(self, data: bytes) -> None:
-        self.data = data
-        self.expires = 0
-
-    @property
-    def size(self) -> int:
-        """Bytes of the string."""
-        return len(self.data)
-
-
-Entry = Text | Slot
-
-
-class PageName(NamedTuple):
-    """A page's key and the parts it is spelt from."""
-
-    key: bytes
-    req_id: bytes
-    layer: int
-    head: int
-    page: int
-    kv_type: int
 
 
 class OutOfMemory(Exception):
@@ -97,20 +65,19 @@ class Keyspace:
         self.maxmemory = maxmemory
         self.policy = policy
         self.arena = Arena()
-        self.index = PageIndex()
+        self._catalogue = Catalogue()
+        self.index = self._catalogue.index
         self.guards = Guards()
         self.ghosts = Ghosts()
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
-        self._entries: dict[bytes, Entry] = {}
         self._expiry = Expiry(self.expires_of)
         self._lru = LRU()
         self._touching = True  # whether reading counts as a use
-        self._scans = ScanOrder()
         self._texts = 0  # bytes of short strings
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self._catalogue)
 
     @property
     def used_memory(self) -> int:
@@ -126,7 +93,7 @@ class Keyspace:
 
     def find(self, key: bytes) -> Entry | None:
         """The living value of a key, without counting it as a use."""
-        entry = self._entries.get(key)
+        entry = self._catalogue.get(key)
         if entry is not None and entry.expires and entry.expires <= unix_ms():
             self._expire(key)
             return None
@@ -144,7 +111,7 @@ class Keyspace:
 
     def read(self, key: bytes) -> Entry | None:
         """The living value of a key; a use of it, and a hit or a miss."""
-        entry = self._entries.get(key)
+        entry = self._catalogue.get(key)
         if entry is None or (entry.expires and self.find(key) is None):
             self.counters.misses += 1
             self.tell("keymiss", key)
@@ -165,11 +132,11 @@ class Keyspace:
 
     def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """`read` of many keys; those of one block in a row are one use of it."""
-        now, entries, counters = unix_ms(), self._entries, self.counters
+        now, get, counters = unix_ms(), self._catalogue.get, self.counters
         found: list[Entry | None] = []
         last: object = None
         for key in keys:
-            entry = entries.get(key)
+            entry = get(key)
             if entry is None or (entry.expires and entry.expires <= now and self.find(key) is None):
                 counters.misses += 1
                 self.tell("keymiss", key)
@@ -186,42 +153,45 @@ class Keyspace:
 
     def expires_of(self, key: bytes) -> int:
         """A key's expiry in unix milliseconds; 0 when it has none or does not exist."""
-        entry = self._entries.get(key)
+        entry = self._catalogue.get(key)
         return entry.expires if entry is not None else 0
 
     def keys(self) -> list[bytes]:
         """Every living key."""
-        return self.living(self._entries)
+        return self.living(self.names())
 
     def names(self) -> list[bytes]:
         """Every key, those that are overdue too."""
-        return list(self._entries)
+        return self._catalogue.names()
 
     def living(self, names: Iterable[bytes]) -> list[bytes]:
         """Those of some keys that exist."""
-        now, entries = unix_ms(), self._entries
-        found = [(name, entry) for name in names if (entry := entries.get(name)) is not None]
+        now, get = unix_ms(), self._catalogue.get
+        found = [(name, entry) for name in names if (entry := get(name)) is not None]
         return [name for name, entry in found if not entry.expires or entry.expires > now]
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the living keys in the next `count` places of the order of scans."""
-        cursor, names = self._scans.visit(cursor, count, self._entries, unix_ms())
+        cursor, names = self._catalogue.scan(cursor, count)
         return cursor, [name for name in names if self.find(name) is not None]
 
     def random_key(self) -> bytes | None:
         """A living key; None when there is none."""
-        while (key := self._scans.draw(self._entries, unix_ms())) is not None:
-            if self.find(key) is not None:
+        while len(self):
+            key = self._catalogue.draw()
+            if key is not None and self.find(key) is not None:
                 return key
         return None
 
     def idle(self, key: bytes) -> int:
         """Seconds since a living key, or its block, was last used."""
-        return self._lru.idle(self._unit(key, self._entries[key]))
+        entry = self._catalogue.get(key)
+        assert entry is not None
+        return self._lru.idle(self._unit(key, entry))
 
     @staticmethod
-    def _unit(key: bytes, entry: Entry) -> Block | bytes:
-        unit = entry.unit if type(entry) is Slot else None
+    def _unit(key: bytes, entry: Entry) -> Unit:
+        unit = None if type(entry) is Text else cast(Page, entry).unit
         return unit if type(unit) is Block else key
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -231,14 +201,68 @@ class Keyspace:
         slot.header[:] = header
         slot.seal()
         slot.expires = expires
-        slot.unit = block = self.index.add(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        slot.unit = block = self.index.open(name.req_id, name.page)
+        if block.extent is not None:
+            self._split(block)
+        block.add(name.layer, name.head, name.kv_type)
         block.expires_at(expires)
         self._grow(block, slot.footprint)
         self._put(name.key, slot)
 
+    def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
+        """Store a block whole, in place of whatever pages it had. Its slot is full."""
+        block = self.index.open(req_id, page)
+        for key in self._catalogue.strays_in(req_id, page, extent):
+            self._remove(key, "del")
+        had = self._drop_pages(block, rows_of(extent.shape))
+        extent.slot.seal()
+        self._catalogue.fill(block, extent)
+        self._grow(block, extent.slot.footprint)
+        if extent.expires:
+            self._expiry.keys += block.pages
+            self._expiry.note(next(block.page_keys()), extent.expires)  # one stands for all
+        self.counters.writes += 1
+        self._lru.used(block)
+        if self.on_event is not None:
+            for key in block.page_keys():
+                if key not in had:
+                    self.on_event("new", key)
+                self.on_event("set", key)
+                if extent.expires and had.get(key) != extent.expires:
+                    self.on_event("expire", key)
+
+    def _drop_pages(self, block: Block, stay: Mapping[int, int]) -> dict[bytes, int]:
+        """Take all pages from a block that gets others, which are those in the rows `stay`.
+
+        When somebody listens to events: the keys there were, and when each was to expire.
+        """
+        if not block.pages:
+            return {}
+        gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
+        if gone:
+            self.ghosts.pages_went(block, gone, "overwritten")
+        told = self.on_event is not None
+        had = {key: self.expires_of(key) for key in block.page_keys()} if told else {}
+        self._expiry.keys -= self._catalogue.take_pages(block)
+        self._grow(block, -block.footprint)
+        return had
+
+    def _split(self, block: Block) -> None:
+        for key in self._catalogue.split(block):
+            if expires := self.expires_of(key):
+                self._expiry.note(key, expires)
+
+    def _own(self, key: bytes) -> Entry | None:
+        """The entry of a key that is about to change by itself."""
+        entry = self._catalogue.entries.get(key)
+        if entry is None and (page := self._catalogue.page_in_extent(key)):
+            self._split(cast(Block, page.unit))
+            return self._catalogue.entries[key]
+        return entry
+
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         """Store a plain string."""
-        old = self._entries.get(key)
+        old = self._own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
@@ -252,6 +276,7 @@ class Keyspace:
             entry.seal()
         entry.expires = expires
         self._put(key, entry, event)
+        self._catalogue.note_stray(key)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         """Store a short string where another was, without what `_put` would undo and do again."""
@@ -277,13 +302,11 @@ class Keyspace:
         return slot
 
     def _put(self, key: bytes, entry: Entry, event: str = "set") -> None:
-        old = self._entries.get(key)
+        old = self._catalogue.entries.get(key)
         if old is not None:
             self._forget(key, old, entry)
-        self._entries[key] = entry
+        self._catalogue.put(key, entry)
         if old is None:
-            if self._scans.current is not None:
-                self._scans.add(key, len(self._entries))
             self.tell("new", key)
         if entry.expires:
             self._expiry.keys += 1
@@ -303,6 +326,7 @@ class Keyspace:
         """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
         if old.expires:
             self._expiry.keys -= 1
+        self._catalogue.forget_stray(key, old)
         if isinstance(old, Text):
             self._texts -= len(key) + old.size + TEXT_OVERHEAD
             stays = new is not None and self._unit(key, new) == key
@@ -319,7 +343,9 @@ class Keyspace:
         if isinstance(unit, Block):
             name = PageKey.parse(key)
             self.ghosts.page_went(unit, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
-            if self.index.discard(unit, name.layer, name.head, name.kv_type):
+            unit.discard(name.layer, name.head, name.kv_type)
+            if not unit.pages:
+                self.index.remove(unit)
                 self._lru.removed(unit)
                 self.guards.removed(unit)
         elif new is None or self._unit(key, new) != key:
@@ -329,16 +355,18 @@ class Keyspace:
         """Remove a key; whether it was there and alive."""
         if self.find(key) is None:
             return False
+        self._own(key)
         self._remove(key, event)
         return True
 
     def _remove(self, key: bytes, event: str) -> None:
-        self._forget(key, self._entries.pop(key), None, event)
+        self._forget(key, self._catalogue.entries.pop(key), None, event)
         self.tell(event, key)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
         """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
-        entry = self._entries[key]
+        entry = self._own(key)
+        assert entry is not None
         if entry.expires:
             self._expiry.keys -= 1
         entry.expires = expires
@@ -358,12 +386,10 @@ class Keyspace:
     def flush(self) -> Fallen:
         """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
         self.tell("flush", b"")
-        fallen = Fallen(self._entries, self.index.clear(), self._lru.clear())
-        self._entries = {}
+        fallen = Fallen(*self._catalogue.clear(), self._lru.clear())
         self._expiry.clear()
         self.guards.clear()
         self.ghosts.clear()
-        self._scans.clear()
         self._texts = 0
         return fallen
 
@@ -375,15 +401,19 @@ class Keyspace:
     # -- going ----------------------------------------------------------------------------------------------------
 
     def _expire(self, key: bytes) -> None:
-        self.counters.expired += 1
-        self._remove(key, "expired")
+        """Remove an overdue key; of a block that was stored whole, all of it."""
+        page = self._catalogue.page_in_extent(key)
+        if page is not None and key not in self._catalogue.entries:
+            self.counters.expired += self.remove_block(cast(Block, page.unit), "expired")
+        else:
+            self.counters.expired += 1
+            self._remove(key, "expired")
 
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due; how many it removed."""
         self._lru.now = now // 1000
         self.guards.settle(now)
-        self._scans.rest(now)
-        self.index.rest(now)
+        self._catalogue.rest(now)
         removed = 0
         for key in self._expiry.due(now):
             self._expire(key)
@@ -397,7 +427,7 @@ class Keyspace:
 
         The client of LMCache that asks EXISTS and then misses with GET waits for ever.
         """
-        if self.maxmemory and isinstance(entry, Slot):
+        if self.maxmemory and not isinstance(entry, Text):
             unit = self._unit(key, entry)
             size = unit.footprint if isinstance(unit, Block) else entry.footprint
             self.guards.lease(unit, size, unix_ms() + PROMISE, self.guardable)
@@ -431,11 +461,6 @@ class Keyspace:
 
     # -- pages ----------------------------------------------------------------------------------------------------
 
-    @staticmethod
-    def is_page(entry: Entry | None) -> bool:
-        """Whether a value is a page."""
-        return type(entry) is Slot and type(entry.unit) is Block
-
     def block(self, req_id: bytes, page: int) -> Block | None:
         """One block of a request with its living pages; None when it has none."""
         block = self.index.block(req_id, page)
@@ -454,6 +479,9 @@ class Keyspace:
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
+        if block.extent is not None:
+            self.counters.expired += self.remove_block(block, "expired")
+            return None
         block.soonest = 0
         for key in list(block.page_keys()):
             if 0 < self.expires_of(key) <= now:
@@ -462,9 +490,9 @@ class Keyspace:
                 block.expires_at(self.expires_of(key))
         return block if block.pages else None
 
-    def slots_of(self, block: Block) -> list[Slot]:
+    def pages_of(self, block: Block) -> list[Page]:
         """The pages of a block, in the order of its body. What is overdue must have been swept: see `block`."""
-        return [cast(Slot, self._entries[key]) for key in block.page_keys()]
+        return [cast(Page, self._catalogue.get(key)) for key in block.page_keys()]
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""
@@ -474,18 +502,20 @@ class Keyspace:
 
     def remove_corrupt(self, key: bytes) -> None:
         """Remove a page that is not what was stored."""
-        self._forget(key, self._entries.pop(key), None, "corrupt")
+        self._own(key)
+        self._forget(key, self._catalogue.entries.pop(key), None, "corrupt")
         self.tell("del", key)
 
-    def remove_block(self, block: Block, event: str) -> int:
-        """Remove every page of a block; how many it had."""
+    def remove_block(self, block: Block, event: str, reason: str = "") -> int:
+        """Remove every page of a block; how many it had. `reason`: what is remembered, if the event does not tell."""
         self.index.remove(block)
         self._lru.removed(block)
         self.guards.removed(block)
-        self.ghosts.block_went(block, _REASONS[event], self.policy if event == "evicted" else "")
-        for key in block.page_keys():
-            if self._entries.pop(key).expires:
-                self._expiry.keys -= 1
+        self.ghosts.block_went(block, reason or _REASONS[event], self.policy if event == "evicted" else "")
+        keys = list(block.page_keys()) if self.on_event is not None else []
+        self._expiry.keys -= self._catalogue.take_pages(block)
+        block.extent = None  # whoever still looks at the block does not keep its memory
+        for key in keys:
             self.tell(event, key)
         return block.pages
 
@@ -493,8 +523,3 @@ class Keyspace:
     def guardable(self) -> int:
         """Bytes that leases and pins may take together."""
         return int(self.maxmemory * SHARE) if self.maxmemory else sys.maxsize
-
-
-def header_of(page: Slot) -> PageHeader:
-    """A page's header."""
-    return PageHeader.parse(page.header)

@@ -14,7 +14,8 @@ Costs: O(keys) to begin a list, which is paid for by as many deletions or minute
 from __future__ import annotations
 
 import random
-from collections.abc import Collection
+from collections.abc import Callable
+from typing import Generic, TypeVar
 
 _PLACE_BITS = 40
 _OLD_LISTS = 2
@@ -22,51 +23,52 @@ _SLACK = 1024
 REST_AFTER = 300_000  # milliseconds without a scan until the lists are dropped
 
 
-class ScanOrder:
-    """Lists of keys by generation. A cursor is a generation and the number of places still to visit."""
+T = TypeVar("T")
 
-    def __init__(self) -> None:
-        self._lists: dict[int, list[bytes]] = {}
+
+class ScanOrder(Generic[T]):
+    """Lists of what is scanned, by generation. A cursor is a generation and the number of places still to visit.
+
+    `everything()` lists what there is, `count()` says how much that is.
+    """
+
+    def __init__(self, everything: Callable[[], list[T]], count: Callable[[], int]) -> None:
+        self._everything = everything
+        self._count = count
+        self._lists: dict[int, list[T]] = {}
         self._generation = random.randrange(1, 1 << 22)  # cursors of an earlier process name no list of this one
-        self.current: list[bytes] | None = None  # the owner appends each new key, with `add`
+        self.current: list[T] | None = None  # the owner appends what comes to be, with `add`
         self._last_used = 0  # unix milliseconds
 
-    def add(self, key: bytes, living: int) -> None:
-        """A key came to be; there are `living` keys now."""
+    def add(self, name: T) -> None:
+        """Something came to be."""
         assert self.current is not None
-        self.current.append(key)
-        if len(self.current) > 2 * living + _SLACK:
+        self.current.append(name)
+        if len(self.current) > 2 * self._count() + _SLACK:
             self.current = None
 
-    def visit(self, cursor: int, count: int, keys: Collection[bytes], now: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and up to `count` names, dead ones among them. `keys` are all that live."""
+    def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
+        """The next cursor, 0 at the end, and up to `count` names, dead ones among them."""
         self._last_used = now
         generation, left = cursor >> _PLACE_BITS, cursor & ((1 << _PLACE_BITS) - 1)
         if generation not in self._lists:
-            generation, left = self._begin(keys)
+            generation, left = self._begin()
         order = self._lists[generation]
         left = min(left, len(order))
         names = order[max(left - count, 0) : left]
         left -= len(names)
         return (generation << _PLACE_BITS | left if left else 0), names[::-1]
 
-    def draw(self, keys: Collection[bytes], now: int) -> bytes | None:
-        """A random key of those that live; None when there is none."""
+    def draw(self, now: int) -> T | None:
+        """A random name; every second one lives, or nearly. None when there is none."""
         self._last_used = now
-        if not keys:
-            return None
-        generation, _ = self._begin(keys)
-        order = self._lists[generation]
-        for _ in range(100):  # every second try hits, or nearly
-            key = random.choice(order)
-            if key in keys:
-                return key
-        return next(iter(keys))
+        generation, places = self._begin()
+        return random.choice(self._lists[generation]) if places else None
 
-    def _begin(self, keys: Collection[bytes]) -> tuple[int, int]:
+    def _begin(self) -> tuple[int, int]:
         """The list that a new scan goes through: generation and places."""
-        if self.current is None or len(self.current) > 2 * len(keys) + _SLACK:
-            self.current = list(keys)
+        if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
+            self.current = self._everything()
             self._generation += 1
             self._lists[self._generation] = self.current
             for old in list(self._lists)[: -1 - _OLD_LISTS]:

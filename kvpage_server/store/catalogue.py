@@ -1,0 +1,146 @@
+"""Which key has which value, and in which order keys are scanned.
+
+Most values are entries of a dictionary. A page is also known to the index by what its key says; that is how whole
+requests and blocks are found. A block that was stored whole is an `Extent`: one slot, and no entry a page. Its pages
+are made when they are asked for, as `ExtentPage`s. When one of them is about to change by itself, the block is split:
+its pages become entries, which go on lying in the extent's slot.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.entry import Entry, is_page, page_named
+from kvpage_server.store.eviction import Unit
+from kvpage_server.store.extent import Extent, ExtentPage
+from kvpage_server.store.index import Block, PageIndex
+from kvpage_server.store.scan import ScanOrder
+
+
+class Catalogue:
+    """Every key. Overdue ones are in it until somebody takes them out."""
+
+    def __init__(self) -> None:
+        self.entries: dict[bytes, Entry] = {}
+        self.index = PageIndex()
+        self._in_extents = 0  # pages without an entry
+        self._scans: ScanOrder[Unit] = ScanOrder(self._places, self.__len__)
+        self._strays: dict[tuple[bytes, int], set[bytes]] = {}  # plain strings under keys of pages, by block
+
+    def __len__(self) -> int:
+        return len(self.entries) + self._in_extents
+
+    # -- finding ---------------------------------------------------------------------------------------------------
+
+    @property
+    def get(self) -> Callable[[bytes], Entry | None]:
+        """What finds the value of a key, as long as nothing is written."""
+        return self._get if self._in_extents else self.entries.get
+
+    def _get(self, key: bytes) -> Entry | None:
+        entry = self.entries.get(key)
+        return self.page_in_extent(key) if entry is None else entry
+
+    def page_in_extent(self, key: bytes) -> ExtentPage | None:
+        """A page that has no entry."""
+        name = page_named(key) if self._in_extents else None
+        block = self.index.block(name.req_id, name.page) if name else None
+        if name is None or block is None or block.extent is None:
+            return None
+        return block.extent.page(block, name.page, name.layer, name.head, name.kv_type)
+
+    def names(self) -> list[bytes]:
+        """Every key."""
+        return [key for place in self._places() for key in self._names_at(place)]
+
+    def _places(self) -> list[Unit]:
+        """Every entry's key, and every block whose pages have none."""
+        return [*self.entries, *(block for block in self.index if block.extent)]
+
+    def _names_at(self, place: Unit) -> Iterable[bytes]:
+        if isinstance(place, bytes):
+            return (place,)
+        return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
+
+    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the names in the next `count` places of the order; dead ones too."""
+        cursor, places = self._scans.visit(cursor, count, unix_ms())
+        return cursor, [name for place in places for name in self._names_at(place)]
+
+    def draw(self) -> bytes | None:
+        """A random name; every second one lives, or nearly. None when nothing lives where it was drawn."""
+        place = self._scans.draw(unix_ms())
+        names = list(self._names_at(place)) if place is not None else []
+        return random.choice(names) if names else None
+
+    def rest(self, now: int) -> None:
+        """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
+        self._scans.rest(now)
+        self.index.rest(now)
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def put(self, key: bytes, entry: Entry) -> None:
+        """Give a key a value."""
+        if key not in self.entries:
+            self._list(key)
+        self.entries[key] = entry
+
+    def _list(self, place: Unit) -> None:
+        if self._scans.current is not None:
+            self._scans.add(place)
+
+    def fill(self, block: Block, extent: Extent) -> None:
+        """Have a block's pages lie in an extent."""
+        block.fill(extent)
+        self._in_extents += block.pages
+        self._list(block)
+
+    def split(self, block: Block) -> list[bytes]:
+        """Make entries of the pages of an extent; their keys."""
+        keys = list(block.page_keys())
+        for key in keys:
+            page = self.page_in_extent(key)
+            assert page is not None
+            self.put(key, page)
+        self._in_extents -= len(keys)
+        block.split()
+        return keys
+
+    def take_pages(self, block: Block) -> int:
+        """Take a block's pages out; how many of them have an expiry."""
+        extent = block.extent
+        if extent is None:
+            return sum(bool(self.entries.pop(key).expires) for key in block.page_keys())
+        self._in_extents -= block.pages
+        return block.pages if extent.expires else 0
+
+    def note_stray(self, key: bytes) -> None:
+        """A plain string was stored under `key`."""
+        if key[:3] == b"kv:" and (name := page_named(key)):
+            self._strays.setdefault((name.req_id, name.page), set()).add(key)
+
+    def forget_stray(self, key: bytes, entry: Entry) -> None:
+        """A value that may have been one is gone."""
+        name = page_named(key) if self._strays and not is_page(entry) else None
+        strays = self._strays.get((name.req_id, name.page)) if name else None
+        if name and strays:
+            strays.discard(key)
+            if not strays:
+                del self._strays[name.req_id, name.page]
+
+    def strays_in(self, req_id: bytes, page: int, extent: Extent) -> list[bytes]:
+        """The keys of plain strings that stand where an extent has pages."""
+        names = ((key, page_named(key)) for key in self._strays.get((req_id, page), ()))
+        return [key for key, name in names if name and extent.page(None, page, name.layer, name.head, name.kv_type)]
+
+    def clear(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
+        """Forget everything; what there was."""
+        old, self.entries = self.entries, {}
+        self._in_extents = 0
+        self._scans.clear()
+        self._strays.clear()
+        return old, self.index.clear()

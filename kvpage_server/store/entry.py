@@ -1,0 +1,60 @@
+"""What a key can have as its value: a short string, a long one, a page."""
+
+from __future__ import annotations
+
+from typing import NamedTuple, TypeGuard
+
+from kvpage_server.page import PageError, PageHeader, PageKey
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.extent import ExtentPage
+from kvpage_server.store.index import Block
+
+TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
+
+
+class Text:
+    """A short plain string. `expires` is a unix time in milliseconds, 0 for never."""
+
+    __slots__ = ("data", "expires")
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.expires = 0
+
+    @property
+    def size(self) -> int:
+        """Bytes of the string."""
+        return len(self.data)
+
+
+Page = Slot | ExtentPage
+Entry = Text | Page  # a Slot is a page when a block is its unit, and otherwise a long string
+
+
+class PageName(NamedTuple):
+    """A page's key and the parts it is spelt from."""
+
+    key: bytes
+    req_id: bytes
+    layer: int
+    head: int
+    page: int
+    kv_type: int
+
+
+def is_page(entry: Entry | None) -> TypeGuard[Page]:
+    """Whether a value is a page."""
+    return (type(entry) is Slot or type(entry) is ExtentPage) and type(entry.unit) is Block
+
+
+def page_named(key: bytes) -> PageKey | None:
+    """The page that a key names; None for the key of anything else."""
+    try:
+        return PageKey.parse(key)
+    except PageError:
+        return None
+
+
+def header_of(page: Page) -> PageHeader:
+    """A page's header."""
+    return PageHeader.parse(page.header)

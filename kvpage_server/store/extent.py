@@ -1,0 +1,109 @@
+"""A block's body in one piece of memory, and its pages, which are computed from it.
+
+One slot, one digest, one entry in the index: what a block costs does not depend on how many pages it has. A page of it
+is made when somebody asks. Its header needs a checksum of its own; those of all pages are computed when the first is
+asked for, from a body that was found to be what was stored.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
+from kvpage_server.store.arena import Part, Slot
+
+_WRONG = 0xFFFF_FFFF_FFFF_FFFF
+
+
+class Extent:
+    """The body of a block of `shape`, in `slot`. `digest` is the body's XXH3-64, 0 when it is not known.
+
+    `created` and `expires` are unix milliseconds, `ttl` the seconds it was given; 0 for never.
+    """
+
+    __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
+
+    def __init__(self, shape: BlockShape, slot: Slot, digest: int, created: int, ttl: int) -> None:
+        self.shape = shape
+        self.slot = slot
+        self.digest = digest
+        self.created = created
+        self.ttl = ttl
+        self.expires = created + ttl * 1000 if ttl else 0
+        self._checksums: array[int] | None = None  # of its pages, in the body's order
+
+    def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
+        """One of its pages; `unit` is its block, `page` the block's page id. None for one that it has not."""
+        try:
+            span = self.shape.page_span(layer, head, kv_type)
+        except PageError:
+            return None
+        return ExtentPage(self, span, unit, page, layer, head, kv_type)
+
+    @property
+    def is_intact(self) -> bool:
+        """Whether the body is what was stored, as far as is known."""
+        return not self.digest or checksum(self.slot.body) == self.digest
+
+    def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
+        """The XXH3-64 of a page; a wrong one when the body is damaged, so that no reader takes it for the page."""
+        if not self.digest:
+            return 0
+        if self._checksums is None:
+            mask = 0 if self.is_intact else _WRONG
+            body = self.slot.body
+            self._checksums = array("Q", [checksum(body[span]) ^ mask for span in self.shape.page_spans()])
+        planes = self.shape.planes
+        return self._checksums[(layer * len(planes) + planes.index(plane)) * self.shape.heads + head]
+
+
+class ExtentPage:
+    """A page that lies in a block's body. `expires` is a unix time in milliseconds, 0 for never."""
+
+    __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
+
+    def __init__(
+        self, extent: Extent, span: slice, unit: object, page: int, layer: int, head: int, kv_type: int
+    ) -> None:
+        self.extent = extent
+        self.start: int = span.start
+        self.size: int = span.stop - span.start
+        self.expires = extent.expires
+        self.unit = unit
+        self.page = page
+        self.layer = layer
+        self.head = head
+        self.kv_type = kv_type
+
+    @property
+    def body(self) -> memoryview:
+        """The page's bytes."""
+        return self.extent.slot.body[self.start : self.start + self.size]
+
+    def part(self, start: int, stop: int) -> Part:
+        """The bytes of the body from `start` to before `stop`."""
+        return Part(self.extent.slot, self.start + start, self.start + stop)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of memory that are its share of the block's."""
+        return self.size
+
+    @property
+    def header(self) -> bytes:
+        """The 64 bytes of its header."""
+        extent = self.extent
+        plane = extent.shape.plane(self.kv_type)
+        return pack_header(
+            plane.dtype,
+            self.kv_type,
+            extent.shape.page_size,
+            plane.head_dim,
+            self.layer,
+            self.head,
+            self.page,
+            extent.created,
+            extent.ttl,
+            self.size,
+            extent.checksum_of(self.layer, self.head, plane),
+        )
