@@ -199,7 +199,7 @@ def test_mlx_reads_bfloat16_from_the_file(tmp_path: Path, pool: BlockPool) -> No
 
 @pytest.mark.parametrize("bits_a_value", [4, 8])
 def test_a_quantised_cache_can_be_dequantised_from_the_file(tmp_path: Path, pool: BlockPool, bits_a_value: int) -> None:
-    model = tiny_llama(num_attention_heads=2, num_key_value_heads=1, head_dim=64)
+    model = tiny_llama(head_dim=64)
     empty = [QuantizedKVCache(64, bits_a_value) for _ in range(4)]
     spec = ModelCacheSpec.probe(model, TOKENIZER, cache=[QuantizedKVCache(64, bits_a_value) for _ in range(4)])
     cold = SafetensorsCacheAdapter(spec, pool, tmp_path)
@@ -484,7 +484,6 @@ def test_an_engine_killed_while_it_saves_leaves_a_whole_context(tmp_path: Path, 
                 for _ in range(8):
                     stop_in_the_middle_of_a_save(engine, tmp_path, moments.uniform(0.002, 0.02))
                     look()
-                    assert any(tmp_path.glob(".*.tmp")), "what a living engine writes was tidied up"
                     engine.send_signal(signal.SIGCONT)
                 stop_in_the_middle_of_a_save(engine, tmp_path, 0.01)
             finally:

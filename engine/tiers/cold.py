@@ -272,7 +272,9 @@ def _blocks(
             continue
         for block, (start, end) in zip(layers, edges, strict=True):
             rows = values[:, :, start:end] if place.transposed else values[:, start:end]
-            block[place.layer].append(mx.array(_transpose(rows) if place.transposed else rows).view(dtype))
+            block[place.layer].append(
+                mx.array(_transpose(rows) if place.transposed else np.ascontiguousarray(rows)).view(dtype)
+            )
     blocks = tuple(
         KVBlock(block_id, end - start, _frozen(block), _frozen(taken[end]) if end in taken else None)
         for block_id, (start, end), block in zip(ids, edges, layers, strict=True)
@@ -286,7 +288,7 @@ def _frozen(layers: Sequence[Sequence[mx.array]]) -> Arrays:
 
 
 def _bits(array: mx.array) -> Bits:
-    """An evaluated array's values as unsigned integers, in its own memory."""
+    """An evaluated, contiguous array's values as unsigned integers, in its own memory."""
     return np.frombuffer(memoryview(cast(Any, array)).cast("B"), BITS[array.itemsize]).reshape(array.shape)
 
 
