@@ -20,86 +20,32 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+from collections.abc import Collection, Iterator, Sequence
+from itertools import count, pairwise
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
-from engine.caches import UnsupportedCacheError
+from engine.blocks import AgentBlocks, KVBlock, check_agent_id
 from engine.kvcache import Cache
-from engine.pool import BlockPool
+from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import common_prefix
+from engine.request import (
+    CompletedGeneration,
+    EmptyPromptError,
+    PromptError,
+    PromptTooLongError,
+    Request,
+    UnknownTokenError,
+)
+from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
 
-Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary] -> token ids [batch]
-
-
-class PromptError(ValueError):
-    """A prompt that the model cannot be given."""
-
-
-class EmptyPromptError(PromptError):
-    """A prompt without a token."""
-
-
-class PromptTooLongError(PromptError):
-    """A prompt that leaves no room for an answer in the model's context."""
-
-
-class UnknownTokenError(PromptError):
-    """A prompt with an id that is not in the model's vocabulary."""
-
-
-@dataclass(frozen=True, slots=True)
-class CompletedGeneration:
-    """A finished answer, and the context to go on from."""
-
-    uid: int
-    agent_id: str
-    text: str
-    tokens: tuple[int, ...]  # what was generated, the end-of-text token left out
-    finish_reason: str  # "stop" or "length"
-    blocks: AgentBlocks  # prompt and answer with its end-of-text token; the receiver's to free
-    prompt_tokens: int
-    tokens_reused: int  # of the prompt, taken from `cache`
-    time_to_first_token: float  # seconds since submit
-
-
-@dataclass(slots=True)
-class _Request:
-    """A submitted prompt. Holds one reference on `shared` and on `reserved` until it is finished."""
-
-    agent_id: str
-    prompt_tokens: int
-    tokens_reused: int
-    stop: tuple[str, ...]
-    shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result will go on using
-    reserved: list[int]  # ids for all the blocks that may be made
-    detokenizer: Any
-    submitted: float
-    tokens: list[int] = field(default_factory=list)
-    first_token: float = 0.0
-    checkpoints: frozenset[int] = frozenset()  # positions in the prompt at which to keep what the layers carry
-    states: dict[int, Arrays] = field(default_factory=dict)  # what they carried, at those that were passed
-
-    def add(self, token: int, *, ends: bool) -> None:
-        """Take the next token; one that `ends` the text is not part of it."""
-        self.first_token = self.first_token or time.perf_counter()
-        if not ends:
-            self.tokens.append(token)
-            self.detokenizer.add_token(token)
-
-    def stopped_at(self) -> int:
-        """Where in the text the first stop string begins; -1 while there is none."""
-        text = self.detokenizer.text if self.stop else ""
-        return min((at for word in self.stop if (at := text.find(word)) >= 0), default=-1)
+PREFILL_CHUNK = 512  # tokens of a prompt computed between two tokens of an answer
 
 
 class BlockPoolBatchEngine:
@@ -108,28 +54,50 @@ class BlockPoolBatchEngine:
     Memory is promised at the door: `submit` reserves in `pool` every block that the answer may need and gives back
     at its end what it did not use, so that what was admitted always completes and can always be kept.
 
+    Prompts join and leave between steps. A step takes every answer on by a token and each prompt by at most
+    `prefill_chunk` tokens, so that a long prompt holds up the others' next tokens by no more than that.
+
     Where layers carry a state (windows, recurrences), a context can be taken up at the end of an answer and at
     checkpoints: blocks' ends, spread evenly over the prompt, as many as `state_budget` bytes a prompt allow.
+
+    Kinds of cache that mlx-lm cannot merge are run in turns, a sequence at a time. A model whose kind of cache nobody
+    knows is run so too, and its contexts are not kept: `spec.refusal` says why, and every completion's `not_kept`.
     """
 
     def __init__(
-        self, model: nn.Module, tokenizer: Any, spec: ModelCacheSpec, pool: BlockPool, *, state_budget: int = 64 << 20
+        self,
+        model: nn.Module,
+        tokenizer: Any,
+        spec: ModelCacheSpec,
+        pool: BlockPool,
+        *,
+        state_budget: int = 64 << 20,
+        prefill_chunk: int = PREFILL_CHUNK,
+        wait_for_blocks: bool = False,
     ) -> None:
-        """Raises UnsupportedCacheError for a kind of cache that mlx-lm cannot batch."""
-        if single := {layer.KIND.__name__ for layer in spec.layers if not hasattr(layer.KIND, "merge")}:
-            raise UnsupportedCacheError(f"mlx-lm batches no {', '.join(sorted(single))}")
+        """`wait_for_blocks`: a prompt for which the pool has no room now, but could have, waits instead of being
+        refused; those that wait are admitted in their order.
+
+        Raises ValueError for a chunk below 1.
+        """
+        if prefill_chunk < 1:
+            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
         self.spec = spec
         self.pool = pool
+        self._model = model
         self._state_budget = state_budget
+        self._wait_for_blocks = wait_for_blocks
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self._generator = BatchGenerator(model, stop_tokens=[[token] for token in self._tokenizer.eos_token_ids])
-        self._running: dict[int, _Request] = {}
+        self._generator = _generator(model, spec, self._tokenizer.eos_token_ids, prefill_chunk)
+        self._uids = count()
+        self._waiting: deque[Request] = deque()  # for blocks
+        self._running: dict[int, Request] = {}  # by the generator's uid
         self._completed: deque[CompletedGeneration] = deque()  # what a `step` that was left early has not handed out
 
     @property
     def pending(self) -> int:
         """Prompts that were submitted and are not completed."""
-        return len(self._running)
+        return len(self._running) + len(self._waiting)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, as mlx-lm's own generate makes them."""
@@ -156,8 +124,8 @@ class BlockPoolBatchEngine:
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for max_tokens below 1 or an empty stop
-        string, and PoolExhaustedError when the blocks the answer may need are not to be had. Nothing is then queued
-        or allocated.
+        string, and PoolExhaustedError when the blocks the answer may need are not to be had (with `wait_for_blocks`,
+        when the pool is too small for them). Nothing is then queued or allocated.
         """
         submitted = time.perf_counter()
         check_agent_id(agent_id)
@@ -171,45 +139,64 @@ class BlockPoolBatchEngine:
         if self.spec.context:
             max_tokens = min(max_tokens, self.spec.context - len(tokens))
         reused = self._reusable(cache, tokens)
-        shared = cache.blocks[: reused // self.spec.block_tokens] if cache else ()
-        restored = self._reconstruct_cache(cache, reused) if cache and reused else None
-        reserved = self.pool.allocate(self.spec.blocks_for(len(tokens) + max_tokens) - len(shared))
-        self.pool.share(block.block_id for block in shared)
-        checkpoints = self._checkpoints(reused, len(tokens))
-        uid: int
-        (uid,) = self._generator.insert_segments(
-            [[tokens[start:end] for start, end in pairwise([reused, *checkpoints, len(tokens)])]],
-            max_tokens=[max_tokens],
-            caches=[restored],
-            all_tokens=[tokens[:reused]],
-            samplers=[sampler],
-        )
-        self._running[uid] = _Request(
+        request = Request(
+            uid=next(self._uids),
             agent_id=agent_id,
-            prompt_tokens=len(tokens),
+            prompt=tokens,
             tokens_reused=reused,
+            max_tokens=max_tokens,
+            cache=self._reconstruct_cache(cache, reused) if cache and reused else self._empty_cache(),
+            shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
+            checkpoints=self._checkpoints(reused, len(tokens)),
+            sampler=sampler,
             stop=stop,
-            shared=shared,
-            reserved=reserved,
             detokenizer=self._tokenizer.detokenizer,
             submitted=submitted,
-            checkpoints=frozenset(checkpoints),
         )
-        return uid
+        if self._may_wait(request):
+            self._hold_shared(request)
+            self._waiting.append(request)
+            self._admit_waiting()
+        else:
+            self._reserve(request)
+            self._hold_shared(request)
+            self._start(request)
+        return request.uid
+
+    def cancel(self, uid: int) -> None:
+        """Drop a prompt or an answer that isn't complete; its blocks are free at once.
+
+        Raises KeyError for a uid that isn't pending.
+        """
+        for request in self._waiting:
+            if request.uid == uid:
+                self._waiting.remove(request)
+                return self._release(request)
+        for running, request in self._running.items():
+            if request.uid == uid:
+                self._generator.remove([running])
+                del self._running[running]
+                return self._release(request)
+        raise KeyError(f"no request {uid} is pending")
 
     def step(self) -> Iterator[CompletedGeneration]:
         """Run the batch and yield each generation as it completes, until none is left.
 
-        What is submitted between two of them joins the batch.
+        What is submitted between two of them joins the batch. What waits for blocks when nothing else is left to run
+        stays pending: go on with `step` once some are free.
         """
-        while self._running or self._completed:
-            if not self._completed:
-                self._completed.extend(self.step_once())
+        while True:
             while self._completed:
                 yield self._completed.popleft()
+            self._completed.extend(self.step_once())
+            if not self._running and not self._completed:
+                return
 
     def step_once(self) -> list[CompletedGeneration]:
         """Advance every prompt by a chunk and every answer by a token; what completed with it."""
+        self._admit_waiting()
+        if not self._running:
+            return []
         prompts, responses = self._generator.next()
         for prompt in prompts:
             if prompt.end_of_segment and not prompt.end_of_prompt:
@@ -234,12 +221,56 @@ class BlockPoolBatchEngine:
 
     def _checkpoints(self, start: int, tokens: int) -> list[int]:
         """Where between `start` and the last token of a prompt to keep what the layers carry."""
-        size = self.spec.block_tokens
         if not self.spec.has_state:
             return []
+        size = self.spec.block_tokens
         ends = range((start // size + 1) * size, tokens, size)
         count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
+
+    def _needed(self, request: Request) -> tuple[int, int]:
+        """The blocks that its context may need beside the shared ones, and their bytes."""
+        if self.spec.refusal:
+            return 0, 0
+        kept = len(request.shared)
+        rows = request.capacity - kept * self.spec.block_tokens
+        states = (len(request.checkpoints) + 1) * self.spec.state_nbytes(request.capacity)
+        return self.spec.blocks_for(request.capacity) - kept, rows * self.spec.token_nbytes + states
+
+    def _may_wait(self, request: Request) -> bool:
+        blocks, nbytes = self._needed(request)
+        return self._wait_for_blocks and blocks <= self.pool.total_blocks and nbytes <= self.pool.total_bytes
+
+    def _hold_shared(self, request: Request) -> None:
+        self.pool.share((block.block_id for block in request.shared), request.agent_id)
+
+    def _reserve(self, request: Request) -> None:
+        """Raises PoolExhaustedError."""
+        blocks, nbytes = self._needed(request)
+        request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
+
+    def _admit_waiting(self) -> None:
+        """In their order: none overtakes another that needs more."""
+        while self._waiting:
+            try:
+                self._reserve(self._waiting[0])
+            except PoolExhaustedError:
+                return
+            self._start(self._waiting.popleft())
+
+    def _start(self, request: Request) -> None:
+        ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
+        (uid,) = self._generator.insert_segments(
+            [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
+            max_tokens=[request.max_tokens],
+            caches=[request.cache],
+            all_tokens=[list(request.prompt[: request.tokens_reused])],
+            samplers=[request.sampler],
+        )
+        self._running[uid] = request
+
+    def _release(self, request: Request) -> None:
+        self.pool.free(request.held, request.agent_id)
 
     def _keep_state(self, uid: int) -> None:
         """If the prompt is at a checkpoint."""
@@ -248,6 +279,9 @@ class BlockPoolBatchEngine:
             cache, tokens = self._generator.extract_cache([uid])[uid]
             if len(tokens) in request.checkpoints:
                 request.states[len(tokens)] = kvcache.capture(self.spec, cache)
+
+    def _empty_cache(self) -> Cache:
+        return make_prompt_cache(self._model) if self.spec.refusal else kvcache.empty(self.spec)
 
     def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> Cache:
         return kvcache.reconstruct(self.spec, cache.blocks, tokens)
@@ -270,19 +304,28 @@ class BlockPoolBatchEngine:
         text = request.detokenizer.text
         if (stopped := request.stopped_at()) >= 0:
             text, reason = text[:stopped], "stop"
+        not_kept = self.spec.refusal
+        blocks = AgentBlocks(request.agent_id, (), (), self.spec.fingerprint)
+        if not not_kept:
+            try:
+                blocks = self._extract_cache(request, cache, tokens)
+            except (ValueError, RuntimeError, MemoryError) as error:  # no reason to lose the answer, or the others'
+                self._release(request)
+                not_kept = str(error)
         return CompletedGeneration(
-            uid=uid,
+            uid=request.uid,
             agent_id=request.agent_id,
             text=text,
             tokens=tuple(request.tokens),
             finish_reason=reason,
-            blocks=self._extract_cache(request, cache, tokens),
-            prompt_tokens=request.prompt_tokens,
+            blocks=blocks,
+            prompt_tokens=len(request.prompt),
             tokens_reused=request.tokens_reused,
             time_to_first_token=request.first_token - request.submitted,
+            not_kept=not_kept,
         )
 
-    def _extract_cache(self, request: _Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
+    def _extract_cache(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
         """The context after an answer: the blocks it shares with the one before it, and new ones from there on.
 
         The new ones are made in blocks reserved at submit, before anything of the old is let go.
@@ -290,11 +333,31 @@ class BlockPoolBatchEngine:
         kept = len(request.shared)
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
-        try:
-            start = kept * self.spec.block_tokens
-            made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
-        except Exception:
-            self.pool.free([*request.reserved, *(block.block_id for block in request.shared)])
-            raise
-        self.pool.free(surplus)
+        start = kept * self.spec.block_tokens
+        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
+        self.pool.settle({block.block_id: _nbytes(block) for block in made})
+        self.pool.free(surplus, request.agent_id)
         return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
+
+
+def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:
+    """mlx-lm's own, where it merges all that the layers keep."""
+    if spec.refusal or not all(hasattr(layer.KIND, "merge") for layer in spec.layers):
+        return SingleGenerator(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
+    stop = [[token] for token in stop_tokens]
+    return BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_chunk)
+
+
+def _nbytes(block: KVBlock) -> int:
+    return sum(array.nbytes for layer in (*block.layers, *(block.state or ())) for array in layer)
+
+
+__all__ = [
+    "BlockPoolBatchEngine",
+    "CompletedGeneration",
+    "EmptyPromptError",
+    "PromptError",
+    "PromptTooLongError",
+    "Sampler",
+    "UnknownTokenError",
+]

@@ -9,10 +9,15 @@ from typing import Any
 import mlx.core as mx
 
 from engine.blocks import Arrays, BlockError, KVBlock
-from engine.caches import ArraysLayer, StateLayer, TokenLayer
+from engine.caches import ArraysLayer, StateLayer, TokenLayer, assemble, describe, parts
 from engine.spec import ModelCacheSpec
 
 Cache = list[Any]  # a cache of mlx-lm's for each layer
+
+
+def empty(spec: ModelCacheSpec) -> Cache:
+    """Caches, one a layer, without a token."""
+    return assemble(spec.nesting, (layer.empty() for layer in spec.layers))
 
 
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
@@ -27,12 +32,13 @@ def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) ->
         raise BlockError(f"1 to {held} tokens can be restored from these blocks, got {tokens}")
     used = blocks[: spec.blocks_for(tokens)]
     state = _state_at(used, tokens) if spec.has_state else ()
-    return [
+    restored = (
         layer.join([block.layers[i] for block in used], tokens)
         if isinstance(layer, TokenLayer)
         else layer.restore(state[i], tokens)
         for i, layer in enumerate(spec.layers)
-    ]
+    )
+    return assemble(spec.nesting, restored)
 
 
 def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
@@ -47,7 +53,7 @@ def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
     """Copies, evaluated, of what the layers of `cache`, which holds one sequence, carry on from its last token."""
     state = tuple(
         layer.capture(held) if isinstance(layer, StateLayer) else ()
-        for layer, held in zip(spec.layers, cache, strict=True)
+        for layer, held in zip(spec.layers, parts(cache), strict=True)
     )
     mx.eval(state)
     return state
@@ -66,9 +72,11 @@ def extract(
     `cache` holds one sequence of `end` tokens, ``[1, heads, >= end, dim]`` a plane; what lies beyond is not looked at.
     `block_ids`, as many as there are blocks, name them in the pool. The last block gets the state that the layers carry
     on, the others those of `states` that were captured at their ends. Raises BlockError when the ids are of another
-    number, when a layer holds another number of tokens or when `start` is not on a block's edge.
+    number, when a layer is missing, of another kind or geometry or holds another number of tokens, or when `start` is
+    not on a block's edge; CacheStateError for a cache that was trimmed until it cannot be gone on from.
     """
-    counted = zip(spec.layers, cache, strict=True)
+    _check_kinds(spec, cache)
+    counted = zip(spec.layers, parts(cache), strict=True)
     offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
     if offsets - {end}:
         raise BlockError(f"the layers of a cache of {end} tokens hold as many, got {sorted(offsets)}")
@@ -86,8 +94,17 @@ def extract(
     return tuple(blocks)
 
 
+def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:
+    held = parts(cache)
+    if len(held) != len(spec.layers):
+        raise BlockError(f"a cache of {spec.model_id!r} has {len(spec.layers)} layers, got {len(held)}")
+    for i, (layer, part) in enumerate(zip(spec.layers, held, strict=True)):
+        if (found := describe(i, part)) != layer:
+            raise BlockError(f"layer {i} must be a {layer}, got a {found}")
+
+
 def _cut(spec: ModelCacheSpec, cache: Sequence[Any], start: int, end: int) -> Arrays:
     return tuple(
         layer.cut(held, start, end) if isinstance(layer, TokenLayer) else ()
-        for layer, held in zip(spec.layers, cache, strict=True)
+        for layer, held in zip(spec.layers, parts(cache), strict=True)
     )

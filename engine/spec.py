@@ -16,7 +16,17 @@ import xxhash
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine.caches import Layer, Matrices, StateLayer, TokenLayer, UnsupportedCacheError, describe
+from engine.caches import (
+    Layer,
+    Matrices,
+    Nesting,
+    StateLayer,
+    TokenLayer,
+    UnsupportedCacheError,
+    describe,
+    nesting,
+    parts,
+)
 from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
@@ -57,10 +67,12 @@ class ModelCacheSpec:
 
     model_id: str
     block_tokens: int
-    layers: tuple[Layer, ...]
+    layers: tuple[Layer, ...]  # the caches; where a layer of the model keeps several, one after the other
+    nesting: tuple[Nesting, ...]  # of the model's layers: which of these caches they keep
     vocab_size: int
     context: int | None  # tokens the model was made for; None when it does not say
     fingerprint: int  # 64 bits; caches with equal fingerprints are interchangeable
+    refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
 
     @classmethod
     def probe(
@@ -74,30 +86,37 @@ class ModelCacheSpec:
     ) -> ModelCacheSpec:
         """Run one token through `model` and describe the cache it leaves.
 
-        `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one.
-        Raises UnsupportedCacheError for a cache that is not understood.
+        `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one. One that is not
+        understood raises UnsupportedCacheError; if the model makes it for itself, the spec says so in its `refusal`.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
-        cache = make_prompt_cache(model) if cache is None else cache
-        logits = model(mx.array([[0]]), cache=cache)
-        layers = tuple(describe(i, layer) for i, layer in enumerate(cache))
-        if not any(layer.planes for layer in layers):
-            raise UnsupportedCacheError(f"{type(model).__module__} caches nothing that could be reused")
+        probed = make_prompt_cache(model) if cache is None else cache
+        logits = model(mx.array([[0]]), cache=probed)
+        refusal = None
+        try:
+            layers = _describe_all(probed)
+        except UnsupportedCacheError as error:
+            if cache is not None:
+                raise
+            layers, refusal = (), str(error)
         return cls(
             model_id=model_id,
             block_tokens=block_tokens,
             layers=layers,
+            nesting=tuple(nesting(layer) for layer in probed) if layers else (),
             vocab_size=logits.shape[-1],
-            context=getattr(getattr(model, "args", None), "max_position_embeddings", None),
+            context=_context(model),
             fingerprint=fingerprint(model, tokenizer, layers, block_tokens),
+            refusal=refusal,
         )
 
     @property
     def tag(self) -> ModelTag:
-        """Heads and head_dim are those of the first page of a block."""
-        first, *_ = chain.from_iterable(layer.matrices(1) for layer in self.layers)
-        return ModelTag(self.model_id, len(self.layers), first.heads, first.plane.head_dim, self.block_tokens)
+        """Heads and head_dim are those of the first page of a block; 0 where there is none."""
+        first = next(chain.from_iterable(layer.matrices(1) for layer in self.layers), None)
+        heads, head_dim = (first.heads, first.plane.head_dim) if first else (0, 0)
+        return ModelTag(self.model_id, len(self.nesting), heads, head_dim, self.block_tokens)
 
     @property
     def has_state(self) -> bool:
@@ -134,6 +153,21 @@ def pages(shapes: Shapes) -> list[PageAt]:
         for kept in layer
         for head in range(kept.heads)
     ]
+
+
+def _describe_all(cache: Sequence[Any]) -> tuple[Layer, ...]:
+    layers = tuple(describe(i, part) for i, layer in enumerate(cache) for part in parts([layer]))
+    if not any(layer.planes for layer in layers):
+        raise UnsupportedCacheError("the model caches nothing that could be reused")
+    return layers
+
+
+def _context(model: nn.Module) -> int | None:
+    """From the configuration, or, of a model that also does other things, from that of its language."""
+    args = getattr(model, "args", None)
+    language = getattr(args, "text_config", None) or args
+    configured = language if isinstance(language, dict) else vars(language) if language else {}
+    return configured.get("max_position_embeddings")
 
 
 def _nbytes(shapes: Shapes) -> int:

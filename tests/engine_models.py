@@ -62,8 +62,8 @@ def tiny(family: str, seed: int = 7, **changes: Any) -> Any:
     """A random model of one of FAMILIES, of 2 layers, or of 4 where they are of two kinds."""
     module = import_module(f"mlx_lm.models.{family}")
     mx.random.seed(seed)
-    model = module.Model(module.ModelArgs(model_type=family, **COMMON | FAMILIES[family] | changes))
-    model.update(tree_map(lambda weight: random_weight(weight), model.parameters()))
+    model = module.Model(module.ModelArgs.from_dict({"model_type": family, **COMMON, **FAMILIES[family], **changes}))
+    model.update(tree_map(random_weight, model.parameters()))
     mx.eval(model.parameters())
     return model
 
@@ -95,6 +95,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     },
     "deepseek_v2": {**LATENT, "rope_scaling": {"type": "yarn", "factor": 1.0}},
     "deepseek_v3": LATENT,
+    "deepseek_v32": {
+        **LATENT,
+        "index_head_dim": 16,
+        "index_n_heads": 2,
+        "index_topk": 64,
+        "max_position_embeddings": 4096,
+    },
     "llama4_text": {
         **ATTENTION,
         **SHALLOW,
@@ -105,6 +112,25 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "tie_word_embeddings": False,
         "no_rope_layers": [1, 0],
         "use_qk_norm": True,
+    },
+    "llama4": {
+        "text_config": {
+            **COMMON,
+            **ATTENTION,
+            "model_type": "llama4_text",
+            "attention_bias": False,
+            "attention_chunk_size": 64,
+            "head_dim": 16,
+            "interleave_moe_layer_step": 2,
+            "intermediate_size_mlp": 64,
+            "max_position_embeddings": 4096,
+            "num_experts_per_tok": 1,
+            "num_local_experts": 2,
+            "rms_norm_eps": 1e-5,
+            "rope_scaling": None,
+            "rope_theta": 10000.0,
+            "use_qk_norm": True,
+        },
     },
     "gemma3_text": {**ATTENTION, "head_dim": 16, "sliding_window": 64, "sliding_window_pattern": 2},
     "gpt_oss": {
@@ -148,6 +174,20 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 4096,
         "head_dim": 16,
         "full_attention_interval": 2,
+    },
+    "falcon_h1": {
+        **ATTENTION,
+        **SHALLOW,
+        "head_dim": 16,
+        "mamba_d_conv": 4,
+        "mamba_d_head": 16,
+        "mamba_d_ssm": 64,
+        "mamba_d_state": 16,
+        "mamba_n_groups": 1,
+        "mamba_n_heads": 4,
+        "max_position_embeddings": 4096,
+        "rope_theta": 10000.0,
+        "tie_word_embeddings": False,
     },
     "mamba2": {
         **SHALLOW,

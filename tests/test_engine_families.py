@@ -6,84 +6,31 @@ are caches that are wrong by little, and the comparison has to see each of them 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from engine_models import FAMILIES, letter_tokenizer, tiny
+from engine_families import KINDS, QUANTIZED, TOKENS, WITH_STATE, WITHOUT_OFFSET, Family, Logits, family
+from family_matrix import FOREIGN, GROWN, IDENTITY, LAYER, OFFSET, RESTORED, ROUNDS, STALE, SWAPPED, covers
 from servers import RunningServer
 
 # isort: split
 import mlx.core as mx
 import numpy as np
-import numpy.typing as npt
 import pytest
 import redis
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
 from engine import kvcache
 from engine.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
+from engine.caches import parts
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier
 
-TOKENS = np.random.default_rng(6).integers(0, 96, 300).tolist()
 CUTS = [1, 127, 255, 256, 257, 299]
-QUANTIZED = [f"llama q{bits}/{group}" for bits in (4, 8) for group in (32, 64)]
-KINDS = [*FAMILIES, *QUANTIZED]
-WITH_STATE = ["gemma3_text", "gpt_oss", "cohere2", "lfm2", "qwen3_next", "mamba2"]
-
-Logits = npt.NDArray[np.float32]
-
-
-class Family:
-    """A tiny model and how its caches are made."""
-
-    def __init__(self, kind: str, seed: int = 7) -> None:
-        family, _, quantized = kind.partition(" q")
-        self._settings = [int(number) for number in quantized.split("/")] if quantized else []
-        self.model = tiny(family, seed, **({"head_dim": 64} if quantized else {}))
-        self.spec = ModelCacheSpec.probe(self.model, letter_tokenizer(), model_id=kind, cache=self.empty())
-
-    def empty(self) -> list[Any]:
-        made = make_prompt_cache(self.model)
-        if not self._settings:
-            return made
-        bits, group_size = self._settings
-        assert {type(layer) for layer in made} == {KVCache}
-        return [QuantizedKVCache(group_size, bits) for _ in made]
-
-    def run(self, tokens: Sequence[int], cache: list[Any]) -> Logits:
-        """The logits of every one of `tokens`, ``[tokens, vocabulary]``."""
-        return np.array(self.model(mx.array([tokens]), cache=cache)[0])
-
-    def computed(self, count: int, decoded: int = 0) -> list[Any]:
-        """The cache after the first `count` tokens, the last `decoded` of them one by one."""
-        cache = self.empty()
-        self.run(TOKENS[: count - decoded], cache)
-        for token in TOKENS[count - decoded : count]:
-            self.run([token], cache)
-        return cache
-
-    def blocks(self, cache: list[Any], count: int, states: dict[int, Arrays] | None = None) -> AgentBlocks:
-        ids = range(self.spec.blocks_for(count))
-        blocks = kvcache.extract(self.spec, cache, ids, count, states=states)
-        return AgentBlocks("agent", tuple(TOKENS[:count]), blocks, self.spec.fingerprint)
-
-    def continuation(self, cache: list[Any], count: int) -> Logits:
-        """The logits of a chunk from `count` on and of ten steps of greedy decoding after it."""
-        logits = [self.run(TOKENS[count : count + 5] or [7], cache)]
-        for _ in range(10):
-            logits.append(self.run([int(logits[-1][-1].argmax())], cache))
-        return np.concatenate(logits)
-
-
-@cache
-def family(kind: str, seed: int = 7) -> Family:
-    return Family(kind, seed)
 
 
 @contextmanager
@@ -100,7 +47,7 @@ def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(
 ) -> None:
     of = family(kind)
     live = of.computed(cut)
-    with tier_of(server, of.spec) as tier:
+    with covers(kind, RESTORED), tier_of(server, of.spec) as tier:
         assert tier.save(of.blocks(live, cut))
         loaded = tier.load("agent", TOKENS)
         assert loaded
@@ -118,13 +65,13 @@ def test_a_context_that_grew_token_by_token_is_restored_as_it_lay_in_memory(
 ) -> None:
     """In a ring that has turned the order of the sums is another, which the last bits show."""
     of = family(kind)
-    live = of.computed(150, decoded=100)
-    with tier_of(server, of.spec) as tier:
-        assert tier.save(of.blocks(live, 150))
+    live = of.computed(100, decoded=80)
+    with covers(kind, GROWN), tier_of(server, of.spec) as tier:
+        assert tier.save(of.blocks(live, 100))
         loaded = tier.load("agent")
         assert loaded
-        restored = kvcache.reconstruct(of.spec, loaded.blocks, 150)
-        for token in TOKENS[150:160]:
+        restored = kvcache.reconstruct(of.spec, loaded.blocks, 100)
+        for token in TOKENS[100:105]:
             assert np.array_equal(of.run([token], restored), of.run([token], live))
 
 
@@ -133,7 +80,7 @@ def test_bytes_do_not_change_in_ten_rounds(server: RunningServer, client: redis.
     of = family(kind)
     context = of.blocks(of.computed(270), 270)
     first = bytes_of(context)
-    with tier_of(server, of.spec) as tier:
+    with covers(kind, ROUNDS), tier_of(server, of.spec) as tier:
         for _ in range(10):
             client.flushall()
             assert tier.save(context)
@@ -221,7 +168,7 @@ def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_model_of_the_same_shapes_finds_nothing(server: RunningServer, client: redis.Redis, kind: str) -> None:
     of, other = family(kind), family(kind, seed=8)
-    with tier_of(server, of.spec) as ours, tier_of(server, other.spec) as theirs:
+    with covers(kind, IDENTITY), tier_of(server, of.spec) as ours, tier_of(server, other.spec) as theirs:
         assert theirs.save(other.blocks(other.computed(270), 270))
         assert ours.load("agent") is None
         assert ours.load("another", TOKENS) is None
@@ -242,16 +189,17 @@ def test_quantised_caches_differ_by_bits_and_group() -> None:
     assert len({family(kind).spec.fingerprint for kind in ["llama", *QUANTIZED]}) == 5
 
 
-def of_the_last_two(layers: Sequence[tuple[mx.array, ...]]) -> list[int]:
-    """The last two layers that keep something and keep the same."""
-    shapes = [[array.shape for array in layer] for layer in layers]
-    b = max(i for i, shape in enumerate(shapes) if shape and shape in shapes[:i])
-    return [max(i for i, shape in enumerate(shapes[:b]) if shape == shapes[b]), b]
+def alike(layers: Arrays) -> list[tuple[int, int]]:
+    """For each shape that layers keep, the last two layers that keep it; the same one twice if it is the only one."""
+    shapes = [tuple(array.shape for array in layer) for layer in layers]
+    places = {shape: [i for i, other in enumerate(shapes) if other == shape] for shape in shapes if shape}
+    return [(found[-2:][0], found[-1]) for found in places.values()]
 
 
-def pages_swapped(layers: Arrays) -> Arrays:
-    """Their first pages, each in the other's place."""
-    a, b = of_the_last_two(layers)
+def pages_swapped(layers: Arrays, a: int, b: int) -> Arrays:
+    """The first pages of two layers, each in the other's place; of one layer, those of its heads."""
+    if a == b:
+        return tuple((layer[0][::-1], *layer[1:]) if i == a else layer for i, layer in enumerate(layers))
     (mine, *rest), (theirs, *others) = layers[a], layers[b]
     changed = {
         a: (mx.concatenate([theirs[:1], mine[1:]]), *rest),
@@ -260,8 +208,7 @@ def pages_swapped(layers: Arrays) -> Arrays:
     return tuple(changed.get(i, layer) for i, layer in enumerate(layers))
 
 
-def layer_missing(layers: Arrays) -> Arrays:
-    _, lost = of_the_last_two(layers)
+def layer_missing(layers: Arrays, _: int, lost: int) -> Arrays:
     empty = tuple(array if array.dtype == mx.uint32 else mx.zeros_like(array) for array in layers[lost])
     return tuple(empty if i == lost else layer for i, layer in enumerate(layers))
 
@@ -288,13 +235,15 @@ def differs(found: Logits, right: Logits) -> bool:
     return bool(np.abs(found - right).max() > 1e-4)
 
 
-@pytest.mark.parametrize("spoil", [pages_swapped, layer_missing])
+@pytest.mark.parametrize(("spoil", "column"), [(pages_swapped, SWAPPED), (layer_missing, LAYER)])
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_comparison_sees_a_wrong_page(kind: str, spoil: Callable[[Arrays], Arrays]) -> None:
+def test_the_comparison_sees_a_wrong_page(kind: str, spoil: Callable[[Arrays, int, int], Arrays], column: str) -> None:
     of, (*whole, last), right = intact(kind)
     for part in parts_of(of):
-        wrong = replace(last, **{part: spoil(getattr(last, part))})
-        assert differs(following(of, kvcache.reconstruct(of.spec, [*whole, wrong], 270)), right)
+        for a, b in alike(getattr(last, part)):
+            wrong = replace(last, **{part: spoil(getattr(last, part), a, b)})
+            with covers(kind, column):
+                assert differs(following(of, kvcache.reconstruct(of.spec, [*whole, wrong], 270)), right)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -303,24 +252,27 @@ def test_the_comparison_sees_another_models_pages_of_the_same_shapes(kind: str) 
     _, theirs, _ = intact(kind, seed=8)
     for part in parts_of(of):
         mixed = [replace(a, **{part: getattr(b, part)}) for a, b in zip(blocks, theirs, strict=True)]
-        assert differs(following(of, kvcache.reconstruct(of.spec, mixed, 270)), right)
+        with covers(kind, FOREIGN):
+            assert differs(following(of, kvcache.reconstruct(of.spec, mixed, 270)), right)
 
 
 @pytest.mark.parametrize("error", [-1, 1])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "mamba2"])
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in WITHOUT_OFFSET])
 def test_the_comparison_sees_an_offset_that_is_off_by_one(kind: str, error: int) -> None:
-    """mamba2 has none."""
     of, blocks, right = intact(kind)
     wrong = kvcache.reconstruct(of.spec, blocks, 270)
-    for layer in wrong:
+    for layer in parts(wrong):
         if hasattr(layer, "offset"):
             layer.offset += error
-    assert differs(following(of, wrong), right)
+    with covers(kind, OFFSET):
+        assert differs(following(of, wrong), right)
 
 
 @pytest.mark.parametrize("kind", WITH_STATE)
 def test_the_comparison_sees_a_state_that_is_a_token_old(kind: str) -> None:
+    """A ring that has not turned on among others."""
     of, (*whole, last), right = intact(kind)
     stale = kvcache.capture(of.spec, of.computed(269))
     wrong = kvcache.reconstruct(of.spec, [*whole, replace(last, state=stale)], 270)
-    assert differs(following(of, wrong), right)
+    with covers(kind, STALE):
+        assert differs(following(of, wrong), right)

@@ -1,14 +1,17 @@
-"""The batch engine says what mlx-lm says with every family of models, from a cache or without, alone or with others."""
+"""The batch engine says what mlx-lm says with every family of models: alone to the bit, with others within rounding.
+
+mlx-lm's own run goes on with the cache it has from the first turn; the engine goes on with the blocks it made of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
-from itertools import takewhile
 from typing import Any
 
-from engine_models import FAMILIES, letter_tokenizer, tiny
+from engine_families import KINDS, WITH_STATE, Family, Logits, family
+from engine_models import letter_tokenizer, tiny
+from family_matrix import ALONE, RAGGED, SECOND_TURN, covers
 from servers import RunningServer
 
 # isort: split
@@ -17,112 +20,169 @@ import numpy as np
 import pytest
 import redis
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache
 
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
 from engine.blocks import AgentBlocks
-from engine.caches import UnsupportedCacheError
 from engine.pool import BlockPool
+from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
 
 BLOCK = 64
 TOKENS = np.random.default_rng(0).integers(0, 96, 400).tolist()
 TOKENIZER = letter_tokenizer()
-WITH_STATE = ["gemma3_text", "gpt_oss", "cohere2", "lfm2", "qwen3_next", "mamba2"]
+TOKENIZER.eos_token_ids = []  # answers are as long as they may be
+PROMPTS = [TOKENS[:17], TOKENS[:200], TOKENS[50:140], TOKENS[100:230]]
+NEW = TOKENS[300:318]  # of the second turn
+
+
+def recorder(seen: list[Logits]) -> Sampler:
+    """Takes the likeliest token and keeps the log-probabilities that it was given."""
+
+    def sample(logprobs: mx.array) -> mx.array:
+        seen.append(np.array(logprobs[0]))
+        return mx.argmax(logprobs, axis=-1)
+
+    return sample
 
 
 @dataclass
+class Said:
+    """An answer, and the log-probabilities of every token of it, ``[tokens, vocabulary]``."""
+
+    tokens: list[int]
+    logprobs: Logits
+
+
+class MlxLm:
+    """A conversation with mlx-lm itself, which keeps its caches from turn to turn."""
+
+    def __init__(self, of: Family) -> None:
+        self._of = of
+        self._cache = of.empty()
+
+    def said(self, prompt: Sequence[int], count: int, chunk: int = 2048) -> Said:
+        seen: list[Logits] = []
+        steps = generate_step(
+            mx.array(prompt),
+            self._of.model,
+            max_tokens=count,
+            prompt_cache=self._cache,
+            sampler=recorder(seen),
+            prefill_step_size=chunk,
+        )
+        tokens = [token for token, _ in steps]
+        return Said(tokens, np.array(seen[:count]))  # one more is computed ahead
+
+
 class Bench:
     """A family's model, and a batch engine on it."""
 
-    model: Any
-    batch: BlockPoolBatchEngine
+    def __init__(self, kind: str, **options: Any) -> None:
+        self.of = family(kind, block_tokens=BLOCK)
+        self.pool = BlockPool(64)
+        self.batch = BlockPoolBatchEngine(self.of.model, TOKENIZER, self.of.spec, self.pool, **options)
+        self._seen: dict[int, list[Logits]] = {}
 
-    def said(self, prompt: Sequence[int], count: int) -> list[int]:
-        """mlx-lm's own tokens, up to the end of the text."""
-        tokens = (token for token, _ in generate_step(mx.array(prompt), self.model, max_tokens=count))
-        return list(takewhile(lambda token: token not in TOKENIZER.eos_token_ids, tokens))
+    def submit(self, prompt: Sequence[int], known: AgentBlocks | None = None, count: int = 6) -> int:
+        seen: list[Logits] = []
+        uid = self.batch.submit("agent", prompt, known, max_tokens=count, sampler=recorder(seen))
+        self._seen[uid] = seen
+        return uid
 
-    def complete(self, prompt: Sequence[int], known: AgentBlocks | None = None, count: int = 12) -> CompletedGeneration:
-        self.batch.submit("agent", prompt, known, max_tokens=count)
+    def said(self, done: CompletedGeneration) -> Said:
+        return Said(list(done.tokens), np.array(self._seen[done.uid][: len(done.tokens)]))
+
+    def complete(self, prompt: Sequence[int], known: AgentBlocks | None = None, count: int = 6) -> CompletedGeneration:
+        self.submit(prompt, known, count)
         (done,) = self.batch.step()
-        assert list(done.tokens) == self.said(prompt, count)
+        assert done.not_kept is None
         return done
 
-
-@cache
-def model_of(family: str) -> tuple[Any, ModelCacheSpec]:
-    model = tiny(family)
-    return model, ModelCacheSpec.probe(model, TOKENIZER, model_id=family, block_tokens=BLOCK)
+    def free(self, *held: CompletedGeneration) -> None:
+        for done in held:
+            self.pool.free(done.blocks.block_ids)
 
 
-@pytest.fixture(params=list(FAMILIES))
-def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+@pytest.fixture
+def bench(kind: str) -> Iterator[Bench]:
     """With a pool that every test leaves as full as it found it."""
-    model, spec = model_of(request.param)
-    pool = BlockPool(64)
-    yield Bench(model, BlockPoolBatchEngine(model, TOKENIZER, spec, pool))
-    assert pool.available_blocks == 64
+    bench = Bench(kind)
+    yield bench
+    assert bench.pool.available_blocks == 64
 
 
-def free(bench: Bench, *held: CompletedGeneration) -> None:
-    for done in held:
-        bench.batch.pool.free(done.blocks.block_ids)
+def same_bits(ours: Said, theirs: Said) -> bool:
+    return ours.tokens == theirs.tokens and np.array_equal(ours.logprobs, theirs.logprobs)
 
 
-def test_a_second_turn_computes_only_what_is_new(bench: Bench) -> None:
-    first = bench.complete(TOKENS[:200])
-    second = bench.complete([*first.blocks.tokens, *TOKENS[200:230]], first.blocks)
-    assert second.tokens_reused == len(first.blocks)
-    free(bench, first, second)
+def close(ours: Said, theirs: Said) -> bool:
+    return ours.tokens == theirs.tokens and bool(np.abs(ours.logprobs - theirs.logprobs).max() < 1e-4)
 
 
-def test_agents_of_one_ragged_batch_say_what_each_says_alone(bench: Bench) -> None:
-    """Three are new, one goes on from its first turn; one ends before the others and one joins later."""
-    first = bench.complete(TOKENS[:150])
-    prompts = [TOKENS[:17], TOKENS[:200], TOKENS[50:140], [*first.blocks.tokens, *TOKENS[200:230]]]
-    caches = [None, None, None, first.blocks]
-    uids = {
-        bench.batch.submit(f"agent-{i}", prompt, known, max_tokens=5 + i): (prompt, 5 + i)
-        for i, (prompt, known) in enumerate(zip(prompts, caches, strict=True))
-    }
-    completed = []
+@pytest.mark.parametrize("kind", KINDS)
+def test_alone_it_says_what_mlx_lm_says_to_the_bit(bench: Bench, kind: str) -> None:
+    """mlx-lm is given the prompt in the same chunks: where layers carry a state, they end at checkpoints."""
+    done = bench.complete(TOKENS[:200], count=12)
+    theirs = MlxLm(bench.of).said(TOKENS[:200], 12, chunk=BLOCK if kind in WITH_STATE else 2048)
+    with covers(kind, ALONE):
+        assert same_bits(bench.said(done), theirs)
+        assert done.blocks.tokens == (*TOKENS[:200], *theirs.tokens)
+    bench.free(done)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(bench: Bench, kind: str) -> None:
+    """The first three are submitted together and end one after the other; the fourth comes when one has ended."""
+    theirs = [MlxLm(bench.of) for _ in PROMPTS]
+    asked = {bench.submit(prompt, count=4 + i): i for i, prompt in enumerate(PROMPTS[:3])}
+    first: dict[int, CompletedGeneration] = {}
     for done in bench.batch.step():
-        if not completed:
-            uids[bench.batch.submit("late", TOKENS[:70], max_tokens=6)] = (TOKENS[:70], 6)
-        completed.append(done)
-        assert list(done.tokens) == bench.said(*uids[done.uid])
-    assert len(completed) == 5
-    late = next(done for done in completed if done.agent_id == "late")
-    turn = bench.complete([*late.blocks.tokens, 5, 6], late.blocks, 5)
-    assert turn.tokens_reused == len(late.blocks)
-    free(bench, first, *completed, turn)
+        if not first:
+            asked[bench.submit(PROMPTS[3], count=7)] = 3
+        first[asked[done.uid]] = done
+    for i, done in first.items():
+        with covers(kind, RAGGED):
+            assert close(bench.said(done), theirs[i].said(PROMPTS[i], 4 + i))
+
+    asked = {bench.submit([*done.blocks.tokens, *NEW], done.blocks, 4): i for i, done in first.items()}
+    second = list(bench.batch.step())
+    for done in second:
+        i = asked[done.uid]
+        assert done.tokens_reused == len(first[i].blocks)
+        with covers(kind, SECOND_TURN):
+            assert close(bench.said(done), theirs[i].said(NEW, 4))
+    bench.free(*first.values(), *second)
 
 
-@pytest.mark.parametrize("bench", WITH_STATE, indirect=True)
-def test_a_prompt_that_departs_goes_on_from_the_last_checkpoint_before(bench: Bench) -> None:
-    first = bench.complete(TOKENS[:200])
-    again = bench.complete(TOKENS[:200], first.blocks)
-    other = bench.complete([*TOKENS[:140], *TOKENS[:30]], first.blocks)
-    short = bench.complete([*TOKENS[:63], *TOKENS[:30]], first.blocks)
-    assert [done.tokens_reused for done in (again, other, short)] == [192, 128, 0]
-    free(bench, first, again, other, short)
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_a_prompt_that_departs_goes_on_from_the_last_checkpoint_before(bench: Bench, kind: str) -> None:
+    first = bench.complete(TOKENS[:200], count=1)
+    prompts = [TOKENS[:200], [*TOKENS[:140], *TOKENS[:30]], [*TOKENS[:63], *TOKENS[:30]]]
+    others = [bench.complete(prompt, first.blocks, 3) for prompt in prompts]
+    assert [done.tokens_reused for done in others] == [192, 128, 0]
+    for done, prompt in zip(others, prompts, strict=True):
+        assert close(bench.said(done), MlxLm(bench.of).said(prompt, 3))
+    bench.free(first, *others)
 
 
-@pytest.mark.parametrize("bench", WITH_STATE, indirect=True)
-def test_agents_share_a_beginning_through_the_server(bench: Bench, server: RunningServer, client: redis.Redis) -> None:
-    tier = PageTier(server.url, bench.batch.spec, bench.batch.pool)
-    first = bench.complete(TOKENS[:200])
+@pytest.mark.parametrize("kind", WITH_STATE)
+def test_agents_share_a_beginning_through_the_server(
+    bench: Bench, kind: str, server: RunningServer, client: redis.Redis
+) -> None:
+    tier = PageTier(server.url, bench.of.spec, bench.pool)
+    first = bench.complete(TOKENS[:200], count=1)
     assert tier.save(first.blocks)
-    free(bench, first)
+    bench.free(first)
     prompt = [*TOKENS[:150], *TOKENS[:20]]
     known = tier.load("another", prompt)
     assert known
-    second = bench.complete(prompt, known)
+    second = bench.complete(prompt, known, 3)
     assert second.tokens_reused == 128
-    bench.batch.pool.free(known.block_ids)
-    free(bench, second)
+    assert close(bench.said(second), MlxLm(bench.of).said(prompt, 3))
+    bench.pool.free(known.block_ids)
+    bench.free(second)
     tier.close()
 
 
@@ -131,17 +191,37 @@ def test_agents_share_a_beginning_through_the_server(bench: Bench, server: Runni
 )
 def test_checkpoints_stay_within_their_budget(budget: int, kept: list[int]) -> None:
     """The last is worth most; the others lie evenly before it."""
-    model, spec = model_of("lfm2")
-    batch = BlockPoolBatchEngine(model, TOKENIZER, spec, BlockPool(9), state_budget=budget * spec.state_nbytes(200) + 1)
-    batch.submit("agent", TOKENS[:200], max_tokens=1)
-    (done,) = batch.step()
+    state = family("lfm2", block_tokens=BLOCK).spec.state_nbytes(200)
+    bench = Bench("lfm2", state_budget=budget * state + 1)
+    done = bench.complete(TOKENS[:200], count=1)
     held = zip(done.blocks.blocks, done.blocks.ends, strict=True)
     assert [end for block, end in held if block.state] == [*kept, 201]
 
 
-def test_a_kind_of_cache_that_cannot_be_batched_is_refused_by_name() -> None:
-    model = tiny("llama", head_dim=64)
-    quantized = [QuantizedKVCache() for _ in make_prompt_cache(model)]
-    spec = ModelCacheSpec.probe(model, TOKENIZER, cache=quantized)
-    with pytest.raises(UnsupportedCacheError, match="mlx-lm batches no QuantizedKVCache"):
-        BlockPoolBatchEngine(model, TOKENIZER, spec, BlockPool(9))
+def unknown(family: str) -> tuple[Any, str]:
+    """A model that keeps a kind of cache without a codec, and how the kind is refused."""
+    model = tiny(family)
+    if family == "llama":
+        model.make_cache = lambda: [KVCache(), ConcatenateKVCache()]
+        return model, "layer 1 keeps a ConcatenateKVCache; supported: KVCache, "
+    model.make_cache = lambda: [CacheList(ArraysCache(2), ConcatenateKVCache()) for _ in model.layers]
+    return model, "layer 0 keeps a ConcatenateKVCache; supported: KVCache, "
+
+
+@pytest.mark.parametrize("family", ["llama", "falcon_h1"])
+def test_a_kind_that_nobody_knows_is_refused_by_name_and_served_without_reuse(family: str) -> None:
+    model, refusal = unknown(family)
+    spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=BLOCK)
+    assert spec.refusal
+    assert spec.refusal.startswith(refusal)
+    pool = BlockPool(1)  # nothing is kept, so one that is too small does no harm
+    batch = BlockPoolBatchEngine(model, TOKENIZER, spec, pool)
+    context = None
+    for prompt in (TOKENS[:100], TOKENS[:200]):
+        uids = {batch.submit("agent", tokens, context, max_tokens=4): tokens for tokens in (prompt, TOKENS[:9])}
+        for done in batch.step():
+            said = generate_step(mx.array(uids[done.uid]), model, max_tokens=4)
+            assert list(done.tokens) == [token for token, _ in said]
+            assert done.not_kept == spec.refusal
+            assert (done.tokens_reused, len(done.blocks), pool.available_blocks) == (0, 0, 1)
+            context = done.blocks

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_map
-from mlx_lm.models.cache import ChunkedKVCache, ConcatenateKVCache, KVCache, RotatingKVCache
+from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.llama import Model
 
 from engine.caches import FullLayer, UnsupportedCacheError
@@ -50,7 +50,6 @@ def test_pages_are_ordered_by_layer_plane_and_head() -> None:
     ("cache", "message"),
     [
         (ConcatenateKVCache(), "layer 0 keeps a ConcatenateKVCache; supported: KVCache, Q.*, R.*, ArraysCache"),
-        (ChunkedKVCache(32), "layer 0 keeps a ChunkedKVCache; supported"),
         (RotatingKVCache(64, keep=4), "layer 0 keeps a RotatingKVCache with keep=4, which batches lose"),
     ],
 )

@@ -1,7 +1,8 @@
 """mlx-lm's kinds of cache, a codec each: what a layer keeps in which arrays, and how it is cut and put together.
 
 A kind keeps either a row a token, so that every prefix can be cut out of it (:class:`TokenLayer`), or a state that is
-good at the one position where it was taken (:class:`StateLayer`). A kind without a codec is refused by its name.
+good at the one position where it was taken (:class:`StateLayer`). A CacheList is what its parts are. A kind without a
+codec is refused by its name.
 """
 
 from __future__ import annotations
@@ -9,20 +10,22 @@ from __future__ import annotations
 from typing import Any
 
 from engine.caches.arrays import ArraysLayer
+from engine.caches.chunked import ChunkedLayer
 from engine.caches.full import FullLayer
-from engine.caches.planes import DTYPES, MLX_DTYPES, Matrices, UnsupportedCacheError
+from engine.caches.lists import Nesting, assemble, nesting, parts
+from engine.caches.planes import DTYPES, MLX_DTYPES, CacheStateError, Matrices, UnsupportedCacheError
 from engine.caches.quantized import QuantizedLayer
 from engine.caches.window import WindowLayer
 
 TokenLayer = FullLayer | QuantizedLayer
-StateLayer = WindowLayer | ArraysLayer
+StateLayer = WindowLayer | ChunkedLayer | ArraysLayer
 Layer = TokenLayer | StateLayer
 
-CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, ArraysLayer)
+CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, ChunkedLayer, ArraysLayer)
 
 
 def describe(index: int, cache: Any) -> Layer:
-    """The codec of a layer's cache that has seen a token.
+    """The codec of a cache that has seen a token, in the layer `index` of the model.
 
     Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
     """
@@ -32,7 +35,7 @@ def describe(index: int, cache: Any) -> Layer:
                 return codec.describe(cache)
             except UnsupportedCacheError as error:
                 raise UnsupportedCacheError(f"layer {index} {error}") from None
-    supported = ", ".join(codec.KIND.__name__ for codec in CODECS)
+    supported = ", ".join([*(codec.KIND.__name__ for codec in CODECS), "CacheList"])
     raise UnsupportedCacheError(f"layer {index} keeps a {type(cache).__name__}; supported: {supported}")
 
 
@@ -40,13 +43,19 @@ __all__ = [
     "DTYPES",
     "MLX_DTYPES",
     "ArraysLayer",
+    "CacheStateError",
+    "ChunkedLayer",
     "FullLayer",
     "Layer",
     "Matrices",
+    "Nesting",
     "QuantizedLayer",
     "StateLayer",
     "TokenLayer",
     "UnsupportedCacheError",
     "WindowLayer",
+    "assemble",
     "describe",
+    "nesting",
+    "parts",
 ]

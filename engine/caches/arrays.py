@@ -32,6 +32,10 @@ class ArraysLayer:
         planes = tuple(plane_of(kv_type, array) for kv_type, array in enumerate(arrays))
         return cls(planes, tuple(array.shape for array in arrays))
 
+    def empty(self) -> ArraysCache:
+        """A cache without a token."""
+        return ArraysCache(len(self.shapes))
+
     def matrices(self, end: int) -> tuple[Matrices, ...]:
         """The state, the same after any number of tokens."""
         return tuple(
@@ -46,6 +50,6 @@ class ArraysLayer:
 
     def restore(self, state: Sequence[mx.array], end: int) -> ArraysCache:
         """The cache with that state."""
-        cache = ArraysCache(len(self.shapes))
+        cache = self.empty()
         cache.cache = [array.reshape(shape) for array, shape in zip(state, self.shapes, strict=True)]
         return cache

@@ -29,6 +29,10 @@ class FullLayer:
         planes = tuple(plane_of(kv_type, array) for kv_type, array in zip((KVType.K, KVType.V), arrays, strict=True))
         return cls(tuple(array.shape[1] for array in arrays), planes)
 
+    def empty(self) -> KVCache:
+        """A cache without a token."""
+        return KVCache()
+
     def matrices(self, tokens: int) -> tuple[Matrices, ...]:
         """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
@@ -39,7 +43,7 @@ class FullLayer:
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> KVCache:
         """A cache with the first `tokens` tokens of the `pieces`."""
-        cache = KVCache()
+        cache = self.empty()
         if self.planes:
             cache.keys, cache.values = (join(plane, tokens) for plane in zip(*pieces, strict=True))
             cache.offset = tokens

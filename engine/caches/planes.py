@@ -21,6 +21,10 @@ class UnsupportedCacheError(TypeError):
     """The model keeps a kind of cache that cannot be stored and restored exactly; the message names it."""
 
 
+class CacheStateError(ValueError):
+    """A cache, of a supported kind, that holds something else than its kind does after as many tokens."""
+
+
 class Matrices(NamedTuple):
     """What a layer keeps in one plane: an array ``[heads, rows, plane.head_dim]``, a page a head."""
 

@@ -35,6 +35,10 @@ class QuantizedLayer:
         planes = tuple(plane_of(kv_type, array) for kv_type, array in zip(_PLANES, arrays, strict=True))
         return cls(tuple(array.shape[1] for array in arrays), planes, cache.group_size, cache.bits)
 
+    def empty(self) -> QuantizedKVCache:
+        """A cache without a token."""
+        return QuantizedKVCache(self.group_size, self.bits)
+
     def matrices(self, tokens: int) -> tuple[Matrices, ...]:
         """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
@@ -45,7 +49,7 @@ class QuantizedLayer:
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> QuantizedKVCache:
         """A cache with the first `tokens` tokens of the `pieces`."""
-        cache = QuantizedKVCache(self.group_size, self.bits)
+        cache = self.empty()
         if self.planes:
             keys, values, *rest = (join(plane, tokens) for plane in zip(*pieces, strict=True))
             cache.keys, cache.values = (keys, *rest[:2]), (values, *rest[2:])

@@ -36,6 +36,10 @@ class WindowLayer:
         planes = (plane_of(KVType.K, cache.keys), plane_of(KVType.V, cache.values), _INDEX)
         return cls((cache.keys.shape[1], cache.values.shape[1], 1), planes, cache.max_size)
 
+    def empty(self) -> RotatingKVCache:
+        """A cache without a token."""
+        return RotatingKVCache(self.window)
+
     def matrices(self, end: int) -> tuple[Matrices, ...]:
         """The state after `end` tokens."""
         rows = min(end, self.window)
@@ -57,7 +61,7 @@ class WindowLayer:
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
         """The cache after `end` tokens, turned as it was."""
         keys, values, index = state
-        cache = RotatingKVCache(self.window)
+        cache = self.empty()
         cache.offset = end
         cache._idx = index.item()
         cache.keys, cache.values = (mx.roll(array[None], cache._idx, 2) for array in (keys, values))

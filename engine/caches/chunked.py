@@ -1,0 +1,62 @@
+"""ChunkedKVCache: keys and values of the last tokens, cut off at the front before every step of the model.
+
+Attention looks no further back than to the chunk that a token is in. The rows before that are kept all the same: they
+add zeros to its sums, in whose order lie their last bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Self
+
+import mlx.core as mx
+from mlx_lm.models.cache import ChunkedKVCache
+
+from engine.caches.full import join
+from engine.caches.planes import CacheStateError, Matrices, plane_of
+from kvpage_server.page import KVType, Plane
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkedLayer:
+    """After n tokens: K and V of the last min(n, chunk), ``[heads, rows, head_dim]``, oldest first."""
+
+    KIND: ClassVar[type] = ChunkedKVCache
+    heads: tuple[int, ...]  # in each plane
+    planes: tuple[Plane, ...]
+    chunk: int  # mlx-lm's chunk_size
+
+    @classmethod
+    def describe(cls, cache: ChunkedKVCache) -> Self:
+        planes = (plane_of(KVType.K, cache.keys), plane_of(KVType.V, cache.values))
+        return cls((cache.keys.shape[1], cache.values.shape[1]), planes, cache.chunk_size)
+
+    def empty(self) -> ChunkedKVCache:
+        """A cache without a token."""
+        return ChunkedKVCache(self.chunk)
+
+    def matrices(self, end: int) -> tuple[Matrices, ...]:
+        """The state after `end` tokens."""
+        rows = min(end, self.chunk)
+        return tuple(Matrices(plane, heads, rows) for plane, heads in zip(self.planes, self.heads, strict=True))
+
+    def capture(self, cache: ChunkedKVCache) -> tuple[mx.array, ...]:
+        """A copy of the state of a cache that holds one sequence.
+
+        Raises CacheStateError for one that was trimmed until it holds less than its chunk.
+        """
+        held = cache.offset - cache.start_position
+        rows = min(cache.offset, self.chunk)
+        if held < rows:
+            raise CacheStateError(f"a ChunkedKVCache after {cache.offset} tokens holds {rows} of them, got {held}")
+        return tuple(mx.contiguous(array[0, :, held - rows : held]) for array in (cache.keys, cache.values))
+
+    def restore(self, state: Sequence[mx.array], end: int) -> ChunkedKVCache:
+        """The cache after `end` tokens."""
+        cache = self.empty()
+        rows = min(end, self.chunk)
+        cache.keys, cache.values = (join([array], rows) for array in state)
+        cache.offset = end
+        cache.start_position = end - rows
+        return cache

@@ -1,0 +1,151 @@
+"""Prompts whose caches cannot be merged into a batch, each in a batch of its own, in turns.
+
+What mlx-lm's BatchGenerator is to the others, with the same methods: `next` takes every answer on by a token and one
+prompt by a chunk, the prompts in turn. So a long prompt holds up nobody's next token by more than a chunk, and a short
+prompt waits for no more chunks than there are prompts before it. The steps of the model are those of mlx-lm's
+generate_step.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream
+
+Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary] -> token ids [batch]
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A prompt was taken on by a chunk, or by its last token."""
+
+    uid: int
+    end_of_segment: bool
+    end_of_prompt: bool
+
+
+@dataclass(frozen=True, slots=True)
+class NextToken:
+    """An answer was taken on by a token; with the last one, what to go on from."""
+
+    uid: int
+    token: int
+    finish_reason: str | None  # "stop" or "length" for the last
+    prompt_cache: list[Any] | None
+    all_tokens: list[int] | None  # which the cache holds
+
+
+@dataclass(slots=True)
+class _Sequence:
+    uid: int
+    segments: deque[list[int]]  # of the prompt, what is still to be computed; the last is one token
+    cache: list[Any]
+    tokens: list[int]  # that the cache holds
+    left: int  # tokens that may still be generated
+    sampler: Sampler
+    upcoming: mx.array | None = None  # [1], the token sampled last, which the cache doesn't hold yet
+
+
+class SingleGenerator:
+    """Runs each prompt on its own, in turns."""
+
+    def __init__(self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int) -> None:
+        """`prefill_step_size`: tokens in a chunk of a prompt."""
+        self._model = model
+        self._stop_tokens = frozenset(stop_tokens)
+        self._chunk = prefill_step_size
+        self._uids = count()
+        self._steps = 0
+        self._prompts: deque[_Sequence] = deque()  # the next in turn first
+        self._answers: list[_Sequence] = []
+
+    def insert_segments(
+        self,
+        segments: Sequence[Sequence[Sequence[int]]],
+        max_tokens: Sequence[int],
+        caches: Sequence[list[Any]],
+        all_tokens: Sequence[Sequence[int]],
+        samplers: Sequence[Sampler | None],
+    ) -> list[int]:
+        """Take up prompts, in `segments` that no chunk goes beyond, each after the tokens in its cache; their uids.
+
+        The caches are this generator's from now on.
+        """
+        added = []
+        for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
+            *whole, (*rest, last) = parts
+            ahead = deque([*map(list, whole), *([rest] if rest else []), [last]])
+            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, sampler or _likeliest))
+        self._prompts.extend(added)
+        return [sequence.uid for sequence in added]
+
+    def next(self) -> tuple[list[Progress], list[NextToken]]:
+        """Take every answer on by a token, and then one prompt by a chunk."""
+        self._steps += 1
+        if self._steps % 512 == 0:
+            mx.clear_cache()
+        with mx.stream(generation_stream):
+            tokens = [self._generate(sequence) for sequence in self._answers]
+            self._answers = [sequence for sequence in self._answers if sequence.left]
+            return [self._read(self._prompts.popleft())] if self._prompts else [], tokens
+
+    def extract_cache(self, uids: Collection[int]) -> dict[int, tuple[list[Any], list[int]]]:
+        """The caches of these sequences, and the tokens that they hold."""
+        return {
+            sequence.uid: (sequence.cache, sequence.tokens)
+            for sequence in (*self._prompts, *self._answers)
+            if sequence.uid in uids
+        }
+
+    def remove(self, uids: Collection[int]) -> None:
+        """Forget these sequences."""
+        self._prompts = deque(sequence for sequence in self._prompts if sequence.uid not in uids)
+        self._answers = [sequence for sequence in self._answers if sequence.uid not in uids]
+
+    def _read(self, sequence: _Sequence) -> Progress:
+        """Compute its next chunk, or sample the first token of its answer."""
+        segment = sequence.segments[0]
+        if len(sequence.segments) == 1:
+            self._sample(sequence, mx.array(segment))
+            sequence.tokens += segment
+            self._answers.append(sequence)
+            return Progress(sequence.uid, end_of_segment=True, end_of_prompt=True)
+        chunk, sequence.segments[0] = segment[: self._chunk], segment[self._chunk :]
+        if not sequence.segments[0]:
+            sequence.segments.popleft()
+        self._model(mx.array([chunk]), cache=sequence.cache)
+        mx.eval([layer.state for layer in sequence.cache])
+        mx.clear_cache()
+        sequence.tokens += chunk
+        self._prompts.append(sequence)
+        return Progress(sequence.uid, end_of_segment=len(chunk) == len(segment), end_of_prompt=False)
+
+    def _generate(self, sequence: _Sequence) -> NextToken:
+        """The token that was sampled last; the one after it is being computed."""
+        assert sequence.upcoming is not None
+        upcoming = sequence.upcoming
+        self._sample(sequence, upcoming)
+        token = cast(int, upcoming.item())
+        sequence.tokens.append(token)
+        sequence.left -= 1
+        reason = "stop" if token in self._stop_tokens else None if sequence.left else "length"
+        if not reason:
+            return NextToken(sequence.uid, token, None, None, None)
+        sequence.left = 0
+        return NextToken(sequence.uid, token, reason, sequence.cache, sequence.tokens)
+
+    def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
+        """Start on the token that follows `tokens`."""
+        logits = self._model(tokens[None], cache=sequence.cache)[:, -1]
+        sequence.upcoming = sequence.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
+
+
+def _likeliest(logprobs: mx.array) -> mx.array:
+    return mx.argmax(logprobs, axis=-1)
