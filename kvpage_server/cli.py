@@ -5,13 +5,12 @@ from __future__ import annotations
 import argparse
 import re
 import sys
-from collections.abc import Iterator
-from datetime import datetime, timedelta
+from collections.abc import Callable, Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import redis
-from rich.console import Console
 from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -19,13 +18,10 @@ from rich.text import Text
 
 from kvpage_server import __version__
 from kvpage_server.page import DType, KVType, PageError, PageKey
+from kvpage_server.terminal import for_people, out, readable, table_of, when
 
 DEFAULT_URL = "redis://127.0.0.1:9221"
 _AT_ONCE = 100  # requests asked for in one go
-
-_NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
-
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
 
 
 class Failure(Exception):
@@ -42,8 +38,10 @@ def main(arguments: list[str] | None = None) -> None:
         sys.exit(_say(str(failure), 1))
     except redis.ConnectionError as error:
         sys.exit(_say(f"cannot reach {_address(args.url)}: {error}", 2))
-    except (redis.RedisError, ValueError) as error:
+    except (redis.RedisError, ValueError, OSError) as error:
         sys.exit(_say(str(error), 2))
+    except KeyboardInterrupt:
+        sys.exit(_say("interrupted", 130))
     sys.exit(0 if healthy else 1)
 
 
@@ -62,10 +60,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"kvpage {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    def add(name: str, show: Any, help: str) -> argparse.ArgumentParser:
+    def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
-        command.add_argument("--url", default=DEFAULT_URL, help=f"the store's address, {DEFAULT_URL} if not given")
-        command.set_defaults(show=show)
+        command.set_defaults(show=show, url=DEFAULT_URL)
+        if asks:
+            command.add_argument("--url", default=DEFAULT_URL, help=f"the store's address, {DEFAULT_URL} if not given")
         return command
 
     add("status", status, "how the store is doing")
@@ -77,6 +76,7 @@ def _parser() -> argparse.ArgumentParser:
     why_ = add("why", why, "why a read of a request, or of a page, would miss")
     why_.add_argument("req", metavar="REQ")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
+    _add_snapshots(add)
     bench_ = add("bench", bench, "measure how fast pages and blocks of all sizes travel; deletes what it has written")
     bench_.add_argument(
         "--against", metavar="URL", help="another server, to be measured beside it: any Redis or Valkey"
@@ -86,6 +86,53 @@ def _parser() -> argparse.ArgumentParser:
     bench_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
     bench_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
     return parser
+
+
+def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
+    def of_requests(command: Any) -> None:
+        help = "the pages of this request alone; may be given several times; %%XX stands for a byte"
+        command.add_argument("--request", metavar="REQ", action="append", default=[], help=help)
+
+    dump_ = add("dump", dump, "write what the store holds into safetensors files; goes on where it was interrupted")
+    dump_.add_argument("directory", metavar="DIRECTORY", type=Path)
+    which = dump_.add_mutually_exclusive_group()
+    of_requests(which)
+    which.add_argument("--match", metavar="GLOB", default="*", help="the pages and strings whose keys match")
+    dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
+    restore_ = add("restore", restore, "send a dump to a store, what is corrupt left out")
+    restore_.add_argument("directory", metavar="DIRECTORY", type=Path)
+    of_requests(restore_)
+    how = restore_.add_mutually_exclusive_group()
+    how.add_argument("--keep", action="store_true", help="keys that exist stay as they are: the default")
+    how.add_argument("--replace", action="store_true", help="keys that exist are replaced")
+    inspect_ = add("inspect", inspect, "what lies in a dump, or in a file of one", asks=False)
+    inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=Path)
+    of_requests(inspect_)
+    inspect_.add_argument("--verify", action="store_true", help="hash all of it")
+
+
+# -- dump, restore, inspect ----------------------------------------------------------------------------------------
+
+
+def dump(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """What the store holds, into files."""
+    from kvpage_server.snapshot.command import run_dump  # so do they here
+
+    return run_dump(store, args)
+
+
+def restore(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """What was dumped, into the store."""
+    from kvpage_server.snapshot.command import run_restore
+
+    return run_restore(store, args)
+
+
+def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """What was dumped."""
+    from kvpage_server.snapshot.command import run_inspect
+
+    return run_inspect(args)
 
 
 # -- bench ---------------------------------------------------------------------------------------------------------
@@ -113,7 +160,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
         raise Failure(
             f"{args.url} is {info.get('redis_mode', 'some')} Redis {info.get('redis_version')}, not a kvpage-server"
         )
-    uptime = _for_people(timedelta(seconds=info["uptime_in_seconds"]))
+    uptime = for_people(timedelta(seconds=info["uptime_in_seconds"]))
     out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {_address(args.url)}, up {uptime}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
@@ -155,7 +202,7 @@ def ls(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def _ls_requests(store: redis.Redis) -> bool:
-    table = _table("request", "blocks", "pages", "size", "in memory", numbers_from=1)
+    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1)
     req_ids = sorted(set(_requests(store)))
     for start in range(0, len(req_ids), _AT_ONCE):
         some = req_ids[start : start + _AT_ONCE]
@@ -164,7 +211,7 @@ def _ls_requests(store: redis.Redis) -> bool:
             _ask(pipeline, "KVPAGEINDEX", req_id, "WITHSIZES")
         for req_id, blocks in zip(some, pipeline.execute(), strict=True):
             pages, size, memory = (sum(block[name] for block in blocks) for name in (b"pages", b"bytes", b"memory"))
-            table.add_row(_name(req_id), f"{len(blocks):,}", f"{pages:,}", decimal(size), decimal(memory))
+            table.add_row(readable(req_id), f"{len(blocks):,}", f"{pages:,}", decimal(size), decimal(memory))
     out.print(table if req_ids else "no request has a page")
     return True
 
@@ -178,7 +225,7 @@ def _ls_blocks(store: redis.Redis, req_id: str) -> bool:
     blocks = _ask(store, "KVPAGEINDEX", req_id, "WITHSIZES")
     if not blocks:
         raise Failure(f"request {req_id} has no page; kvpage why {req_id} may say why")
-    table = _table("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
+    table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
     for block in blocks:
         planes = " ".join(KVType(plane).name for plane in block[b"planes"])
         counts = [f"{block[name]:,}" for name in (b"layers", b"heads", b"pages")]
@@ -211,9 +258,9 @@ def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
         ("holds", f"{plane}, {page['page_size']} tokens x {page['head_dim']} {dtype}, {page['bytes']:,} bytes"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode()),
-        ("created", _when(page["created_ms"])),
-        ("lives", "for ever" if left < 0 else f"{_for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"),
-        ("leased", f"for {_for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
+        ("created", when(page["created_ms"])),
+        ("lives", "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"),
+        ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
         ("pinned", "yes" if page["pinned"] else "no"),
         ("tier", page["tier"].decode()),
     ):
@@ -234,7 +281,7 @@ def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
         return True
     out.print(f"[red]{len(corrupt):,} of {checked:,} pages were corrupt and are removed[/]")
     for key in corrupt:
-        out.print(Text("  ") + _name(key))
+        out.print(Text("  ") + readable(key))
     return False
 
 
@@ -255,9 +302,9 @@ def why(store: redis.Redis, args: argparse.Namespace) -> bool:
 def _explain(reason: str, answer: dict[str, Any]) -> str:
     if "at" in answer:
         by = f" by {answer['policy']}" if "policy" in answer else ""
-        return f"{reason}{by}, {_when(answer['at'])}"
+        return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
-        return f"{reason}, as far as is known since {_when(answer['since'])}"
+        return f"{reason}, as far as is known since {when(answer['since'])}"
     return f"{reason}: a read would not miss"
 
 
@@ -266,31 +313,6 @@ def _explain(reason: str, answer: dict[str, Any]) -> str:
 
 def _ask(store: redis.Redis, *words: Any) -> Any:
     return store.execute_command(*words)  # type: ignore[no-untyped-call]
-
-
-def _table(*columns: str, numbers_from: int) -> Table:
-    table = Table(box=None, header_style="bold", pad_edge=False)
-    for i, column in enumerate(columns):
-        table.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
-    return table
-
-
-def _name(raw: bytes) -> Text:
-    return Text(raw.decode("utf-8", "backslashreplace"))
-
-
-def _when(unix_ms: int) -> str:
-    at = datetime.fromtimestamp(unix_ms / 1000)
-    ago = datetime.now() - at
-    return f"{at:%Y-%m-%d %H:%M:%S} ({_for_people(ago)} ago)" if ago >= timedelta(seconds=1) else "just now"
-
-
-def _for_people(time: timedelta) -> str:
-    """A span in its two largest units."""
-    seconds = int(time.total_seconds())
-    units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
-    shown = [f"{count} {unit}" for unit, count in units.items() if count]
-    return " ".join(shown[:2]) or "0 s"
 
 
 if __name__ == "__main__":

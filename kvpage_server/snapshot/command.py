@@ -1,0 +1,146 @@
+"""`kvpage dump`, `kvpage restore` and `kvpage inspect`: what they ask for and what they say."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import redis
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from kvpage_server.page import KVType
+from kvpage_server.snapshot.dump import Dumped, Selection, dump
+from kvpage_server.snapshot.entries import FOREVER, Pages
+from kvpage_server.snapshot.errors import DumpError
+from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
+from kvpage_server.snapshot.names import bytes_of, text_of
+from kvpage_server.snapshot.restore import Restored, restore
+from kvpage_server.snapshot.store import Store
+from kvpage_server.terminal import for_people, out, table_of, when
+
+
+def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
+    """Whether everything was dumped."""
+    if "kvpage_version" not in server.info("server"):
+        raise DumpError("only a kvpage-server can be dumped, this is another Redis")
+    selection = Selection(_requests(args), os.fsencode(args.match))
+    started = time.monotonic()
+    with Store(args.url) as store, _bar("dumping", None if args.match != "*" else _keys(server, selection)) as done:
+        dumped = dump(store, args.directory, selection, update=args.update, done=done)
+    kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
+    out.print(f"{_counted(dumped)} in {dumped.files:,} files{kept}, {time.monotonic() - started:.1f} s")
+    return _all_intact("are not what was stored, and were not dumped", dumped.corrupt)
+
+
+def _keys(server: redis.Redis, selection: Selection) -> int:
+    """How many keys there are to be dumped."""
+    if not selection.requests:
+        return server.dbsize()
+    return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
+
+
+def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
+    """Whether everything was sent."""
+    evicted = server.info("stats").get("evicted_keys", 0)
+    nbytes = sum(file.stat().st_size for file in args.directory.glob("*.safetensors"))
+    started = time.monotonic()
+    with Store(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
+        restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
+    out.print(f"{_counted(restored)} restored, {time.monotonic() - started:.1f} s")
+    if restored.there:
+        out.print(f"{restored.there:,} keys were there already and stay as they are")
+    if restored.expired:
+        out.print(f"{restored.expired:,} keys had expired by the end of the dump")
+    if evicted := server.info("stats").get("evicted_keys", 0) - evicted:
+        out.print(f"[red]{evicted:,} keys were evicted meanwhile: the dump may be larger than maxmemory[/]")
+    if not restored.finished:
+        out.print("[red]the dump was never finished: this is what there was of it[/]")
+    return _all_intact("are corrupt, and were not restored", restored.corrupt) and restored.finished
+
+
+def run_inspect(args: argparse.Namespace) -> bool:
+    """Whether all of it can be read and, with --verify, is intact."""
+    with _bar("hashing", None, in_bytes=True) as done:
+        found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
+    _show_head(args.path, found)
+    if requests:
+        _show_planes(found.planes)
+    else:
+        _show_requests(found)
+    if args.verify and not found.corrupt:
+        out.print("all of it is intact")
+    return _all_intact("are corrupt", found.corrupt)
+
+
+def _show_head(path: Path, found: Inspected) -> None:
+    if found.summary is not None:
+        out.print(f"a dump of {escape(found.summary.selection)}, {when(found.summary.dumped_ms)}", end="")
+    else:
+        out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
+    out.print(f": {found.files:,} files, {decimal(found.nbytes)}")
+
+
+def _show_requests(found: Inspected) -> None:
+    shown = table_of("request", "holds", "lives", "blocks", "pages", "size", numbers_from=3)
+    for req_id, held in sorted(found.requests.items()):
+        shown.add_row(escape(text_of(req_id)), *_row(held, f"{len(held.blocks):,}"))
+    if found.strings.count:
+        shown.add_row("[italic]plain strings[/]", *_row(found.strings, ""))
+    if shown.row_count:
+        out.print(shown)
+
+
+def _row(held: Holding, blocks: str) -> list[str]:
+    return [" ".join(sorted(held.kinds)), _lives(held.soonest_ms), blocks, f"{held.count:,}", decimal(held.nbytes)]
+
+
+def _show_planes(planes: list[Pages]) -> None:
+    shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
+    for pages in sorted(planes, key=lambda pages: (pages.req_id, pages.page, pages.layer, pages.head, pages.kv_type)):
+        matrix = f"{pages.page_size} tokens x {pages.head_dim} {pages.dtype.name.lower()}"
+        left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
+        shape = " x ".join(map(str, pages.shape))
+        size = decimal(sum(pages.sizes))
+        shown.add_row(escape(pages.name), KVType(pages.kv_type).name, matrix, _lives(left), shape, size)
+    if shown.row_count:
+        out.print(shown)
+
+
+def _lives(left_ms: int) -> str:
+    return "for ever" if left_ms == FOREVER else for_people(timedelta(milliseconds=left_ms))
+
+
+def _counted(what: Dumped | Restored) -> str:
+    return f"{what.pages:,} pages and {what.strings:,} strings, {decimal(what.nbytes)}"
+
+
+def _all_intact(fate: str, corrupt: list[str]) -> bool:
+    """Whether nothing is corrupt. What is, is listed."""
+    if corrupt:
+        out.print(f"[red]{len(corrupt):,} {fate}:[/]")
+        for name in corrupt:
+            out.print(f"  {escape(name)}")
+    return not corrupt
+
+
+def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:
+    return tuple(bytes_of(os.fsencode(name).decode("utf-8", "surrogateescape")) for name in args.request)
+
+
+@contextmanager
+def _bar(title: str, total: int | None, *, in_bytes: bool = False) -> Iterator[Callable[[int], None]]:
+    """A progress bar on stderr, if that is a terminal; to be told how much more is done."""
+    console = Console(stderr=True)
+    counted = DownloadColumn() if in_bytes else MofNCompleteColumn()
+    columns = (TextColumn("{task.description}"), BarColumn(), counted, TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task(title, total=total)
+        yield lambda count: progress.advance(task, count)

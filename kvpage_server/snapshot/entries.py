@@ -1,0 +1,236 @@
+"""What a tensor of a dump holds, and how the file's metadata tells it: a JSON object a tensor, under the tensor's name.
+
+Of a page or plane: request, page, kv_type, dtype, page_size, head_dim; layer and head of a page, layers and heads (how
+many) of a plane; and created_ms, ttl (seconds given at the write), ttl_left_ms (-1: for ever) and checksum (XXH3-64 of
+the body, hexadecimal), each one value or, where the pages of a plane differ, a list by layer and head. `unchecked` says
+that a page was stored without a checksum; the one here is then the dump's own. Of a string: ttl_left_ms and checksum.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from kvpage_server.page import DType, PageHeader, PageKey
+from kvpage_server.snapshot.names import bytes_of, plane_name, string_name, text_of
+
+T = TypeVar("T")
+
+FOREVER = -1  # what PTTL says of a key without an expiry
+
+SAFETENSORS_DTYPE = {
+    DType.FLOAT16: "F16",
+    DType.FLOAT32: "F32",
+    DType.INT8: "I8",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT8_E4M3: "F8_E4M3",
+    DType.FLOAT8_E5M2: "F8_E5M2",
+    DType.UINT32: "U32",
+    DType.UINT8: "U8",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of one tensor: a page, or a plane of a block, all of one geometry. Columns are by layer and head."""
+
+    req_id: bytes
+    page: int
+    kv_type: int
+    layer: int  # of a page; 0 of a plane
+    head: int
+    layers: int  # how many of a plane; 1 of a page
+    heads: int
+    dtype: DType
+    page_size: int
+    head_dim: int
+    body_size: int  # bytes of each
+    created_ms: list[int]
+    ttl: list[int]  # seconds given at the write
+    ttl_left_ms: list[int]
+    checksums: list[int]  # XXH3-64 of each body
+    unchecked: list[bool]  # whether it was stored without a checksum
+
+    @property
+    def is_plane(self) -> bool:
+        """Whether it is a plane: a page that stands alone is named for itself."""
+        return self.layers * self.heads > 1
+
+    @property
+    def fits(self) -> bool:
+        """Whether a body is as long as its shape says."""
+        return self.body_size == self.page_size * self.head_dim * self.dtype.itemsize
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        if self.is_plane:
+            return plane_name(self.req_id, self.page, self.kv_type)
+        return text_of(bytes(next(self.keys())))
+
+    @property
+    def element(self) -> str:
+        """The tensor's element type, as safetensors spells it."""
+        return SAFETENSORS_DTYPE[self.dtype] if self.fits else "U8"
+
+    @property
+    def shape(self) -> list[int]:
+        """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or the length of a body of no shape."""
+        if not self.fits:
+            return [self.body_size]
+        matrix = [self.page_size, self.head_dim]
+        return [self.layers, self.heads, *matrix] if self.is_plane else matrix
+
+    @property
+    def sizes(self) -> list[int]:
+        """The bytes of each body, in the order in which they lie in the tensor."""
+        return [self.body_size] * len(self.checksums)
+
+    def keys(self) -> Iterator[PageKey]:
+        """The pages' keys, in that order."""
+        for layer in range(self.layer, self.layer + self.layers):
+            for head in range(self.head, self.head + self.heads):
+                yield PageKey(self.req_id, layer, head, self.page, self.kv_type)
+
+    def headers(self) -> Iterator[PageHeader]:
+        """The pages' headers, as they were stored."""
+        columns = zip(self.keys(), self.created_ms, self.ttl, self.checksums, self.unchecked, strict=True)
+        for key, created_ms, ttl, checksum, unchecked in columns:
+            yield PageHeader(
+                dtype=self.dtype,
+                kv_type=self.kv_type,
+                page_size=self.page_size,
+                head_dim=self.head_dim,
+                layer=key.layer,
+                head=key.head,
+                page=self.page,
+                created_ms=created_ms,
+                ttl=ttl,
+                body_size=self.body_size,
+                checksum=0 if unchecked else checksum,
+            )
+
+    def note(self) -> dict[str, Any]:
+        """What the metadata says of it."""
+        plane = {"layers": self.layers, "heads": self.heads}
+        return {
+            "request": text_of(self.req_id),
+            "page": self.page,
+            "kv_type": self.kv_type,
+            **(plane if self.is_plane else {"layer": self.layer, "head": self.head}),
+            "dtype": self.dtype.name.lower(),
+            "page_size": self.page_size,
+            "head_dim": self.head_dim,
+            "created_ms": _folded(self.created_ms),
+            "ttl": _folded(self.ttl),
+            "ttl_left_ms": _folded(self.ttl_left_ms),
+            "checksum": _folded([f"{checksum:016x}" for checksum in self.checksums]),
+            "unchecked": _folded(self.unchecked),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class String:
+    """A plain string without its bytes."""
+
+    key: bytes
+    size: int
+    left_ms: int  # to live
+    checksum: int
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return string_name(self.key)
+
+    @property
+    def element(self) -> str:
+        """The tensor's element type: bytes."""
+        return "U8"
+
+    @property
+    def shape(self) -> list[int]:
+        """Its length."""
+        return [self.size]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Its length."""
+        return [self.size]
+
+    @property
+    def checksums(self) -> list[int]:
+        """What it hashes to."""
+        return [self.checksum]
+
+    @property
+    def ttl_left_ms(self) -> list[int]:
+        """How long it has to live."""
+        return [self.left_ms]
+
+    def note(self) -> dict[str, Any]:
+        """What the metadata says of it."""
+        return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
+
+
+Entry = Pages | String
+
+
+def _folded(values: list[Any]) -> Any:
+    """One value for all, where they are equal."""
+    return values[0] if len(set(values)) == 1 else values
+
+
+def _unfolded(value: Any, count: int, kind: type[T]) -> list[T]:
+    values = value if isinstance(value, list) else [value] * count
+    if len(values) != count or not all(type(value) is kind for value in values):
+        raise ValueError(f"{count} pages need {count} of {kind.__name__}")
+    return values
+
+
+def entry_of(name: str, note: str, nbytes: int) -> Entry:
+    """The entry of a tensor of so many bytes, from what the metadata says of it.
+
+    Raises ValueError, KeyError or TypeError for a note that is none, or that is of another tensor.
+    """
+    told = json.loads(note)
+    if not isinstance(told, dict):
+        raise ValueError(f"of {name} nothing is told")
+    entry = _pages_of(told, nbytes) if "request" in told else _string_of(name, told, nbytes)
+    if entry.name != name:
+        raise ValueError(f"it is told to be {entry.name}")
+    return entry
+
+
+def _string_of(name: str, told: dict[str, Any], nbytes: int) -> String:
+    (left_ms,) = _unfolded(told["ttl_left_ms"], 1, int)
+    return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, int(told["checksum"], 16))
+
+
+def _pages_of(told: dict[str, Any], nbytes: int) -> Pages:
+    layers, heads = told.get("layers", 1), told.get("heads", 1)
+    count = layers * heads
+    if not 0 < count <= max(nbytes, 1) or nbytes % count:
+        raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
+    pages = Pages(
+        req_id=bytes_of(told["request"]),
+        page=told["page"],
+        kv_type=told["kv_type"],
+        layer=told.get("layer", 0),
+        head=told.get("head", 0),
+        layers=layers,
+        heads=heads,
+        dtype=DType[told["dtype"].upper()],
+        page_size=told["page_size"],
+        head_dim=told["head_dim"],
+        body_size=nbytes // count,
+        created_ms=_unfolded(told["created_ms"], count, int),
+        ttl=_unfolded(told["ttl"], count, int),
+        ttl_left_ms=_unfolded(told["ttl_left_ms"], count, int),
+        checksums=[int(digest, 16) for digest in _unfolded(told["checksum"], count, str)],
+        unchecked=_unfolded(told["unchecked"], count, bool),
+    )
+    next(pages.headers())  # all of one geometry: what is out of range in one is so in each
+    return pages

@@ -1,0 +1,216 @@
+"""One file of a dump: safetensors, written and read at the level of bytes.
+
+A file is 8 bytes, the little-endian length of the header; the header, JSON, padded with spaces so that the data is
+aligned to 64 bytes; and the data of its tensors without gaps (https://github.com/huggingface/safetensors#format). Those
+of wider elements come first: readers that map a file want each tensor aligned to its elements.
+
+Every byte is vouched for: the tensors' by the checksums of the pages and strings in them, the header's by `digest` in
+its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import xxhash
+
+from kvpage_server.page import checksum
+from kvpage_server.snapshot.entries import Entry, entry_of
+from kvpage_server.snapshot.errors import BadFile
+
+FORMAT = "kvpage-dump"
+VERSION = "1"
+MAX_HEADER = 100_000_000  # bytes: what safetensors' own readers take
+_ALIGNMENT = 64
+_NO_DIGEST = "0" * 16
+_ITEMSIZE = {"F32": 4, "U32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_GATHER = 512  # pieces in one writev; IOV_MAX is 1024
+
+
+class Tensor(NamedTuple):
+    """An entry and its bytes, in pieces."""
+
+    entry: Entry
+    pieces: list[memoryview]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensor."""
+        return sum(map(len, self.pieces))
+
+
+class Span(NamedTuple):
+    """An entry and where in the data its tensor lies."""
+
+    entry: Entry
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What the header of a file says."""
+
+    path: Path
+    size: int  # bytes of the whole file
+    data: int  # where the data begins
+    digest: str
+    dumped_ms: int  # when the dump began, unix milliseconds of the server; the times to live are those of then
+    selection: str
+    spans: list[Span]
+
+
+# -- writing -----------------------------------------------------------------------------------------------------------
+
+
+def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: str) -> Contents:
+    """Write a file, which is there whole or not at all. Raises OSError."""
+    tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
+    facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(dumped_ms), "selection": selection}
+    metadata = {"digest": _NO_DIGEST, **facts}
+    header: dict[str, Any] = {"__metadata__": metadata}
+    spans = []
+    start = 0
+    for entry, pieces in tensors:
+        stop = start + sum(map(len, pieces))
+        metadata[entry.name] = json.dumps(entry.note())
+        header[entry.name] = {"dtype": entry.element, "shape": entry.shape, "data_offsets": [start, stop]}
+        spans.append(Span(entry, start, stop))
+        start = stop
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-(8 + len(text)) % _ALIGNMENT)
+    digest = _digest(text)
+    text = text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
+    length = len(text).to_bytes(8, "little")
+    write_whole(path, [memoryview(length), memoryview(text), *(piece for _, pieces in tensors for piece in pieces)])
+    data = 8 + len(text)
+    return Contents(path, data + start, data, digest, dumped_ms, selection, spans)
+
+
+def write_whole(path: Path, pieces: list[memoryview]) -> None:
+    """Write a file such that it is there whole or not at all, whatever happens meanwhile. Raises OSError."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with open(temporary, "wb", buffering=0) as file:
+            _write(file.fileno(), [piece for piece in pieces if len(piece)])
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def _write(file: int, pieces: list[memoryview]) -> None:
+    at = 0
+    while at < len(pieces):
+        written = os.writev(file, pieces[at : at + _GATHER])
+        while at < len(pieces) and written >= len(pieces[at]):
+            written -= len(pieces[at])
+            at += 1
+        if written:
+            pieces[at] = pieces[at][written:]
+
+
+def sync_directory(path: Path) -> None:
+    """Make sure that the names in a directory outlive a power failure."""
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _digest_field(digest: str) -> bytes:
+    return b'"digest":"%b"' % digest.encode()
+
+
+def _digest(header: bytes) -> str:
+    """The digest of a header that has zeros in its place."""
+    return xxhash.xxh3_64_hexdigest(header)
+
+
+# -- reading -----------------------------------------------------------------------------------------------------------
+
+
+def read_contents(path: Path) -> Contents:
+    """What a file's header says; its data is not looked at. Raises BadFile, OSError."""
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if size < 8 or length > min(size - 8, MAX_HEADER):
+            raise BadFile("it is torn, or no safetensors file")
+        text = file.read(length)
+    header = _header(text)
+    metadata = header.pop("__metadata__", None)
+    if not isinstance(metadata, dict) or metadata.get("format") != FORMAT:
+        raise BadFile("it is not of kvpage dump")
+    if metadata.get("version") != VERSION:
+        raise BadFile(f"its format is version {metadata.get('version')}, only {VERSION} is understood")
+    digest = str(metadata.get("digest"))
+    if _digest(text.replace(_digest_field(digest), _digest_field(_NO_DIGEST), 1)) != digest:
+        raise BadFile("its header is corrupt")
+    try:
+        spans = list(_spans(header, metadata))
+        contents = Contents(path, size, 8 + length, digest, int(metadata["dumped_ms"]), metadata["selection"], spans)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadFile(f"its header makes no sense: {error}") from error
+    end = contents.data + (spans[-1].stop if spans else 0)
+    if size != end:
+        raise BadFile(f"it is torn: it has {size} bytes, its header tells of {end}")
+    return contents
+
+
+def _header(text: bytes) -> dict[str, Any]:
+    try:
+        header = json.loads(text)
+    except (ValueError, RecursionError):
+        header = None
+    if not isinstance(header, dict):
+        raise BadFile("it is torn, or no safetensors file")
+    return header
+
+
+def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[Span]:
+    """The tensors, as they lie one after the other."""
+    end = 0
+    for name, told in header.items():
+        start, stop = told["data_offsets"]
+        if start != end or stop - start != prod(told["shape"]) * _ITEMSIZE[told["dtype"]]:
+            raise ValueError(f"{name} does not lie where it should")
+        entry = entry_of(name, metadata[name], stop - start)
+        if (entry.element, entry.shape) != (told["dtype"], told["shape"]):
+            raise ValueError(f"{name} is not of the type and shape that it is told to be")
+        yield Span(entry, start, stop)
+        end = stop
+
+
+def read_data(contents: Contents) -> memoryview:
+    """A file's data. Raises BadFile when it has become shorter, OSError."""
+    data = np.empty(contents.size - contents.data, np.uint8).data
+    with open(contents.path, "rb", buffering=0) as file:
+        file.seek(contents.data)
+        filled = 0
+        while filled < len(data):
+            count = file.readinto(data[filled:])
+            if not count:
+                raise BadFile("it has become shorter while it was read")
+            filled += count
+    return data
+
+
+def intact(span: Span, data: memoryview) -> list[bool]:
+    """Of each page of a tensor, or of a string, whether it hashes to what its checksum says."""
+    start = span.start
+    found = []
+    for size, digest in zip(span.entry.sizes, span.entry.checksums, strict=True):
+        found.append(checksum(data[start : start + size]) == digest)
+        start += size
+    return found

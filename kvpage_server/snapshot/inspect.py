@@ -1,0 +1,101 @@
+"""What lies in a dump, without a server."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from kvpage_server.snapshot import directory
+from kvpage_server.snapshot.directory import Summary
+from kvpage_server.snapshot.entries import FOREVER, Entry, Pages
+from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
+from kvpage_server.snapshot.files import Contents, intact, read_data
+from kvpage_server.snapshot.names import text_of
+
+
+@dataclass(slots=True)
+class Holding:
+    """What there is of a request, or of plain strings."""
+
+    blocks: set[int] = field(default_factory=set)
+    count: int = 0  # pages or strings
+    nbytes: int = 0
+    kinds: set[str] = field(default_factory=set)  # of elements
+    soonest_ms: int = FOREVER  # the least time that one of them had to live
+
+    def add(self, entry: Entry, nbytes: int) -> None:
+        """A tensor."""
+        self.count += len(entry.checksums)
+        self.nbytes += nbytes
+        if isinstance(entry, Pages):
+            self.blocks.add(entry.page)
+            self.kinds.add(entry.dtype.name.lower())
+        left = [ms for ms in (*entry.ttl_left_ms, self.soonest_ms) if ms != FOREVER]
+        self.soonest_ms = min(left, default=FOREVER)
+
+
+@dataclass(slots=True)
+class Inspected:
+    """What was found."""
+
+    summary: Summary | None
+    files: int = 0
+    nbytes: int = 0  # of the files
+    requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
+    strings: Holding = field(default_factory=Holding)
+    planes: list[Pages] = field(default_factory=list)  # of the requests that were asked for
+    corrupt: list[str] = field(default_factory=list)
+
+
+Done = Callable[[int], None]  # told how many bytes more are done
+
+
+def inspect(
+    path: Path, requests: Collection[bytes] = (), *, verify: bool = False, done: Done = lambda count: None
+) -> Inspected:
+    """What the files of a directory, or one file, say; with `verify` their data is hashed too.
+
+    Raises DumpError for a directory that holds no dump, OSError.
+    """
+    if path.is_dir():
+        found = Inspected(directory.read_summary(path))
+        files = directory.files_of(path, found.summary)
+    else:
+        found, files = Inspected(None), [path]
+        path.stat()
+    for file, contents in directory.read_all(files, found.summary):
+        try:
+            if isinstance(contents, BadFile):
+                raise contents
+            _add(found, contents, frozenset(requests))
+            if verify:
+                found.corrupt += [f"{key} in {file.name}: {NOT_WRITTEN}" for key in _corrupt(contents)]
+        except BadFile as error:
+            found.corrupt.append(f"{file.name}: {error}")
+        else:
+            done(contents.size)
+    return found
+
+
+def _add(found: Inspected, contents: Contents, requests: frozenset[bytes]) -> None:
+    found.files += 1
+    found.nbytes += contents.size
+    for entry, start, stop in contents.spans:
+        if not isinstance(entry, Pages):
+            found.strings.add(entry, stop - start)
+        elif not requests or entry.req_id in requests:
+            found.requests[entry.req_id].add(entry, stop - start)
+            if requests:
+                found.planes.append(entry)
+
+
+def _corrupt(contents: Contents) -> Iterator[str]:
+    """The keys of what does not hash to its checksum."""
+    data = read_data(contents)
+    for span in contents.spans:
+        entry = span.entry
+        whole = intact(span, data)
+        keys = [entry.key] if not isinstance(entry, Pages) else list(map(bytes, entry.keys()))
+        yield from (text_of(key) for key, is_intact in zip(keys, whole, strict=True) if not is_intact)

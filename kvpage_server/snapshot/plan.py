@@ -1,0 +1,121 @@
+"""What is to be sent of a file: whole blocks where all of a block is there and intact, pages and strings elsewhere."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from kvpage_server.client.exchange import Piece
+from kvpage_server.page import BlockShape, Plane
+from kvpage_server.snapshot.entries import FOREVER, Pages, String
+from kvpage_server.snapshot.files import Span, intact
+from kvpage_server.snapshot.names import text_of
+
+
+class Item(NamedTuple):
+    """A page or a string, to be set under its key."""
+
+    key: bytes
+    value: list[Piece]
+    ttl_left_ms: int  # -1: for ever
+    is_page: bool
+
+
+class Block(NamedTuple):
+    """A block, to be set whole, or else page by page."""
+
+    req_id: bytes
+    page: int
+    shape: BlockShape
+    body: list[memoryview]
+    pages: list[Item]
+
+    @property
+    def ttl_left_ms(self) -> int:
+        """The time that all of its pages have to live."""
+        return self.pages[0].ttl_left_ms
+
+
+@dataclass(slots=True)
+class Plan:
+    """What is to be sent, and what is not."""
+
+    blocks: list[Block] = field(default_factory=list)
+    items: list[Item] = field(default_factory=list)
+    corrupt: list[str] = field(default_factory=list)  # keys of what does not hash to its checksum
+    expired: int = 0  # keys whose time is over
+
+
+def plan(spans: Iterable[Span], data: memoryview, age_ms: int) -> Plan:
+    """What to send of some tensors of a file, `age_ms` after their times to live were counted."""
+    made = Plan()
+    blocks: dict[tuple[bytes, int], list[tuple[Pages, memoryview, list[Item]]]] = defaultdict(list)
+    for span in spans:
+        entry, body = span.entry, data[span.start : span.stop]
+        items = list(_alive(made, _sound(made, span, data), age_ms))
+        if isinstance(entry, Pages):
+            blocks[entry.req_id, entry.page].append((entry, body, items))
+        else:
+            made.items += items
+    for planes in blocks.values():
+        planes.sort(key=lambda plane: plane[0].kv_type)
+        pages = [item for _, _, items in planes for item in items]
+        shape = _shape([entry for entry, _, _ in planes])
+        if shape is not None and len(pages) == shape.pages and len({page.ttl_left_ms for page in pages}) == 1:
+            first = planes[0][0]
+            pieces = list(_by_layer([body for _, body, _ in planes], shape.layers))
+            made.blocks.append(Block(first.req_id, first.page, shape, pieces, pages))
+        else:
+            made.items += pages
+    return made
+
+
+def _sound(made: Plan, span: Span, data: memoryview) -> Iterator[Item]:
+    """The pages of a tensor, or the string, that hash to their checksums."""
+    for item, is_intact in zip(_items(span, data), intact(span, data), strict=True):
+        if is_intact:
+            yield item
+        else:
+            made.corrupt.append(text_of(item.key))
+
+
+def _items(span: Span, data: memoryview) -> Iterator[Item]:
+    entry, start = span.entry, span.start
+    if isinstance(entry, String):
+        yield Item(entry.key, [data[start : span.stop]], entry.left_ms, False)
+        return
+    for key, header, left in zip(entry.keys(), entry.headers(), entry.ttl_left_ms, strict=True):
+        yield Item(bytes(key), [bytes(header), data[start : start + entry.body_size]], left, True)
+        start += entry.body_size
+
+
+def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
+    """Those whose time is not over, with the time they have left now."""
+    for item in items:
+        left = item.ttl_left_ms
+        if left == FOREVER:
+            yield item
+        elif left > age_ms:
+            yield item._replace(ttl_left_ms=left - age_ms)
+        else:
+            made.expired += 1
+
+
+def _shape(planes: list[Pages]) -> BlockShape | None:
+    """The shape of the block that consists of these, by kv_type; None when they are of no one block."""
+    first = planes[0]
+    same = (True, first.layers, first.heads, first.page_size)
+    if any((plane.is_plane, plane.layers, plane.heads, plane.page_size) != same for plane in planes):
+        return None
+    kinds = tuple(Plane(plane.kv_type, plane.dtype, plane.head_dim) for plane in planes)
+    return BlockShape(first.layers, first.heads, first.page_size, kinds)
+
+
+def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:
+    """A block's body, by layer and plane, from its planes by layer."""
+    for layer in range(layers):
+        for plane in planes:
+            nbytes = len(plane) // layers
+            yield plane[layer * nbytes : (layer + 1) * nbytes]

@@ -1,0 +1,144 @@
+"""A dump back into a running server.
+
+A file is read, hashed and planned while the one before is being sent. What does not hash to its checksum is not sent.
+Blocks go whole, with KVBLOCKSET; everything else as the string it is, with SET. Strings come last: when what refers to
+pages (a seal, a manifest) is there, so are they.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, field
+from math import ceil
+from pathlib import Path
+
+from kvpage_server.snapshot import directory
+from kvpage_server.snapshot.ahead import ahead
+from kvpage_server.snapshot.directory import Summary
+from kvpage_server.snapshot.entries import FOREVER, Pages
+from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
+from kvpage_server.snapshot.files import Span, read_data
+from kvpage_server.snapshot.plan import Block, Item, Plan, plan
+from kvpage_server.snapshot.store import Store, Writes
+
+_BATCH_BYTES = 16 << 20
+_AT_ONCE = 1000  # keys written or asked about in one go
+_BLOCKS = 100  # blocks asked about in one go
+
+Done = Callable[[int], None]  # told how many bytes more are done
+
+
+@dataclass(slots=True)
+class Restored:
+    """What a restore did."""
+
+    pages: int = 0
+    strings: int = 0
+    nbytes: int = 0
+    there: int = 0  # keys that existed and were left
+    expired: int = 0  # keys whose time was over when the dump was finished
+    corrupt: list[str] = field(default_factory=list)  # files, pages and strings that are not what was written
+    finished: bool = True  # whether the dump was
+
+
+def restore(
+    store: Store,
+    path: Path,
+    requests: Collection[bytes] = (),
+    *,
+    replace: bool = False,
+    done: Done = lambda count: None,
+) -> Restored:
+    """Send a dump, or the pages of some requests of it, to a server. Keys that exist there stay or, with `replace`, are
+    replaced.
+
+    Raises DumpError for a directory that holds no dump, OSError, and the errors of `kvpage_server.client.errors`.
+    """
+    with directory.locked(path, to_write=False):
+        return _Restore(store, path, frozenset(requests), replace, directory.read_summary(path)).run(done)
+
+
+class _Restore:
+    def __init__(
+        self, store: Store, path: Path, requests: frozenset[bytes], replace: bool, summary: Summary | None
+    ) -> None:
+        self._store = store
+        self._path = path
+        self._requests = requests
+        self._replace = replace
+        self._summary = summary
+        self._restored = Restored(finished=summary is not None)
+        self._writes = Writes()
+        self._waiting: list[tuple[int, int, int]] = []  # of each write: pages, strings, bytes
+
+    def run(self, done: Done) -> Restored:
+        """Restore."""
+        for nbytes, file in ahead(self._plans()):
+            for start in range(0, len(file.blocks), _BLOCKS):
+                self._send_blocks(file.blocks[start : start + _BLOCKS])
+            self._send_items(file.items)
+            self._flush()
+            done(nbytes)
+        return self._restored
+
+    def _plans(self) -> Iterator[tuple[int, Plan]]:
+        """The size of each file, and what is to be sent of it."""
+        for file, contents in directory.read_all(directory.files_of(self._path, self._summary), self._summary):
+            try:
+                if isinstance(contents, BadFile):
+                    raise contents
+                data = read_data(contents)
+            except BadFile as error:
+                self._restored.corrupt.append(f"{file.name}: {error}")
+                continue
+            age_ms = max(self._summary.dumped_ms - contents.dumped_ms, 0) if self._summary else 0
+            made = plan(filter(self._is_wanted, contents.spans), data, age_ms)
+            self._restored.expired += made.expired
+            self._restored.corrupt += [f"{key} in {file.name}: {NOT_WRITTEN}" for key in made.corrupt]
+            yield contents.size, made
+
+    def _is_wanted(self, span: Span) -> bool:
+        return not self._requests or (isinstance(span.entry, Pages) and span.entry.req_id in self._requests)
+
+    def _send_blocks(self, blocks: list[Block]) -> None:
+        there = [] if self._replace else self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
+        pages: list[Item] = []
+        for i, block in enumerate(blocks):
+            if there and there[i]:  # it may have pages that are not in the dump: they stay
+                pages += [page for page in block.pages if page.key not in there[i]]
+                self._restored.there += sum(page.key in there[i] for page in block.pages)
+                continue
+            ttl = 0 if block.ttl_left_ms == FOREVER else ceil(block.ttl_left_ms / 1000)
+            self._writes.set_block(block.req_id, block.page, block.shape, ttl, block.body)
+            self._wrote(len(block.pages), 0, block.shape.nbytes)
+        self._set(pages)
+
+    def _send_items(self, items: list[Item]) -> None:
+        for start in range(0, len(items), _AT_ONCE):
+            some = items[start : start + _AT_ONCE]
+            if not self._replace:
+                there = self._store.are_there([item.key for item in some])
+                self._restored.there += sum(there)
+                some = [item for item, is_there in zip(some, there, strict=True) if not is_there]
+            self._set(some)
+
+    def _set(self, items: list[Item]) -> None:
+        for key, value, left, is_page in items:
+            self._writes.set(key, value, left, only_new=not self._replace)
+            self._wrote(is_page, not is_page, sum(map(len, value)))
+
+    def _wrote(self, pages: int, strings: int, nbytes: int) -> None:
+        """The last of the writes is of so many."""
+        self._waiting.append((pages, strings, nbytes))
+        if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _AT_ONCE:
+            self._flush()
+
+    def _flush(self) -> None:
+        for was_written, (pages, strings, nbytes) in zip(self._store.write(self._writes), self._waiting, strict=True):
+            if was_written:
+                self._restored.pages += pages
+                self._restored.strings += strings
+                self._restored.nbytes += nbytes
+            else:
+                self._restored.there += 1
+        self._writes, self._waiting = Writes(), []

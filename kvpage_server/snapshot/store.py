@@ -1,0 +1,237 @@
+"""What a dump and a restore ask of a running server: many commands at once, values as borrowed memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from itertools import groupby
+from types import TracebackType
+from typing import Any, NamedTuple, Self
+
+import redis
+
+from kvpage_server.client.connection import PageConnection, lend, page_pool
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.exchange import Piece, Request
+from kvpage_server.client.reply import Values
+from kvpage_server.page import BlockShape, PageError, PageKey, index_key
+from kvpage_server.snapshot.entries import FOREVER
+
+_WITHIN = 60.0  # seconds for a batch
+_AT_ONCE = 1000  # keys asked about in one go
+_REQUESTS = 100  # requests asked about in one go
+
+_ALL = b"*"
+
+
+class Value(NamedTuple):
+    """A key's value, or the beginning of it, and when it expires: unix milliseconds of the server, -1 for never."""
+
+    key: bytes
+    data: memoryview
+    expires_ms: int
+
+
+class Listed(NamedTuple):
+    """The page keys of a block, by layer, plane and head, and the bytes that all of its pages have."""
+
+    keys: list[PageKey]
+    nbytes: int
+
+
+Word = bytes | int
+
+
+def _bulk(word: Word) -> bytes:
+    text = word if isinstance(word, bytes) else b"%d" % word
+    return b"$%d\r\n%b\r\n" % (len(text), text)
+
+
+def words(*given: Word) -> bytes:
+    """A command."""
+    return b"*%d\r\n%b" % (len(given), b"".join(map(_bulk, given)))
+
+
+class Writes:
+    """Writes to be sent in one go. Values are not copied."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Piece] = []
+        self.count = 0
+        self.nbytes = 0
+
+    def set(self, key: bytes, value: Sequence[Piece], ttl_left_ms: int, *, only_new: bool) -> None:
+        """Set a key to a value given in pieces; with `only_new` only if it does not exist."""
+        options: list[Word] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
+        options += [b"NX"] if only_new else []
+        size = sum(map(len, value))
+        self.pieces += [b"*%d\r\n%b$%d\r\n" % (3 + len(options), _bulk(b"SET") + _bulk(key), size), *value]
+        self.pieces.append(b"\r\n" + b"".join(map(_bulk, options)))
+        self._added(size)
+
+    def set_block(self, req_id: bytes, page: int, shape: BlockShape, ttl: int, body: Sequence[Piece]) -> None:
+        """Store a block, its body in pieces; `ttl` in seconds, 0 for none."""
+        planes = [number for plane in shape.planes for number in (plane.kv_type, int(plane.dtype), plane.head_dim)]
+        numbers = (shape.layers, shape.heads, shape.page_size, ttl, len(shape.planes), *planes)
+        given: list[Word] = [b"KVBLOCKSET", req_id, page, *numbers]
+        self.pieces.append(b"*%d\r\n%b$%d\r\n" % (len(given) + 1, b"".join(map(_bulk, given)), shape.nbytes))
+        self.pieces += [*body, b"\r\n"]
+        self._added(shape.nbytes)
+
+    def _added(self, nbytes: int) -> None:
+        self.count += 1
+        self.nbytes += nbytes
+
+
+class Store:
+    """A running server, over one connection. What is read does not count as a use of keys.
+
+    Raises the errors of `kvpage_server.client.errors`, and ValueError for a URL that is none.
+    """
+
+    def __init__(self, url: str) -> None:
+        self._pool = page_pool(url, {"redis_connect_func": _connected})
+        self._connection = lend(self._pool)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._pool.release(self._connection)  # type: ignore[arg-type]
+        self._pool.disconnect()
+
+    def ask(self, commands: Sequence[bytes]) -> list[Any]:
+        """The replies to commands that are sent together. Raises Refused when one of them is an error."""
+        return self._ask(list(commands), len(commands))
+
+    def _ask(self, pieces: list[Piece], replies: int) -> list[Any]:
+        if not replies:
+            return []
+        request: Request[list[Any]] = Request(lambda: iter(pieces), lambda: Values(replies), list)
+        return self._connection.ask(request, Deadline(_WITHIN))
+
+    def now_ms(self) -> int:
+        """The server's time, unix milliseconds."""
+        ((seconds, microseconds),) = self.ask([words(b"TIME")])
+        return int(seconds) * 1000 + int(microseconds) // 1000
+
+    # -- listing -------------------------------------------------------------------------------------------------------
+
+    def requests(self) -> Iterator[list[bytes]]:
+        """The requests that have pages, some at a time."""
+        for keys in self._scan(b"TYPE", b"set"):
+            yield [key.removeprefix(b"kv:").removesuffix(b":index") for key in keys]
+
+    def blocks(self, requests: Iterable[bytes], match: bytes = _ALL) -> Iterator[Listed]:
+        """The blocks of requests, and of their pages those whose keys match."""
+        some: list[bytes] = []
+        for req_id in requests:
+            some.append(req_id)
+            if len(some) == _REQUESTS:
+                yield from self._blocks(some, match)
+                some = []
+        if some:
+            yield from self._blocks(some, match)
+
+    def _blocks(self, requests: list[bytes], match: bytes) -> Iterator[Listed]:
+        sizes = self.ask([words(b"KVPAGEINDEX", req_id, b"WITHSIZES") for req_id in requests])
+        pages = self.ask([_sscan(req_id, 0, match) for req_id in requests])
+        for req_id, blocks, (cursor, keys) in zip(requests, sizes, pages, strict=True):
+            nbytes = {block["page"]: block["bytes"] for block in map(_map, blocks)}
+            while True:
+                named = [PageKey.parse(key) for key in keys]
+                for page, of_block in groupby(named, lambda key: key.page):
+                    yield Listed(list(of_block), nbytes.get(page, 0))
+                if cursor == b"0":
+                    break
+                ((cursor, keys),) = self.ask([_sscan(req_id, int(cursor), match)])
+
+    def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes]]:
+        """The page keys that each block ``(req_id, page_id)`` has."""
+        # SSCAN of an index key goes block by block: from the one with this cursor's page id on
+        replies = self.ask([words(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
+        suffixes = [b":%d" % page for _, page in blocks]
+        return [
+            {key for key in keys if key.rpartition(b":")[0].endswith(suffix)}
+            for (_, keys), suffix in zip(replies, suffixes, strict=True)
+        ]
+
+    def strings(self, match: bytes = _ALL) -> Iterator[list[tuple[bytes, int]]]:
+        """Keys that hold no page, and the lengths of their values, some at a time."""
+        for keys in self._scan(b"MATCH", match):
+            plain = self._without_pages(keys)
+            yield list(zip(plain, self.ask([words(b"STRLEN", key) for key in plain]), strict=True))
+
+    def _without_pages(self, keys: list[bytes]) -> list[bytes]:
+        named = [(key, index) for key in keys if (index := _index_of(key))]
+        are_pages = self.ask([words(b"SISMEMBER", index, key) for key, index in named])
+        pages = {key for (key, _), is_page in zip(named, are_pages, strict=True) if is_page}
+        return [key for key in keys if key not in pages]
+
+    def _scan(self, *options: bytes) -> Iterator[list[bytes]]:
+        cursor = b"0"
+        while True:
+            ((cursor, keys),) = self.ask([words(b"SCAN", cursor, b"COUNT", _AT_ONCE, *options)])
+            if keys:
+                yield list(map(bytes, keys))
+            if cursor == b"0":
+                return
+
+    # -- reading and writing -------------------------------------------------------------------------------------------
+
+    def values(self, keys: Sequence[bytes]) -> list[Value]:
+        """The values of those of the keys that exist."""
+        if not keys:
+            return []
+        found, *expires = self.ask([words(b"MGET", *keys), *(words(b"PEXPIRETIME", key) for key in keys)])
+        return _living(keys, found, expires)
+
+    def heads(self, keys: Sequence[bytes], size: int) -> list[Value]:
+        """The first `size` bytes of the values of those of the keys that exist."""
+        asked = [words(b"GETRANGE", key, 0, size - 1) + words(b"PEXPIRETIME", key) for key in keys]
+        replies = self._ask([b"".join(asked)], 2 * len(keys))
+        return _living(keys, replies[::2], replies[1::2])
+
+    def are_there(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which of the keys exist."""
+        return [kind != b"none" for kind in self.ask([words(b"TYPE", key) for key in keys])]
+
+    def write(self, writes: Writes) -> list[bool]:
+        """Do what is to be written; what was: a key that was to be new and is not is left. Raises Refused."""
+        return [reply == b"OK" for reply in self._ask(writes.pieces, writes.count)]
+
+
+def _connected(connection: PageConnection) -> None:
+    connection.on_connect()  # type: ignore[no-untyped-call]
+    with suppress(redis.ResponseError):  # to a user who may not ask for it, a dump is a use of what it reads
+        connection.send_packed_command(words(b"CLIENT", b"NO-TOUCH", b"ON"))
+        connection.read_response()
+
+
+def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
+    """Values that are there, with when they expire as PEXPIRETIME says it."""
+    return [
+        Value(key, memoryview(value), expires)
+        for key, value, expires in zip(keys, values, expires_ms, strict=True)
+        if value is not None and expires >= FOREVER
+    ]
+
+
+def _map(reply: Any) -> dict[str, Any]:
+    """A map, which is an array in RESP2."""
+    items = reply.items() if isinstance(reply, dict) else zip(reply[::2], reply[1::2], strict=True)
+    return {name.decode(): value for name, value in items}
+
+
+def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
+    return words(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _AT_ONCE)
+
+
+def _index_of(key: bytes) -> bytes | None:
+    """The index key that would list a key, if it is a page's."""
+    try:
+        return index_key(PageKey.parse(key).req_id)
+    except PageError:
+        return None

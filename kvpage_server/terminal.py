@@ -1,0 +1,42 @@
+"""How things are shown to people in a terminal."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime, timedelta
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+_NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
+
+out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
+
+
+def table_of(*columns: str, numbers_from: int) -> Table:
+    """A table whose columns from one on are numbers."""
+    made = Table(box=None, header_style="bold", pad_edge=False)
+    for i, column in enumerate(columns):
+        made.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
+    return made
+
+
+def readable(raw: bytes) -> Text:
+    """A key or a request's name."""
+    return Text(raw.decode("utf-8", "backslashreplace"))
+
+
+def when(unix_ms: int) -> str:
+    """A moment, and how long ago it was."""
+    at = datetime.fromtimestamp(unix_ms / 1000)
+    ago = datetime.now() - at
+    return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= timedelta(seconds=1) else "just now"
+
+
+def for_people(time: timedelta) -> str:
+    """A span in its two largest units."""
+    seconds = int(time.total_seconds())
+    units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
+    shown = [f"{count} {unit}" for unit, count in units.items() if count]
+    return " ".join(shown[:2]) or "0 s"

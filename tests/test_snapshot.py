@@ -1,0 +1,384 @@
+"""`kvpage dump` and `kvpage restore` against a real server: what comes back is what was there."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from keyspaces import BINARY, HALVES, block, check_same, everything, fill, set_block
+from servers import RunningServer, start_server
+from test_kvpage_cli import flip_a_bit, kvpage
+
+from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.snapshot.directory import read_summary
+from kvpage_server.snapshot.dump import Dumped, Selection, dump
+from kvpage_server.snapshot.errors import DumpError
+from kvpage_server.snapshot.files import intact, read_contents, read_data
+from kvpage_server.snapshot.restore import Restored, restore
+from kvpage_server.snapshot.store import Store
+
+EVERYTHING = Selection()
+
+
+@pytest.fixture
+def store(server: RunningServer, client: redis.Redis) -> Iterator[Store]:
+    """The emptied server, as a dump speaks to it."""
+    with Store(server.url) as store:
+        yield store
+
+
+def whole_files(directory: Path) -> list[Path]:
+    """The files that a restore would take."""
+    return sorted(directory.glob("*.safetensors"))
+
+
+def inodes(directory: Path) -> dict[str, int]:
+    return {file.name: file.stat().st_ino for file in whole_files(directory)}
+
+
+# -- there and back ------------------------------------------------------------------------------------------------
+
+
+def test_what_was_dumped_comes_back(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    before = everything(client)
+    dumped = dump(store, tmp_path, EVERYTHING, file_bytes=100_000)
+    assert (dumped.pages + dumped.strings, dumped.corrupt) == (len(before[0]), [])
+    assert dumped.strings == 5
+    client.flushall()
+    restored = restore(store, tmp_path)
+    assert (restored.pages, restored.strings) == (dumped.pages, dumped.strings)
+    assert (restored.there, restored.expired, restored.corrupt, restored.finished) == (0, 0, [], True)
+    check_same(client, before)
+
+
+def test_a_page_alone_and_a_string_come_back_to_the_byte_and_the_millisecond(
+    client: redis.Redis, store: Store, tmp_path: Path
+) -> None:
+    key = PageKey(b"r", 3, 1, 4, 1)
+    blob = encode_page(key, b"abcd", dtype=DType.FLOAT16, page_size=2, head_dim=1, ttl=77, created_ms=1234)
+    client.set(bytes(key), blob, px=50_000)
+    dump(store, tmp_path, EVERYTHING)
+    client.flushall()
+    restore(store, tmp_path)
+    assert client.get(bytes(key)) == blob
+    assert 45_000 < client.pttl(bytes(key)) <= 50_000
+
+
+req_ids = st.binary(min_size=1, max_size=8).map(
+    lambda raw: bytes(b | 0x80 if b <= 0x20 or b in b":\x7f" else b for b in raw)
+)
+keyspaces = st.lists(
+    st.one_of(
+        st.tuples(
+            st.just("page"),
+            req_ids,
+            st.tuples(st.integers(0, 2), st.integers(0, 2), st.integers(0, 2), st.integers(0, 1)),
+            st.sampled_from(DType),
+            st.sampled_from([0, 4, 6]),  # bytes
+        ),
+        st.tuples(st.just("block"), req_ids, st.integers(0, 2), st.sampled_from(DType), st.integers(1, 3)),
+        st.tuples(st.just("string"), st.binary(min_size=1, max_size=8), st.binary(max_size=3)),
+    ),
+    max_size=12,
+)
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(keyspace=keyspaces)
+def test_any_keyspace_comes_back(
+    client: redis.Redis, store: Store, tmp_path_factory: pytest.TempPathFactory, keyspace: list[tuple]
+) -> None:
+    client.flushall()
+    for kind, name, *rest in keyspace:
+        if kind == "page":
+            (layer, head, page, kv_type), dtype, size = rest
+            client.execute_command("KVPAGESET", name, layer, head, page, kv_type, int(dtype), 1, 1, 0, bytes(size))
+        elif kind == "block":
+            page, dtype, heads = rest
+            set_block(client, name, page, block([(0, dtype, 2), (1, DType.INT8, 3)], heads=heads))
+        else:
+            client.set(name, rest[0])
+    before = everything(client)
+    directory = tmp_path_factory.mktemp("dump")
+    dump(store, directory, EVERYTHING, file_bytes=50)
+    client.flushall()
+    restored = restore(store, directory)
+    assert (restored.corrupt, restored.there) == ([], 0)
+    check_same(client, before)
+
+
+def test_requests_are_dumped_and_restored_by_name(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    fill(client)
+    url = ("--url", server.url)
+    assert kvpage("dump", str(tmp_path / "some"), "--request", "chat-7", "--request", "r%FF%E9%2541*", *url)[0] == 0
+    assert kvpage("dump", str(tmp_path / "all"), *url)[0] == 0
+    for name in ("some", "all"):
+        client.flushall()
+        assert kvpage("restore", str(tmp_path / name), "--request", "r%FF%E9%2541*", *url)[0] == 0
+        assert list(client.scan_iter(_type="set")) == [b"kv:" + BINARY + b":index"]
+        assert client.dbsize() == HALVES.pages
+    client.flushall()
+    assert kvpage("restore", str(tmp_path / "some"), *url)[0] == 0
+    assert client.dbsize() == 5 * HALVES.pages
+
+
+def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    dumped = dump(store, tmp_path, Selection(match=b"*:alice"))
+    assert (dumped.pages, dumped.strings) == (0, 1)
+    dumped = dump(store, tmp_path / "pages", Selection(match=b"kv:chat-7:*:2:?"))
+    assert (dumped.pages, dumped.strings) == (HALVES.pages, 0)
+
+
+def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
+    with start_server() as server, server.client() as client:
+        client.acl_setuser("alice", enabled=True, nopass=True, keys=["kv:alice.*", "alice:*"], categories=["+@all"])
+        set_block(client, "alice.chat", 0, HALVES)
+        set_block(client, "bob.chat", 0, HALVES)
+        client.mset({"alice:x": 1, "bob:x": 2})
+        with Store(server.url.replace("//", "//alice:any@")) as store:
+            dumped = dump(store, tmp_path, EVERYTHING)
+        assert (dumped.pages, dumped.strings) == (HALVES.pages, 1)
+
+
+# -- what is there already -----------------------------------------------------------------------------------------
+
+
+def test_what_is_there_stays_unless_it_is_to_be_replaced(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    old = client.get("kv:chat-7:0:0:1:0")
+    dump(store, tmp_path, EVERYTHING)
+    client.delete("kv:chat-7:1:1:1:1", "empty")
+    client.execute_command("KVPAGESET", "chat-7", 0, 0, 1, 0, 3, 1, 3, 0, "new")
+    client.execute_command("KVPAGESET", "chat-7", 9, 0, 1, 0, 3, 1, 3, 0, "own")
+    client.set("manifest:alice", "new")
+    before = client.dbsize()
+    restored = restore(store, tmp_path)
+    assert (restored.pages, restored.strings, restored.there) == (1, 1, before - 1)
+    assert client.execute_command("KVPAGEGET", "chat-7", 0, 0, 1, 0) == b"new"
+    assert client.get("manifest:alice") == b"new"
+    restored = restore(store, tmp_path, replace=True)
+    assert restored.there == 0
+    assert client.get("kv:chat-7:0:0:1:0")[64:] == old[64:]
+    assert client.get("manifest:alice") == b"\x00\xff" * 40
+    assert not client.exists("kv:chat-7:9:0:1:0")  # a block is what was dumped, and nothing else
+
+
+def test_an_interrupted_restore_goes_on(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    before = everything(client)
+    dump(store, tmp_path, EVERYTHING, file_bytes=500)
+    client.flushall()
+
+    def stop(count: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        restore(store, tmp_path, done=stop)
+    some = client.dbsize()
+    assert 0 < some < len(before[0])
+    restored = restore(store, tmp_path)
+    assert restored.there == some
+    check_same(client, before)
+
+
+def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    client.set("short", "lived", px=40)
+    client.set("kept", "x")
+    dump(store, tmp_path, EVERYTHING)
+    summary = (tmp_path / "dump.json").read_text()
+    began = read_summary(tmp_path).dumped_ms
+    (tmp_path / "dump.json").write_text(summary.replace(str(began), str(began + 50)))  # as an update would leave it
+    client.flushall()
+    restored = restore(store, tmp_path)
+    assert (restored.strings, restored.expired) == (1, 1)
+
+
+# -- interrupted dumps, and those that are brought up to date ------------------------------------------------------
+
+
+KILLED = """
+from pathlib import Path
+from kvpage_server.snapshot.dump import Selection, dump
+from kvpage_server.snapshot.store import Store
+with Store({!r}) as store:
+    dump(store, Path({!r}), Selection(), file_bytes=300)
+"""
+
+
+@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.soak)])
+def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
+    server: RunningServer, client: redis.Redis, store: Store, tmp_path: Path, times: int
+) -> None:
+    for page in range(16):
+        set_block(client, f"r{page % 7}", page, HALVES)
+    before = everything(client)
+    for number in range(times):
+        directory = tmp_path / str(number)
+        process = subprocess.Popen([sys.executable, "-c", KILLED.format(server.url, str(directory))])
+        deadline = time.monotonic() + 20
+        while not directory.exists() or len(whole_files(directory)) < 1 + 5 * number % 15:
+            assert time.monotonic() < deadline
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+        finished = (directory / "dump.json").exists()
+        for file in whole_files(directory):
+            contents = read_contents(file)
+            data = read_data(contents)
+            assert all(all(intact(span, data)) for span in contents.spans)
+        restored = restore(store, directory)
+        assert (restored.corrupt, restored.finished) == ([], finished)
+        kept = inodes(directory)
+        dumped = dump(store, directory, EVERYTHING, update=finished, file_bytes=300)
+        assert dumped.kept == len(kept)
+        assert inodes(directory).items() >= kept.items()
+        assert not list(directory.glob(".*"))
+        client.flushall()
+        assert restore(store, directory).finished
+        check_same(client, before)
+
+
+def test_a_dump_is_brought_up_to_date(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    dump(store, tmp_path, EVERYTHING, file_bytes=300)
+    files = inodes(tmp_path)
+    with pytest.raises(DumpError, match="--update brings it up to date"):
+        dump(store, tmp_path, EVERYTHING)
+    dumped = dump(store, tmp_path, EVERYTHING, update=True, file_bytes=300)
+    unsure = len(files) - dumped.kept
+    assert unsure == 1  # the one with the page that has no checksum
+    client.delete("empty")
+    set_block(client, "chat-7", 2, HALVES, seed=1)
+    client.execute_command("KVPAGESET", "quantised", 2, 0, 0, 0, 7, 4, 2, 0, bytes(32))
+    client.persist("kv:fading:1:1:0:0")
+    before = everything(client)
+    assert 3 < dump(store, tmp_path, EVERYTHING, update=True, file_bytes=300).kept < len(files) - 3
+    client.flushall()
+    restore(store, tmp_path)
+    check_same(client, before)
+
+
+def test_while_a_dump_is_brought_up_to_date_the_old_one_stays(
+    client: redis.Redis, store: Store, tmp_path: Path
+) -> None:
+    fill(client)
+    before = everything(client)
+    dump(store, tmp_path, EVERYTHING, file_bytes=1000)
+    client.flushall()
+    set_block(client, "other", 0, HALVES)
+    set_block(client, "third", 0, HALVES)
+
+    def stop(count: int) -> None:
+        if len(list(tmp_path.glob("pages-*"))) > 3:
+            raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        dump(store, tmp_path, EVERYTHING, update=True, file_bytes=1, done=stop)
+    client.flushall()
+    assert restore(store, tmp_path).finished
+    check_same(client, before)
+
+
+def test_a_directory_holds_one_dump(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+    dump(store, tmp_path, Selection(requests=(b"chat-7",)))
+    for update in (False, True):
+        with pytest.raises(DumpError, match="holds a dump of --request chat-7, not of everything"):
+            dump(store, tmp_path, EVERYTHING, update=update)
+    (tmp_path / "dump.json").unlink()
+    with pytest.raises(DumpError, match="holds a dump of --request chat-7"):
+        dump(store, tmp_path, Selection(match=b"x*"))
+
+
+def test_one_dump_at_a_time_writes_into_a_directory(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+    fill(client)
+
+    def another(count: int) -> None:
+        with pytest.raises(DumpError, match="another kvpage dump or restore is using"):
+            restore(store, tmp_path)
+        with pytest.raises(DumpError, match="another kvpage dump or restore is using"):
+            dump(store, tmp_path, EVERYTHING)
+
+    assert isinstance(dump(store, tmp_path, EVERYTHING, done=another), Dumped)
+    assert isinstance(restore(store, tmp_path), Restored)
+
+
+def test_a_full_disk_is_said_and_leaves_no_torn_file(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    client.set("long", random.Random(1).randbytes(3_000_000))
+    limited = ["sh", "-c", 'ulimit -f 1000; exec "$@"', "sh"]  # blocks of 512 bytes or 1 KiB
+    command = [sys.executable, "-m", "kvpage_server.cli", "dump", str(tmp_path), "--url", server.url]
+    done = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
+    assert "File too large" in done.stderr
+    assert done.stderr.count("\n") == 1
+
+
+# -- what the commands say ---------------------------------------------------------------------------------------------
+
+
+def test_the_commands_report_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    set_block(client, "r", 0, HALVES)
+    client.set("x", "y")
+    url = ("--url", server.url)
+    code, shown, _ = kvpage("dump", str(tmp_path), *url)
+    assert code == 0
+    assert shown.startswith("8 pages and 1 strings, 449 bytes in 2 files, ")
+    code, _, said = kvpage("dump", str(tmp_path), *url)
+    assert (code, said) == (2, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
+    code, shown, _ = kvpage("dump", str(tmp_path), "--update", *url)
+    assert code == 0
+    assert "in 2 files, 2 of them as they were, " in shown
+    client.delete("x")
+    code, shown, _ = kvpage("restore", str(tmp_path), *url)
+    assert code == 0
+    assert shown.startswith("0 pages and 1 strings, 1 byte restored, ")
+    assert "8 keys were there already and stay as they are\n" in shown
+    assert kvpage("restore", str(tmp_path), "--replace", *url)[1].startswith("8 pages and 1 strings, 449 bytes")
+    code, _, said = kvpage("restore", str(tmp_path / "nowhere"), *url)
+    assert code == 2
+    assert "No such file or directory" in said
+    (tmp_path / "empty").mkdir()
+    assert kvpage("restore", str(tmp_path / "empty"), *url)[2] == f"kvpage: {tmp_path / 'empty'} holds no dump\n"
+
+
+def test_only_a_kvpage_server_can_be_dumped(redis_server: RunningServer, tmp_path: Path) -> None:
+    code, _, said = kvpage("dump", str(tmp_path), "--url", redis_server.url)
+    assert (code, said) == (2, "kvpage: only a kvpage-server can be dumped, this is another Redis\n")
+
+
+def test_a_dump_larger_than_the_store_is_said(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    for page in range(40):
+        set_block(client, "r", page, block([(0, DType.INT8, 1024)], page_size=16))
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    with start_server("--maxmemory", "1mb") as small:
+        code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
+    assert code == 0
+    assert "keys were evicted meanwhile: the dump may be larger than maxmemory" in shown
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
+def test_what_is_damaged_in_the_server_is_not_dumped(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    body = random.Random(6).randbytes(20_000)
+    for page, content in enumerate((body, bytes(20_000))):
+        client.execute_command("KVPAGESET", "r", 0, 0, page, 0, 3, 1, len(content), 0, content)
+    flip_a_bit(server.pid, body[5000:5100])
+    code, shown, _ = kvpage("dump", str(tmp_path), "--url", server.url)
+    assert code == 1
+    assert "1 pages and 0 strings" in shown
+    assert "kv:r:0:0:0:0: the body does not match the checksum in its header" in shown
+    assert os.listdir(tmp_path)
