@@ -5,7 +5,7 @@ changing meanwhile rather a page too many than one too few is in the dump. A fil
 whole, while the next one is being filled.
 
 A directory that holds files of a dump is brought up to date: a file stays if the server still has everything in it,
-unchanged. Whether it has is asked by the pages' headers, without their bodies; strings are read.
+unchanged; what is in no file that stays is written into new ones.
 """
 
 from __future__ import annotations
@@ -13,27 +13,22 @@ from __future__ import annotations
 import shlex
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import chain, groupby, islice
+from itertools import chain
 from pathlib import Path
-from typing import TypeVar
 
-from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, checksum, decode_page
+from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
 from kvpage_server.snapshot.entries import FOREVER, Pages, String
 from kvpage_server.snapshot.errors import BadFile, DumpError
 from kvpage_server.snapshot.files import Contents, Tensor, write_file
 from kvpage_server.snapshot.names import plane_name, string_name, text_of
-from kvpage_server.snapshot.store import Listed, Store, Value
+from kvpage_server.snapshot.planes import Found, tensors_of
+from kvpage_server.snapshot.store import KEY_COSTS, Listed, Store, Value, batches
+from kvpage_server.snapshot.unchanged import is_unchanged
 
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
 _FILE_TENSORS = 20_000  # the header of a file is to stay readable
-_BATCH_BYTES = 16 << 20
-_KEY_COSTS = 8 << 10  # bytes that take as long as a key does
-_BATCH_KEYS = 1000
-_SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
-
-T = TypeVar("T")
 
 Done = Callable[[int], None]  # told how many keys more are done
 
@@ -139,38 +134,11 @@ class _Dump:
             if isinstance(contents, BadFile):
                 continue
             self._check_selection(contents.selection)
-            if self._is_unchanged(contents):
+            if is_unchanged(self._store, contents):
                 self._dumped.count(contents)
                 for entry, _, _ in contents.spans:
                     self._kept[entry.name] = (entry.layers, entry.heads) if isinstance(entry, Pages) else (0, 0)
                 yield file.name, contents.digest
-
-    def _is_unchanged(self, contents: Contents) -> bool:
-        """Whether the server has everything that is in a file."""
-        entries = [span.entry for span in contents.spans]
-        pages = [entry for entry in entries if isinstance(entry, Pages)]
-        strings = [entry for entry in entries if isinstance(entry, String)]
-        expected = zip(
-            chain.from_iterable(map(Pages.keys, pages)),
-            chain.from_iterable(map(Pages.headers, pages)),
-            chain.from_iterable(entry.ttl_left_ms for entry in pages),
-            strict=True,
-        )
-        while some := list(islice(expected, _BATCH_KEYS)):
-            found = self._store.heads([bytes(key) for key, _, _ in some], HEADER_SIZE)
-            if len(found) != len(some):
-                return False
-            for (_, header, left), (_, head, expires) in zip(some, found, strict=True):
-                if not header.checksum or head != bytes(header) or not _same_moment(contents, left, expires):
-                    return False
-        for batch in _batches((entry, entry.size + _KEY_COSTS) for entry in strings):
-            found = self._store.values([entry.key for entry in batch])
-            if len(found) != len(batch):
-                return False
-            for entry, (_, data, expires) in zip(batch, found, strict=True):
-                if checksum(data) != entry.checksum or not _same_moment(contents, entry.left_ms, expires):
-                    return False
-        return True
 
     def _is_kept(self, key: PageKey) -> bool:
         layers, heads = self._kept.get(plane_name(key.req_id, key.page, key.kv_type), (0, 0))
@@ -199,7 +167,7 @@ class _Dump:
         for found in self._store.strings(self._selection.match):
             wanted = [(key, size) for key, size in found if string_name(key) not in self._kept]
             self._done(len(found) - len(wanted))
-            for keys in _batches((key, size + _KEY_COSTS) for key, size in wanted):
+            for keys in batches((key, size + KEY_COSTS) for key, size in wanted):
                 for key, data, expires in self._store.values(keys):
                     yield [Tensor(String(key, len(data), self._left(expires), checksum(data)), [data])]
                 self._done(len(keys))
@@ -207,12 +175,12 @@ class _Dump:
     def _pages(self) -> Iterator[list[Tensor]]:
         """The blocks that are selected: their planes and pages, block by block."""
         requests: Iterable[bytes] = self._selection.requests or chain.from_iterable(self._store.requests())
-        for blocks in _batches(self._wanted(self._store.blocks(requests, self._selection.match))):
+        for blocks in batches(self._wanted(self._store.blocks(requests, self._selection.match))):
             keys = list(chain.from_iterable(blocks))
             values = {value.key: value for value in self._store.values([bytes(key) for key in keys])}
             for block in blocks:
                 found = [(key, values[bytes(key)]) for key in block if bytes(key) in values]
-                yield list(self._tensors(found))
+                yield self._tensors(found)
             self._done(len(keys))
 
     def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
@@ -221,14 +189,10 @@ class _Dump:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
             if wanted:
-                yield wanted, nbytes + len(wanted) * _KEY_COSTS
+                yield wanted, nbytes + len(wanted) * KEY_COSTS
 
-    def _left(self, expires_ms: int) -> int:
-        """The time that a key had to live when the dump began."""
-        return expires_ms if expires_ms == FOREVER else expires_ms - self._began_ms
-
-    def _tensors(self, block: list[tuple[PageKey, Value]]) -> Iterator[Tensor]:
-        """The pages of a block as planes, where a plane is a whole one, and as single pages elsewhere."""
+    def _tensors(self, block: list[tuple[PageKey, Value]]) -> list[Tensor]:
+        """The intact pages of a block."""
         pages = []
         for key, value in block:
             try:
@@ -238,66 +202,9 @@ class _Dump:
             except PageError as error:
                 self._dumped.corrupt.append(f"{text_of(bytes(key))}: {error}")
             else:
-                pages.append((key, header, self._left(value.expires_ms), body))
-        pages.sort(key=lambda page: (page[0].kv_type, page[0].layer, page[0].head))
-        for _, plane in groupby(pages, lambda page: page[0].kv_type):
-            some = list(plane)
-            for part in [some] if _is_plane(some) else [[page] for page in some]:
-                yield Tensor(_entry(part), [body for _, _, _, body in part])
+                pages.append(Found(key, header, self._left(value.expires_ms), body))
+        return list(tensors_of(pages))
 
-
-_Found = tuple[PageKey, PageHeader, int, memoryview]  # and the milliseconds it has to live, and its body
-
-
-def _is_plane(pages: list[_Found]) -> bool:
-    """Whether pages, by layer and head, are all that a plane has, and of one geometry."""
-    last, first = pages[-1][0], pages[0][1]
-    geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
-    return len(pages) == (last.layer + 1) * (last.head + 1) and all(
-        (header.dtype, header.page_size, header.head_dim, header.body_size) == geometry and key.head <= last.head
-        for key, header, _, _ in pages
-    )
-
-
-def _entry(pages: list[_Found]) -> Pages:
-    first, header, _, _ = pages[0]
-    last, _, _, _ = pages[-1]
-    return Pages(
-        req_id=first.req_id,
-        page=first.page,
-        kv_type=first.kv_type,
-        layer=first.layer,
-        head=first.head,
-        layers=last.layer - first.layer + 1,
-        heads=last.head - first.head + 1,
-        dtype=header.dtype,
-        page_size=header.page_size,
-        head_dim=header.head_dim,
-        body_size=header.body_size,
-        created_ms=[header.created_ms for _, header, _, _ in pages],
-        ttl=[header.ttl for _, header, _, _ in pages],
-        ttl_left_ms=[left for _, _, left, _ in pages],
-        checksums=[header.checksum or checksum(body) for _, header, _, body in pages],
-        unchecked=[not header.checksum for _, header, _, _ in pages],
-    )
-
-
-def _same_moment(contents: Contents, left_ms: int, expires_ms: int) -> bool:
-    """Whether a key that had `left_ms` to live when a file was written would expire when it does now."""
-    if FOREVER in (left_ms, expires_ms):
-        return left_ms == expires_ms
-    return abs(contents.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
-
-
-def _batches(sized: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    """Things of so many bytes, as many as are worth a question."""
-    some: list[T] = []
-    total = 0
-    for thing, nbytes in sized:
-        if some and total + nbytes > _BATCH_BYTES:
-            yield some
-            some, total = [], 0
-        some.append(thing)
-        total += nbytes
-    if some:
-        yield some
+    def _left(self, expires_ms: int) -> int:
+        """The time that a key had to live when the dump began."""
+        return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

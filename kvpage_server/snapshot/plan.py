@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvpage_server.client.exchange import Piece
-from kvpage_server.page import BlockShape, Plane
+from kvpage_server.page import BlockShape, PageError, Plane
 from kvpage_server.snapshot.entries import FOREVER, Pages, String
 from kvpage_server.snapshot.files import Span, intact
 from kvpage_server.snapshot.names import text_of
@@ -110,7 +110,10 @@ def _shape(planes: list[Pages]) -> BlockShape | None:
     if any((plane.is_plane, plane.layers, plane.heads, plane.page_size) != same for plane in planes):
         return None
     kinds = tuple(Plane(plane.kv_type, plane.dtype, plane.head_dim) for plane in planes)
-    return BlockShape(first.layers, first.heads, first.page_size, kinds)
+    try:
+        return BlockShape(first.layers, first.heads, first.page_size, kinds)
+    except PageError:  # more pages than a block may have
+        return None
 
 
 def _by_layer(planes: list[memoryview], layers: int) -> Iterator[memoryview]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from itertools import groupby
 from types import TracebackType
-from typing import Any, NamedTuple, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 import redis
 
@@ -21,7 +21,12 @@ _WITHIN = 60.0  # seconds for a batch
 _AT_ONCE = 1000  # keys asked about in one go
 _REQUESTS = 100  # requests asked about in one go
 
+KEY_COSTS = 8 << 10  # bytes that take as long as a key does
+_BATCH_BYTES = 16 << 20
+
 _ALL = b"*"
+
+T = TypeVar("T")
 
 
 class Value(NamedTuple):
@@ -235,3 +240,17 @@ def _index_of(key: bytes) -> bytes | None:
         return index_key(PageKey.parse(key).req_id)
     except PageError:
         return None
+
+
+def batches(sized: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
+    """Things of so many bytes, as many as are worth a question."""
+    some: list[T] = []
+    total = 0
+    for thing, nbytes in sized:
+        if some and total + nbytes > _BATCH_BYTES:
+            yield some
+            some, total = [], 0
+        some.append(thing)
+        total += nbytes
+    if some:
+        yield some

@@ -1,0 +1,61 @@
+"""The pages of a block as tensors: a plane in one where it is whole and of one geometry, and single pages elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from typing import NamedTuple
+
+from kvpage_server.page import PageHeader, PageKey, checksum
+from kvpage_server.snapshot.entries import Pages
+from kvpage_server.snapshot.files import Tensor
+
+
+class Found(NamedTuple):
+    """A page as the server has it."""
+
+    key: PageKey
+    header: PageHeader
+    ttl_left_ms: int  # -1: for ever
+    body: memoryview
+
+
+def tensors_of(block: Iterable[Found]) -> Iterator[Tensor]:
+    """The tensors that hold the pages of a block."""
+    pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
+    for _, plane in groupby(pages, lambda page: page.key.kv_type):
+        some = list(plane)
+        for part in [some] if _is_whole(some) else [[page] for page in some]:
+            yield Tensor(_entry(part), [page.body for page in part])
+
+
+def _is_whole(plane: list[Found]) -> bool:
+    """Whether pages, by layer and head, are all that a plane has, and of one geometry."""
+    last, first = plane[-1].key, plane[0].header
+    geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
+    return len(plane) == (last.layer + 1) * (last.head + 1) and all(
+        (header.dtype, header.page_size, header.head_dim, header.body_size) == geometry and key.head <= last.head
+        for key, header, _, _ in plane
+    )
+
+
+def _entry(pages: list[Found]) -> Pages:
+    first, last, header = pages[0].key, pages[-1].key, pages[0].header
+    return Pages(
+        req_id=first.req_id,
+        page=first.page,
+        kv_type=first.kv_type,
+        layer=first.layer,
+        head=first.head,
+        layers=last.layer - first.layer + 1,
+        heads=last.head - first.head + 1,
+        dtype=header.dtype,
+        page_size=header.page_size,
+        head_dim=header.head_dim,
+        body_size=header.body_size,
+        created_ms=[header.created_ms for _, header, _, _ in pages],
+        ttl=[header.ttl for _, header, _, _ in pages],
+        ttl_left_ms=[left for _, _, left, _ in pages],
+        checksums=[header.checksum or checksum(body) for _, header, _, body in pages],
+        unchecked=[not header.checksum for _, header, _, _ in pages],
+    )

@@ -1,0 +1,368 @@
+"""The files of `kvpage dump`: any safetensors reader opens them, and what is not as it was written is noticed."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from types import SimpleNamespace
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import redis
+import safetensors.numpy
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from keyspaces import BINARY, EIGHTS, HALVES, QUANTISED, everything, fill, set_block
+from safetensors import safe_open
+from servers import RunningServer
+from test_kvpage_cli import kvpage
+
+from kvpage_server.layouts import to_mlx
+from kvpage_server.page import DType, PageHeader, PageKey, checksum
+from kvpage_server.snapshot.entries import String, entry_of
+from kvpage_server.snapshot.errors import BadFile, DumpError
+from kvpage_server.snapshot.files import Contents, Tensor, intact, read_contents, read_data, write_file
+from kvpage_server.snapshot.names import bytes_of, text_of
+from kvpage_server.snapshot.planes import Found, tensors_of
+from kvpage_server.snapshot.restore import restore
+from kvpage_server.snapshot.store import Store
+
+
+def found(layer: int = 0, head: int = 0, kv_type: int = 0, *, body: bytes = b"12345678", req_id: bytes = b"r") -> Found:
+    """A page of a server's; float16 ``[2, 2]`` where the body has 8 bytes."""
+    key = PageKey(req_id, layer, head, 7, kv_type)
+    header = PageHeader(DType.FLOAT16, kv_type, 2, 2, layer, head, 7, 1000, 60, len(body), checksum(body))
+    return Found(key, header, 59_000, memoryview(body))
+
+
+def string(key: bytes, value: bytes) -> Tensor:
+    return Tensor(String(key, len(value), -1, checksum(value)), [memoryview(value)])
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    """A file with a plane, a page of no shape, and a string."""
+    bodies = [random.Random(i).randbytes(8) for i in range(4)]
+    plane = [found(i // 2, i % 2, body=body) for i, body in enumerate(bodies)]
+    tensors = [*tensors_of([*plane, found(3, 1, 1, body=b"odd")]), string(b"s", b"value")]
+    write_file(tmp_path / "pages-000001.safetensors", tensors, dumped_ms=5, selection="everything")
+    return tmp_path / "pages-000001.safetensors"
+
+
+def whole(file: Path) -> bool:
+    """Whether a file is taken for what was written."""
+    try:
+        contents = read_contents(file)
+        data = read_data(contents)
+    except BadFile:
+        return False
+    return all(all(intact(span, data)) for span in contents.spans)
+
+
+# -- what a reader finds -------------------------------------------------------------------------------------------
+
+
+def test_a_plane_is_a_tensor_of_layers_heads_tokens_and_dimensions(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    body = set_block(client, "q", 3, QUANTISED, ttl=100)
+    client.execute_command("KVPAGESET", "one", 5, 8, 42, 0, 2, 1, 2, 0, np.array([1.5, -2], np.float32).tobytes())
+    client.execute_command("KVPAGESET", "odd", 5, 8, 42, 0, 1, 128, 64, 3600, "BLOB_DATA")
+    client.set(b"manifest:\xff", "text")
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    pages = safetensors.numpy.load_file(tmp_path / "pages-000002.safetensors")
+    assert pages.keys() == {*(f"kv:q:*:*:3:{plane}" for plane in range(6)), "kv:one:5:8:42:0", "kv:odd:5:8:42:0"}
+    for layer, planes in enumerate(to_mlx(body, QUANTISED)):
+        for kv_type, values in planes.items():
+            tensor = pages[f"kv:q:*:*:3:{kv_type}"]
+            assert tensor.shape == (2, 2, 4, QUANTISED.planes[kv_type].head_dim)
+            assert tensor.dtype == (np.uint32 if kv_type < 2 else np.float16)
+            assert tensor[layer].tobytes() == values.tobytes()
+    assert pages["kv:one:5:8:42:0"].tolist() == [[1.5, -2]]
+    assert pages["kv:odd:5:8:42:0"].tobytes() == b"BLOB_DATA"
+    strings = safetensors.numpy.load_file(tmp_path / "strings-000001.safetensors")
+    assert {name: bytes(value) for name, value in strings.items()} == {"string:manifest:%FF": b"text"}
+    with safe_open(tmp_path / "pages-000002.safetensors", "numpy") as reader:
+        metadata = reader.metadata()
+    told = json.loads(metadata["kv:q:*:*:3:2"])
+    assert 95_000 < told.pop("ttl_left_ms") <= 100_000
+    assert len(told.pop("checksum")) == 4
+    assert told.pop("created_ms") > 0
+    assert told == {
+        "request": "q",
+        "page": 3,
+        "kv_type": 2,
+        "layers": 2,
+        "heads": 2,
+        "dtype": "float16",
+        "page_size": 4,
+        "head_dim": 1,
+        "ttl": 100,
+        "unchecked": False,
+    }
+
+
+def test_bfloat16_and_float8_have_their_own_types(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    body = set_block(client, "half", 0, HALVES)
+    set_block(client, BINARY, 1, EIGHTS)
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    (file,) = tmp_path.glob("pages-*")
+    with safe_open(file, "numpy") as reader:
+        kinds = {name: reader.get_slice(name).get_dtype() for name in reader.keys()}  # noqa: SIM118
+        with pytest.raises(TypeError, match="bfloat16"):
+            reader.get_tensor("kv:half:*:*:0:0")
+    name = f"kv:{text_of(BINARY)}:*:*:1:"
+    assert kinds == {
+        "kv:half:*:*:0:0": "BF16",
+        "kv:half:*:*:0:1": "BF16",
+        f"{name}0": "F8_E4M3",
+        f"{name}1": "F8_E5M2",
+    }
+    set_block(client, "half", 0, HALVES)
+    kvpage("dump", str(tmp_path / "half"), "--request", "half", "--url", server.url)
+    loaded = mx.load(str(tmp_path / "half" / "pages-000001.safetensors"))
+    assert isinstance(loaded, dict)
+    for layer, planes in enumerate(to_mlx(body, HALVES)):
+        for kv_type, values in planes.items():
+            tensor = loaded[f"kv:half:*:*:0:{kv_type}"]
+            assert tensor.dtype == mx.bfloat16
+            assert np.array(tensor[layer].view(mx.uint16)).tobytes() == values.tobytes()
+
+
+def test_tensors_lie_aligned_to_their_elements(tmp_path: Path) -> None:
+    tensors = [*tensors_of([found(3, body=b"odd")]), *tensors_of([found(1)]), string(b"s", b"x")]
+    contents = write_file(tmp_path / "f.safetensors", tensors, dumped_ms=5, selection="everything")
+    assert contents.data % 64 == 0
+    assert [(span.entry.element, span.start) for span in contents.spans] == [("F16", 0), ("U8", 8), ("U8", 11)]
+
+
+# -- what is written is read ---------------------------------------------------------------------------------------
+
+
+@given(st.binary(max_size=40))
+def test_every_key_has_a_name_of_its_own(key: bytes) -> None:
+    name = text_of(key)
+    assert bytes_of(name) == key
+    assert name.encode().decode() == name
+
+
+def test_names_are_readable_where_keys_are() -> None:
+    assert text_of("agent/zähler@8".encode()) == "agent/zähler@8"
+    assert text_of(b"50%\xff\n") == "50%25%FF\n"
+
+
+@given(st.integers(1, 3), st.integers(1, 3), st.data())
+def test_what_the_metadata_tells_is_understood(layers: int, heads: int, data: st.DataObject) -> None:
+    bodies = st.binary(min_size=8, max_size=8)
+    pages = [found(i // heads, i % heads, body=data.draw(bodies), req_id=BINARY) for i in range(layers * heads)]
+    (tensor,) = tensors_of(pages)
+    entry, nbytes = tensor.entry, tensor.nbytes
+    assert entry_of(entry.name, json.dumps(entry.note()), nbytes) == entry
+    assert list(entry.headers()) == [page.header for page in pages]
+
+
+def test_what_was_written_is_whole(file: Path) -> None:
+    assert whole(file)
+    contents = read_contents(file)
+    assert (contents.dumped_ms, contents.selection) == (5, "everything")
+    assert [span.entry.name for span in contents.spans] == ["kv:r:*:*:7:0", "kv:r:3:1:7:1", "string:s"]
+    assert file.stat().st_size == contents.size
+
+
+# -- what is wrong is noticed --------------------------------------------------------------------------------------
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=200)
+@given(st.data())
+def test_a_flipped_bit_is_noticed_wherever_it_is(file: Path, data: st.DataObject) -> None:
+    written = bytearray(file.read_bytes())
+    bit = data.draw(st.integers(0, len(written) * 8 - 1))
+    written[bit // 8] ^= 1 << bit % 8
+    other = file.with_name("flipped")
+    other.write_bytes(written)
+    assert not whole(other)
+
+
+def test_a_torn_file_is_noticed_wherever_it_ends(file: Path) -> None:
+    written = file.read_bytes()
+    for length in range(0, len(written), 5):
+        file.write_bytes(written[:length])
+        assert not whole(file)
+    file.write_bytes(written + b"\0")
+    assert not whole(file)
+
+
+def said(file: Path) -> str:
+    with pytest.raises(BadFile) as error:
+        read_contents(file)
+    return str(error.value)
+
+
+def test_other_files_are_told_apart(tmp_path: Path) -> None:
+    file = tmp_path / "x.safetensors"
+    for noise in (b"", b"kv", b"\xff" * 100, b"\2" + bytes(7) + b"[]", b"\4" + bytes(7) + b"null", bytes(8)):
+        file.write_bytes(noise)
+        assert said(file) == "it is torn, or no safetensors file"
+    deep = b"[" * 100_000
+    file.write_bytes(len(deep).to_bytes(8, "little") + deep)
+    assert said(file) == "it is torn, or no safetensors file"
+    safetensors.numpy.save_file({"a": np.zeros(3)}, file)
+    assert said(file) == "it is not of kvpage dump"
+    safetensors.numpy.save_file({"a": np.zeros(3)}, file, {"format": "kvpage-dump", "version": "2"})
+    assert said(file) == "its format is version 2, only 1 is understood"
+
+
+def forged(file: Path, **changes: object) -> Contents:
+    """Write a file whose digest is right and whose page is told to be something else, and read it."""
+    (tensor,) = tensors_of([found(1)])
+    entry, note = tensor.entry, tensor.entry.note() | changes
+    forgery = SimpleNamespace(name=entry.name, element=entry.element, shape=entry.shape, note=lambda: note)
+    write_file(file, [Tensor(forgery, tensor.pieces)], dumped_ms=1, selection="everything")  # type: ignore[arg-type]
+    return read_contents(file)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"request": "other"},
+        {"request": "a:b"},
+        {"layers": 0, "heads": 4},
+        {"layers": -2, "heads": -2},
+        {"layers": 65536, "heads": 65536},
+        {"dtype": "complex"},
+        {"dtype": "float32"},
+        {"kv_type": 9},
+        {"page_size": 0},
+        {"page_size": 3},
+        {"ttl_left_ms": "soon"},
+        {"ttl": [1, 2]},
+        {"checksum": "no hex"},
+        {"created_ms": -1},
+    ],
+)
+def test_a_header_that_makes_no_sense_is_refused(tmp_path: Path, changes: dict[str, object]) -> None:
+    assert forged(tmp_path / "x.safetensors").spans[0].entry.name == "kv:r:1:0:7:0"
+    with pytest.raises(BadFile, match="its header makes no sense"):
+        forged(tmp_path / "x.safetensors", **changes)
+
+
+# -- a restore leaves out what is wrong ----------------------------------------------------------------------------
+
+
+def damage(file: Path, at: int = -1) -> None:
+    written = bytearray(file.read_bytes())
+    written[at] ^= 1
+    file.write_bytes(written)
+
+
+def test_a_corrupt_page_is_reported_and_skipped(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    set_block(client, "r", 0, HALVES)
+    set_block(client, "r", 1, HALVES)
+    client.set("s", "t")
+    before, _ = everything(client)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    file = tmp_path / "pages-000002.safetensors"
+    name = read_contents(file).spans[-1].entry.name.replace("*:*", "1:1")
+    damage(file)
+    for command in (("inspect", "--verify"), ("restore", "--url", server.url)):
+        client.flushall()
+        code, shown, _ = kvpage(command[0], str(tmp_path), *command[1:])
+        assert code == 1
+        assert f"  {name} in pages-000002.safetensors: its bytes are not those that were written\n" in shown
+    after, _ = everything(client)
+    assert after == {key: held for key, held in before.items() if key != name.encode()}
+
+
+def test_a_file_that_is_not_whole_is_reported_and_skipped(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    fill(client)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    files = sorted(tmp_path.glob("*.safetensors"))
+    strings, pages = files[1], files[0]
+    written = pages.read_bytes()
+    other = strings.read_bytes()
+    for content, what in (
+        (written[:-1], "it is torn: it has "),
+        (written[:500], "it is torn, or no safetensors file"),
+        (written.replace(b"float8_e4m3", b"float8_e5m2", 1), "its header is corrupt"),
+        (other, "it is another file than the one that was written"),
+        (None, "it is missing"),
+    ):
+        client.flushall()
+        pages.unlink(missing_ok=True)
+        if content is not None:
+            pages.write_bytes(content)
+        code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)
+        assert code == 1
+        assert f"  {pages.name}: {what}" in shown
+        assert shown.startswith("0 pages and 5 strings")
+        assert client.dbsize() == 5
+        assert kvpage("inspect", str(tmp_path))[0] == 1
+
+
+def test_a_summary_that_is_wrong_is_refused(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    fill(client)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    summary = tmp_path / "dump.json"
+    written = summary.read_text()
+    for content, what in (
+        ("{", "is corrupt"),
+        ("[]", "is not of kvpage dump"),
+        (written.replace('"version": "1"', '"version": "2"'), "is of format version 2, only 1 is understood"),
+        (written.replace("pages-", "../pages-"), "it names other files than those of a dump"),
+        (written.replace("dumped_ms", "dumped"), "is corrupt: KeyError"),
+    ):
+        summary.write_text(content)
+        with Store(server.url) as store, pytest.raises(DumpError, match=what):
+            restore(store, tmp_path)
+        code, _, said = kvpage("inspect", str(tmp_path))
+        assert (code, said.count("\n")) == (2, 1)
+
+
+def test_files_of_others_in_the_directory_are_left_alone(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    client.set("s", "t")
+    safetensors.numpy.save_file({"a": np.zeros(3)}, tmp_path / "model.safetensors")
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    assert kvpage("restore", str(tmp_path), "--url", server.url)[0] == 0
+    assert kvpage("dump", str(tmp_path), "--update", "--url", server.url)[0] == 0
+    assert (tmp_path / "model.safetensors").exists()
+    code, shown, _ = kvpage("inspect", str(tmp_path / "model.safetensors"))
+    assert code == 1
+    assert "  model.safetensors: it is not of kvpage dump\n" in shown
+
+
+# -- inspect -------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_shows_what_there_is_without_a_server(
+    server: RunningServer, client: redis.Redis, tmp_path: Path
+) -> None:
+    fill(client)
+    kvpage("dump", str(tmp_path), "--url", server.url)
+    code, shown, _ = kvpage("inspect", str(tmp_path))
+    assert code == 0
+    assert shown.startswith("a dump of everything, just now: 2 files, ")
+    rows = [line.split() for line in shown.splitlines()]
+    assert ["chat-7", "bfloat16", "59", "min", "59", "s", "4", "32", "1.8", "kB"] in rows
+    assert ["quantised", "float16", "uint32", "for", "ever", "1", "24", "384", "bytes"] in rows
+    assert ["r%FF%E9%2541*", "bfloat16", "for", "ever", "1", "8", "448", "bytes"] in rows
+    assert ["plain", "strings", "1", "h", "59", "min", "5", "300.1", "kB"] in rows
+    code, shown, _ = kvpage("inspect", str(tmp_path), "--request", "quantised", "--verify")
+    assert code == 0
+    rows = [line.split() for line in shown.splitlines()]
+    k_scales = "kv:quantised:*:*:0:2 K_SCALES 4 tokens x 1 float16 for ever 2 x 2 x 4 x 1 32 bytes"
+    assert k_scales.split() in rows
+    assert len(rows) == 9
+    assert rows[-1] == ["all", "of", "it", "is", "intact"]
+    assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 files, ")
+    (tmp_path / "dump.json").unlink()
+    assert kvpage("inspect", str(tmp_path))[1].startswith("a dump that was never finished: 2 files, ")
+    code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)
+    assert code == 1
+    assert "the dump was never finished: this is what there was of it\n" in shown
+    assert kvpage("inspect", str(tmp_path / "nothing"))[0] == 2
