@@ -435,7 +435,7 @@ def test_only_what_nobody_is_writing_is_tidied_up(tmp_path: Path) -> None:
 
 
 SAVE_FOR_EVER = """
-import sys
+import itertools, sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_engine_cold import SPEC, TOKENS, context
@@ -444,10 +444,10 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 
 cold = SafetensorsCacheAdapter(SPEC, BlockPool(1), Path({directory!r}))
 contexts = [context(TOKENS), context(TOKENS[:400])]
-print("ready", flush=True)
-while True:
-    for each in contexts:
-        assert cold.save(each)
+for count in itertools.count():
+    assert cold.save(contexts[count % 2])
+    if not count:
+        print("ready", flush=True)
 """
 
 

@@ -52,17 +52,26 @@ class FullLayer:
 
 def cut(array: mx.array, start: int, end: int) -> mx.array:
     """``[heads, end - start, dim]``, a copy, of ``[1, heads, >= end, dim]``."""
-    return mx.contiguous(array[0, :, start:end])
+    return mx.contiguous(array.view(_word(array))[0, :, start:end]).view(array.dtype)
 
 
 def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """``[1, heads, capacity, dim]`` with the pieces' first `tokens` tokens, then zeros up to mlx-lm's next growth."""
-    heads, _, dim = pieces[0].shape
-    capacity = -(-tokens // KVCache.step) * KVCache.step
-    buffer = mx.zeros((1, heads, capacity, dim), pieces[0].dtype)
-    start = 0
-    for piece in pieces:
-        end = min(start + piece.shape[1], tokens)
-        buffer[0, :, start:end] = piece[:, : end - start]
-        start = end
-    return buffer
+    """``[1, heads, capacity, dim]`` with the pieces' first `tokens` tokens, then zeros up to mlx-lm's next growth.
+
+    All the pieces but the last are used whole. Each byte is written once.
+    """
+    *full, last = pieces
+    heads, _, dim = last.shape
+    word = _word(last)
+    rest = tokens - sum(piece.shape[1] for piece in full)
+    parts = [*(piece.view(word) for piece in full), last.view(word)[:, :rest]]
+    if unused := -tokens % KVCache.step:
+        parts.append(mx.zeros((heads, unused, dim), last.dtype).view(word))
+    return mx.concatenate(parts, axis=1)[None].view(last.dtype)
+
+
+def _word(array: mx.array) -> mx.Dtype:
+    """The largest that rows can be copied in: on a CPU, MLX copies strided arrays a value at a time, whatever its
+    size."""
+    row = array.shape[-1] * array.itemsize
+    return next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row % word.size == 0), array.dtype)
