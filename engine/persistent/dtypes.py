@@ -1,0 +1,93 @@
+"""The element types of the language, what MLX and the page contract call them, and integers that wrap."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from kvpage_server.page import DType as PageDType
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type."""
+
+    name: str
+    mlx: mx.Dtype
+    range: tuple[int, int] | None = None  # of an integer
+    page: PageDType = PageDType.UINT8  # those that a page header has no name for travel as bytes
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it is neither an integer nor bool."""
+        return self.range is None and self.name != "bool"
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes an element."""
+        return int(self.mlx.size)
+
+    def wrap(self, value: int) -> int:
+        """The integer that is left of `value` when it has only this many bits."""
+        assert self.range
+        low, high = self.range
+        return (value - low) % (high - low + 1) + low
+
+    def literal(self, value: bool | int | float) -> bool | int | float | None:
+        """What a literal means in this type; None when it is of another kind or out of range.
+
+        Only a literal with a point, an exponent, inf or nan is a float, and 0 and 1 are bools too.
+        """
+        if self.name == "bool":
+            return bool(value) if value in (0, 1) and not isinstance(value, float) else None
+        if self.range is None:
+            return value if isinstance(value, float) else None
+        fits = isinstance(value, int) and not isinstance(value, bool) and self.range[0] <= value <= self.range[1]
+        return value if fits else None
+
+    def full(self, shape: tuple[int, ...], value: bool | int | float | None) -> mx.array:
+        """An array of one value; of zeros for None."""
+        if value is None:
+            return mx.zeros(shape, dtype=self.mlx)
+        return mx.full(shape, self.number(value), dtype=self.mlx)
+
+    def number(self, value: bool | int | float) -> mx.array:
+        """One number, an array without dimensions."""
+        if self.range:  # mx.array takes no integer above 2^63 from Python, but from numpy
+            return mx.array(np.array(value, dtype=str(self.mlx).removeprefix("mlx.core.")))
+        return mx.array(value, dtype=self.mlx)
+
+
+def _integer(bits: int, mlx: mx.Dtype, signed: bool, page: PageDType = PageDType.UINT8) -> DType:
+    low, high = (-(2 ** (bits - 1)), 2 ** (bits - 1) - 1) if signed else (0, 2**bits - 1)
+    return DType(f"{'i' if signed else 'u'}{bits}", mlx, (low, high), page)
+
+
+DTYPES = {
+    dtype.name: dtype
+    for dtype in (
+        DType("f16", mx.float16, page=PageDType.FLOAT16),
+        DType("bf16", mx.bfloat16, page=PageDType.BFLOAT16),
+        DType("f32", mx.float32, page=PageDType.FLOAT32),
+        DType("f64", mx.float64),  # on the CPU alone
+        _integer(8, mx.int8, True, PageDType.INT8),
+        _integer(16, mx.int16, True),
+        _integer(32, mx.int32, True),
+        _integer(64, mx.int64, True),
+        _integer(8, mx.uint8, False),
+        _integer(16, mx.uint16, False),
+        _integer(32, mx.uint32, False, PageDType.UINT32),
+        _integer(64, mx.uint64, False),
+        DType("bool", mx.bool_),
+    )
+}
+WORDS: dict[str, Any] = {"true": True, "false": False, "inf": math.inf, "nan": math.nan}
+
+
+def named(mlx: mx.Dtype) -> str:
+    """What the language calls an MLX dtype; MLX's own name when it has none."""
+    return next((dtype.name for dtype in DTYPES.values() if dtype.mlx == mlx), str(mlx).removeprefix("mlx.core."))

@@ -1,0 +1,54 @@
+"""`kvpage-engine run`: steps of a graph, from where its instance was left."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+import mlx.core as mx
+import redis
+from rich.console import Console
+
+from engine.persistent.errors import InputError, NoInstanceError, PersistentError
+from engine.persistent.model import Model
+from engine.persistent.parser import parse_file
+from engine.persistent.show import show
+from engine.persistent.simulator import Executor, Simulator
+from engine.persistent.store import PersistentStore
+
+
+def run(args: argparse.Namespace) -> int:
+    """Resume or begin, do the steps, save, and print persistent memory; 1 when that was not possible."""
+    try:
+        store = PersistentStore(args.url)
+        try:
+            executor = _run(args, store)
+        finally:
+            store.close()
+    except (PersistentError, redis.RedisError, OSError, ValueError) as error:
+        print(f"kvpage-engine: {error}", file=sys.stderr)
+        return 1
+    Console(soft_wrap=True).print(show(executor, f"{args.instance} after step {executor.steps}"))
+    return 0
+
+
+def _run(args: argparse.Namespace, store: PersistentStore) -> Executor:
+    sizes = dict(args.size)
+    model = Model.load(args.model, sizes) if args.model else Model(sizes)
+    simulator = Simulator(model, parse_file(args.graph), store=store)
+    inputs = Model.load(args.inputs).tensors if args.inputs else {}
+    try:
+        executor = simulator.resume(args.instance, autosave=args.autosave)
+    except NoInstanceError:
+        executor = simulator.make_executor(args.instance, autosave=args.autosave)
+    for _ in range(args.steps):
+        executor.insert({name: _row(name, rows, executor.steps) for name, rows in inputs.items()})
+        executor.step()
+    executor.save()
+    return executor
+
+
+def _row(name: str, rows: mx.array, step: int) -> mx.array:
+    if not rows.ndim or step >= len(rows):
+        raise InputError(f"{name} has inputs for {len(rows) if rows.ndim else 0} steps, none for step {step}")
+    return rows[step]

@@ -1,0 +1,257 @@
+"""A graph run step by step."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from enum import Enum
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import redis
+
+from engine.persistent.compile import compile_graph
+from engine.persistent.dtypes import named
+from engine.persistent.errors import BrokenExecutorError, InputError, NoInstanceError, StoreError, UnknownNameError
+from engine.persistent.export import export
+from engine.persistent.frame import Event, Frame
+from engine.persistent.graph import Graph
+from engine.persistent.memory import Memory
+from engine.persistent.model import Model
+from engine.persistent.store import PersistentStore, Saved, StoredInstance
+from engine.persistent.tensors import Tensors
+from engine.persistent.variables import resolve
+
+FORMAT = 1  # of what a program's fingerprint stands for
+
+
+class Device(Enum):
+    """Where MLX computes."""
+
+    CPU = "cpu"
+    GPU = "gpu"
+
+    @property
+    def mlx(self) -> mx.Device:
+        return mx.Device(mx.cpu if self is Device.CPU else mx.gpu)
+
+    @classmethod
+    def default(cls) -> Device:
+        """MLX's own choice."""
+        return Device.CPU if mx.default_device() == mx.Device(mx.cpu) else Device.GPU
+
+
+class Simulator:
+    """A graph with the model that it is run with, and a store in which its instances go on living, or none.
+
+    Raises a GraphError with the place of what is wrong, ModelError where the model lacks what the graph names, and
+    DeviceError for a dtype that the device can't compute.
+    """
+
+    def __init__(
+        self, model: Model, graph: Graph, device: Device | None = None, *, store: PersistentStore | None = None
+    ) -> None:
+        self.model = model
+        self.graph = graph
+        self.device = device or Device.default()
+        self.store = store
+        with mx.stream(self.device.mlx):
+            self.variables = resolve(graph, model.sizes, on_gpu=self.device is Device.GPU)
+            self.tensors = Tensors(self.variables, model.tensors)
+            self.actions = compile_graph(graph, self.variables, model.sizes, self.tensors)
+        declared = {declaration.name for declaration in graph.declarations}
+        self.temporary = [name for name in self.variables if name not in declared]  # those that `assign` declares
+        self.fingerprint = fingerprint(graph, model)
+
+    def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
+        """An executor whose persistent memory is new.
+
+        With the name of an `instance` it can be saved, and is after every `autosave` steps. Raises StoreError where
+        there is no store, and for a name that isn't 1 to 128 of ``A-Z a-z 0-9 . _ -``.
+        """
+        return Executor(self, self._stored(instance) if instance is not None else None, autosave, trace)
+
+    def resume(self, instance: str, *, autosave: int = 0, trace: bool = False) -> Executor:
+        """An executor that goes on where the instance was last saved.
+
+        Raises NoInstanceError, WrongProgramError, DamagedError, and redis.RedisError where the server does not answer.
+        """
+        executor = Executor(self, self._stored(instance), autosave, trace)
+        executor._load()
+        return executor
+
+    def _stored(self, instance: str) -> StoredInstance:
+        if self.store is None:
+            raise StoreError("this simulator has no store: Simulator(model, graph, store=PersistentStore(url))")
+        return self.store.instance(instance, self.fingerprint)
+
+    def memory(self) -> Memory:
+        """Persistent memory as it is before the first step."""
+        return Memory(variable.layout for variable in self.variables.values() if variable.section == "persistent")
+
+
+class Executor:
+    """One instance of a graph. `insert` what is dynamic, `step`, `fetch` what came of it.
+
+    A step that raises leaves persistent memory as it was before. Not to be shared between threads.
+    """
+
+    def __init__(self, simulator: Simulator, stored: StoredInstance | None, autosave: int, trace: bool) -> None:
+        if autosave < 0 or (autosave and stored is None):
+            raise ValueError(f"autosave is 0 or more, and needs an instance to save, got {autosave}")
+        self.simulator = simulator
+        self.steps = 0  # whole ones, those before a resume too
+        self.unsaved = 0  # autosaves that failed since one succeeded; the next one saves what they did not
+        self._stored = stored
+        self._autosave = autosave
+        self._trace = trace
+        self._inserted: dict[str, mx.array] = {}
+        self._frame: Frame | None = None  # of the last step, when it was whole
+        self._broken = False
+        with mx.stream(simulator.device.mlx):
+            self.memory = simulator.memory()
+
+    def insert(self, values: Mapping[str, Any] | None = None, /, **more: Any) -> None:
+        """Give dynamic variables their values for the next step: arrays of their dtype and shape, or numbers.
+
+        Raises InputError.
+        """
+        given = {**(values or {}), **more}
+        checked = {name: self._checked(name, value) for name, value in given.items()}
+        self._inserted.update(checked)
+
+    def step(self) -> None:
+        """Run the graph's entry block once; dynamic variables are empty again afterwards.
+
+        Raises InputError when one has not been inserted, a GraphError with the place of a statement that went wrong,
+        BrokenExecutorError when MLX could not compute what the step asked for.
+        """
+        if self._broken:
+            raise BrokenExecutorError("an earlier step could not be computed; resume the instance, or start anew")
+        missing = [
+            variable.name
+            for variable in self.simulator.variables.values()
+            if variable.section == "dynamic" and variable.name not in self._inserted
+        ]
+        if missing:
+            raise InputError(f"{', '.join(missing)} must be inserted before each step")
+        self._frame = None  # and with it the views that would keep tables from being changed in place
+        journal = self.memory.journal
+        journal.begin()
+        frame = Frame(self.steps, self.memory, self._inserted, trace=[] if self._trace else None)
+        with mx.stream(self.simulator.device.mlx):
+            try:
+                frame.run(self.simulator.actions)
+            except BaseException:
+                self._inserted = {}
+                frame.values = {}
+                self._evaluate(journal.rollback)
+                raise
+            self._inserted = {}
+            for name in self.simulator.temporary:
+                frame.values.pop(name, None)  # what nobody refers to MLX computes in place
+            self._evaluate(lambda: mx.eval(journal.arrays(), list(frame.values.values())))
+        self._frame = frame
+        self.steps += 1
+        if self._autosave and self.steps % self._autosave == 0:
+            self._save_if_possible()
+
+    def fetch(self, name: str) -> mx.array:
+        """What a variable holds: persistent and constant ones always, others after a step, until the next begins.
+
+        Raises UnknownNameError, and InputError for a variable that holds nothing now, as those of `assign` always do.
+        """
+        variable = self.simulator.variables.get(name)
+        if variable is None:
+            known = ", ".join(self.simulator.variables) or "none"
+            raise UnknownNameError(f"there is no variable {name}, only {known}")
+        with mx.stream(self.simulator.device.mlx):
+            if variable.section == "persistent":
+                found: mx.array | None = self.memory.read(name)
+            elif variable.section == "constant":
+                found = self.simulator.tensors.beginning(name)
+            else:
+                begins = self.simulator.tensors.beginning(name)
+                found = self._frame.values.get(name, begins) if self._frame else None
+                found = None if name in self.simulator.temporary else found
+        if found is None:
+            raise InputError(f"{name} holds nothing that can be fetched now")
+        return found
+
+    def trace(self) -> list[Event]:
+        """What each statement of the last step did. Raises InputError when nothing is traced."""
+        if self._frame is None or self._frame.trace is None:
+            raise InputError("there is a trace after a step, for make_executor(trace=True)")
+        return list(self._frame.trace)
+
+    def save(self) -> Saved:
+        """Store what has changed since the last save; whoever resumes finds all of it or what was there before.
+
+        Raises StoreError without an instance, ConflictError where somebody else saved it, redis.RedisError.
+        """
+        if self._stored is None:
+            raise StoreError("this executor has no instance to save: make_executor(NAME)")
+        if self._broken:
+            raise BrokenExecutorError("what a step could not compute is not saved")
+        saved = self._stored.save(self.memory, self.steps)
+        self.unsaved = 0
+        return saved
+
+    def export(self, path: str) -> None:
+        """Write persistent memory to a safetensors file, a tensor a variable, tables with all their entries."""
+        with mx.stream(self.simulator.device.mlx):
+            names = [*self.memory.scalars, *self.memory.tables]
+            metadata = {"fingerprint": f"{self.simulator.fingerprint:016x}", "steps": str(self.steps)}
+            export(path, {name: self.memory.read(name) for name in names}, metadata)
+
+    def _load(self) -> None:
+        assert self._stored
+        with mx.stream(self.simulator.device.mlx):
+            steps = self._stored.load(self.memory)
+        if steps is None:
+            raise NoInstanceError(f"nothing is stored of instance {self._stored.name}")
+        self.steps = steps
+
+    def _save_if_possible(self) -> None:
+        try:
+            self.save()
+        except redis.RedisError:
+            self.unsaved += 1
+
+    def _evaluate(self, compute: Any) -> None:
+        """What goes wrong here is MLX's, such as too little memory, and may have spoilt what changed in place."""
+        try:
+            compute()
+        except BaseException as error:
+            self._broken = True
+            if isinstance(error, RuntimeError | ValueError):
+                raise BrokenExecutorError(str(error)) from error
+            raise
+
+    def _checked(self, name: str, value: Any) -> mx.array:
+        variable = self.simulator.variables.get(name)
+        if variable is None or variable.section != "dynamic":
+            dynamic = [found.name for found in self.simulator.variables.values() if found.section == "dynamic"]
+            raise InputError(f"{name} is no dynamic variable, those are {', '.join(dynamic) or 'none'}")
+        dtype, wanted = variable.dtype, f"{variable.dtype.name}{list(variable.shape)}"
+        if isinstance(value, bool | int | float):
+            literal = dtype.literal(float(value) if dtype.is_float else value)
+            if literal is None:
+                raise InputError(f"{name} is {wanted}, got {value!r}")
+            value = dtype.number(literal)
+        elif isinstance(value, np.ndarray | np.generic):
+            value = mx.array(np.asarray(value), dtype=mx.float64 if value.dtype == np.float64 else None)
+        if not isinstance(value, mx.array):
+            raise InputError(f"{name} is {wanted}, got {type(value).__name__}")
+        if value.dtype != dtype.mlx or value.shape != variable.shape:
+            raise InputError(f"{name} is {wanted}, got {named(value.dtype)}{list(value.shape)}")
+        return value
+
+
+def fingerprint(graph: Graph, model: Model) -> int:
+    """64 bits of everything that makes two instances interchangeable: the graph, whatever its layout and comments, the
+    sizes and the model's tensors."""
+    identity = [FORMAT, repr(graph), sorted(model.sizes.items()), model.digest()]
+    return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
