@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvpage_server.store.disk import FILE, FORMAT, Clear, Delete, Disk, DiskError, DiskFull, Put
+from kvpage_server.store.disk import FILE, FORMAT, Clear, Delete, Disk, DiskError, DiskFull, Put, Quarantine, Retime
 from kvpage_server.store.record import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
 SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
@@ -84,6 +84,15 @@ def test_what_is_overwritten_deleted_or_cleared_is_gone_and_its_space_is_used_ag
     assert [record.name for _, record in disk.records() if isinstance(record, Record)] == [b"kz"]
 
 
+def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
+    disk.write([Put(b"kx", b"m", body(5000), expires=5)])
+    disk.write([Retime(b"kx", 77), Retime(b"knone", 77)])
+    [(_, record)] = disk.records()
+    assert isinstance(record, Record)
+    assert (record.expires, record.meta) == (77, b"m")
+    assert read(disk, b"kx", 5000) == body(5000)
+
+
 def test_a_value_is_not_read_into_memory_of_another_size(disk: Disk) -> None:
     disk.write([Put(b"kx", b"", body(5000))])
     assert read(disk, b"kx", 4999) is None
@@ -126,9 +135,8 @@ def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: 
 
 def test_what_is_quarantined_is_not_found_and_the_last_few_are_kept(disk: Disk) -> None:
     disk.write(Put(b"k%d" % i, b"", body(3000, i)) for i in range(20))
-    for i in range(20):
-        disk.quarantine(b"k%d" % i)
-    disk.quarantine(b"k3")  # twice
+    disk.write(Quarantine(b"k%d" % i) for i in range(20))
+    disk.write([Quarantine(b"k3")])  # twice
     assert (disk.quarantined, len(disk)) == (16, 0)
     assert read(disk, b"k3", 3000) is None
 
@@ -221,7 +229,7 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path}
 from test_disk import body, read
-from kvpage_server.store.disk import Disk, DiskError
+from kvpage_server.store.disk import Disk, DiskError, Quarantine
 from kvpage_server.store.record import Damaged, Record
 try:
     disk = Disk(Path(sys.argv[1]))
@@ -236,7 +244,7 @@ for key, record in list(disk.records()):
         found = read(disk, record.name, record.size)
     except Damaged:
         damaged += 1
-        disk.quarantine(record.name)
+        disk.write([Quarantine(record.name)])
         continue
     assert found == body(record.size, int(record.name[1:])), record.name
     intact += 1

@@ -19,6 +19,7 @@ from kvpage_server.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
 from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.tiered import Tiered
 
 if TYPE_CHECKING:
     from kvpage_server.commands.transaction import Transaction
@@ -44,6 +45,7 @@ class Server:
 
     config: Config
     keyspace: Keyspace
+    tiered: Tiered | None = field(init=False)  # the keyspace, if there is a disk behind it
     stop: Callable[[], None] = _nobody_listens
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
@@ -65,6 +67,7 @@ class Server:
     in_flight: int = 0  # bytes that clients hold: commands half received, replies not yet sent
 
     def __post_init__(self) -> None:
+        self.tiered = self.keyspace if isinstance(self.keyspace, Tiered) else None
         self.events = KeyEvents(self.keyspace, self.channels)
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
@@ -153,6 +156,7 @@ class Client:
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)  # when something came from it
     finished: int = field(default_factory=time.monotonic_ns)  # when a command was last answered, or its reply read
+    owes: int = 0  # changes that have to be on disk before it is told anything more
     silence: int = 0  # replies to swallow; negative: all of them
     spared: bool = False  # CLIENT NO-EVICT
     touches: bool = True  # reading a key is a use of it

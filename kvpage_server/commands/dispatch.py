@@ -5,15 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 from time import monotonic_ns
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.disk import Postponed, prepare
 from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.registry import Spec, find, too_many
 from kvpage_server.resp.parser import Argument, Command
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, Wait
+from kvpage_server.store.cold import Absent
 
 log = logging.getLogger("kvpage")
 
@@ -31,7 +34,7 @@ class Paused(Exception):
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command. Errors are replies too; only Paused is raised: the command is to be tried again."""
+    """The reply to one command. Errors are replies too; Paused and Postponed are raised: it is to be tried again."""
     spec = None
     try:
         spec = find(words)
@@ -40,10 +43,15 @@ def execute(client: Client, words: Command) -> Reply:
     except ReplyError as error:
         return _rejected(client, spec, words, error)
     client.last_command = spec.name
-    if client.free:
-        return run(client, spec, words)
     if client.transaction is not None and spec.name not in _AT_ONCE:
         return client.transaction.queue(spec, words)
+    if client.server.tiered is not None:
+        try:
+            prepare(client, client.server.tiered, spec, words)
+        except ReplyError as error:
+            return _rejected(client, spec, words, error)
+    if client.free:
+        return run(client, spec, words)
     return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
 
 
@@ -153,6 +161,10 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.failed += 1
         server.stats.note_error(str(error))
         return _bare(error)
+    except Absent as absent:
+        if server.tiered is None:
+            raise
+        raise Postponed(Wait(partial(server.tiered.fetch, absent.values))) from None
     except Exception:
         calls.failed += 1
         server.stats.note_error("ERR")

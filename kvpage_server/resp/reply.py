@@ -7,7 +7,7 @@ wire: bytes, and for a value that lies in the store the `Span` of memory it lies
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -72,11 +72,18 @@ class Push:
 
 
 @dataclass(frozen=True, slots=True)
+class Wait:
+    """What cannot go on yet: `start` is called with what to do when it can."""
+
+    start: Callable[[Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
 class Stream:
     """An array whose items are made while it is being sent; without a length, one reply that takes a while to make.
 
     Each step of `items` is a bounded piece of work, after which other clients may have their turn. An empty tuple is a
-    step with nothing to say yet.
+    step with nothing to say yet, a `Wait` one that cannot go on yet.
     """
 
     length: int | None

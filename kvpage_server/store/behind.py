@@ -23,7 +23,7 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk import Change, Clear, Delete, Disk, DiskError, DiskFull, Put
+from kvpage_server.store.disk import Change, Clear, Delete, Disk, DiskError, DiskFull
 
 LONGEST = 30.0  # seconds
 _SECOND = 1.0
@@ -48,7 +48,7 @@ class Batch(Generic[T]):
 
 
 class WriteBehind(Generic[T]):
-    """`spell` makes a Put of a value, in the writing thread; `stored` is told what a commit made durable, on the loop.
+    """`spell` makes a change of a value, in the writing thread; `stored` is told, on the loop, what was committed.
 
     `make_room` is asked for names of values to remove when the disk is full. `limit` is how many bytes may wait.
     """
@@ -59,7 +59,7 @@ class WriteBehind(Generic[T]):
         *,
         mode: str,
         limit: int,
-        spell: Callable[[bytes, T], Put],
+        spell: Callable[[bytes, T], Change],
         stored: Callable[[Batch[T]], None],
         make_room: Callable[[int], list[bytes]],
     ) -> None:
@@ -115,6 +115,8 @@ class WriteBehind(Generic[T]):
 
     def waits(self, name: bytes) -> bool:
         """Whether the last change of a value is not on disk yet."""
+        if self._next.clears:
+            return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
     @property

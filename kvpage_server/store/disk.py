@@ -39,6 +39,7 @@ _LOCK = "kvpage.lock"
 _LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
 _SMALLEST_MAP = 1 << 30
 _QUARANTINED = 16  # records that are kept to be looked at
+_LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _NUMBER = struct.Struct(">Q")
 
 
@@ -69,11 +70,26 @@ class Delete:
     name: bytes
 
 
+@dataclass(frozen=True, slots=True)
+class Retime:
+    """A value that is to expire at another time."""
+
+    name: bytes
+    expires: int
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantine:
+    """A value that is to be set aside: it is not found any more, and can be looked at."""
+
+    name: bytes
+
+
 class Clear:
     """Everything is to go."""
 
 
-Change = Put | Delete | Clear
+Change = Put | Delete | Retime | Quarantine | Clear
 
 
 class Disk:
@@ -179,6 +195,10 @@ class Disk:
                         self._put(txn, change)
                     elif isinstance(change, Delete):
                         self._delete(txn, database_key(change.name))
+                    elif isinstance(change, Retime):
+                        self._retime(txn, database_key(change.name), change.expires)
+                    elif isinstance(change, Quarantine):
+                        self._set_aside(txn, database_key(change.name))
                     else:
                         txn.drop(self._records, delete=False)
                         txn.drop(self._pieces, delete=False)
@@ -216,19 +236,27 @@ class Disk:
         for number in record.pieces:
             txn.delete(_NUMBER.pack(number), db=self._pieces)
 
-    def quarantine(self, name: bytes) -> None:
-        """Set a value aside: it is not found any more, and can be looked at. Raises DiskFull, DiskError."""
-        key = database_key(name)
-        with _told(self.path), self._env.begin(write=True) as txn:
-            data = txn.pop(key, db=self._records)
-            if data is None:
-                return
-            txn.put(_NUMBER.pack(unix_ms()) + key, data, db=self._quarantine)
-            while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
-                oldest = txn.cursor(self._quarantine)
-                oldest.first()
-                self._delete_pieces(txn, oldest.key()[_NUMBER.size :], oldest.value())
-                oldest.delete()
+    def _retime(self, txn: lmdb.Transaction[bytes], key: bytes, expires: int) -> None:
+        data = txn.get(key, db=self._records)
+        if data is None:
+            return
+        try:
+            record = Record.parse(key, data)
+        except Damaged:
+            return  # who reads it will find out
+        record.expires = expires
+        txn.put(key, bytes(record), db=self._records)
+
+    def _set_aside(self, txn: lmdb.Transaction[bytes], key: bytes) -> None:
+        data = txn.pop(key, db=self._records)
+        if data is None:
+            return
+        txn.put(_NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
+        while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
+            oldest = txn.cursor(self._quarantine)
+            oldest.first()
+            self._delete_pieces(txn, oldest.key()[_NUMBER.size :], oldest.value())
+            oldest.delete()
 
     @property
     def quarantined(self) -> int:

@@ -6,6 +6,7 @@ from typing import NamedTuple, TypeGuard
 
 from kvpage_server.page import PageError, PageHeader, PageKey
 from kvpage_server.store.arena import Slot
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.extent import ExtentPage
 from kvpage_server.store.index import Block
 
@@ -27,8 +28,8 @@ class Text:
         return len(self.data)
 
 
-Page = Slot | ExtentPage
-Entry = Text | Page  # a Slot is a page when a block is its unit, and otherwise a long string
+Page = Slot | ExtentPage | Cold
+Entry = Text | Page  # a Slot, or a Cold one, is a page when a block is its unit, and otherwise a long string
 
 
 class PageName(NamedTuple):
@@ -44,7 +45,7 @@ class PageName(NamedTuple):
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
     """Whether a value is a page."""
-    return (type(entry) is Slot or type(entry) is ExtentPage) and type(entry.unit) is Block
+    return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
 
 
 def page_named(key: bytes) -> PageKey | None:

@@ -11,19 +11,20 @@ from array import array
 
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
 from kvpage_server.store.arena import Part, Slot
+from kvpage_server.store.cold import Cold
 
 _WRONG = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Extent:
-    """The body of a block of `shape`, in `slot`. `digest` is the body's XXH3-64, 0 when it is not known.
+    """The body of a block of `shape`, in `slot`, which may be on disk alone. `digest`: its XXH3-64, 0 when not known.
 
     `created` and `expires` are unix milliseconds, `ttl` the seconds it was given; 0 for never.
     """
 
     __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
 
-    def __init__(self, shape: BlockShape, slot: Slot, digest: int, created: int, ttl: int) -> None:
+    def __init__(self, shape: BlockShape, slot: Slot | Cold, digest: int, created: int, ttl: int) -> None:
         self.shape = shape
         self.slot = slot
         self.digest = digest
@@ -82,7 +83,7 @@ class ExtentPage:
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
-        return Part(self.extent.slot, self.start + start, self.start + stop)
+        return self.extent.slot.part(self.start + start, self.start + stop)
 
     @property
     def footprint(self) -> int:

@@ -1,0 +1,69 @@
+"""Values as they are stored on disk, and what stands for them in memory after a restart.
+
+A string has no `meta`, a page its header. A block stored whole has a shape:
+
+    [layers: 4][heads: 4][page_size: 4][created, unix ms: 8][ttl, seconds: 8], then for each plane
+    [kv_type: 1][dtype: 1][head_dim: 4]
+"""
+
+from __future__ import annotations
+
+import struct
+
+from kvpage_server.page import BlockShape, DType, PageError, Plane, unix_ms
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.cold import Cold
+from kvpage_server.store.disk import Change, Put, Quarantine, Retime
+from kvpage_server.store.extent import Extent, ExtentPage
+from kvpage_server.store.index import Block
+from kvpage_server.store.record import Damaged, Record
+
+_SHAPE = struct.Struct("<IIIQQ")
+_PLANE = struct.Struct("<BBI")
+_CHECKSUM = struct.Struct("<56xQ")  # of a page's header
+
+
+class Spoilt:
+    """Stands for a value that was found damaged."""
+
+
+ShortText = tuple[bytes, int]  # a string and when it expires
+Value = Slot | ExtentPage | Extent | ShortText | Cold | Spoilt
+
+
+def change_of(name: bytes, value: Value) -> Change:
+    """What has to be done on disk for a value to be there. Of one that is there already, the expiry is new."""
+    if isinstance(value, tuple):
+        return Put(name, b"", value[0], value[1], unix_ms())
+    if isinstance(value, Extent):
+        return Put(name, _spell_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
+    if isinstance(value, Cold):
+        return Retime(name, value.expires)
+    if isinstance(value, Spoilt):
+        return Quarantine(name)
+    if type(value.unit) is not Block:
+        return Put(name, b"", value.body, value.expires, unix_ms())
+    header = bytes(value.header)
+    return Put(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0])
+
+
+def _spell_shape(extent: Extent) -> bytes:
+    shape = extent.shape
+    head = _SHAPE.pack(shape.layers, shape.heads, shape.page_size, extent.created, extent.ttl)
+    return head + b"".join(_PLANE.pack(plane.kv_type, plane.dtype, plane.head_dim) for plane in shape.planes)
+
+
+def extent_of(record: Record, block: Block) -> Extent:
+    """A block that was stored whole; its body stays on disk. Raises Damaged."""
+    try:
+        layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
+        planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]
+        shape = BlockShape(layers, heads, page_size, tuple(planes))
+    except (struct.error, PageError, ValueError) as error:
+        raise Damaged(f"its shape cannot be read: {error}") from None
+    if shape.nbytes != record.size:
+        raise Damaged("its body has another length than its shape")
+    body = Cold(record.name, record.size, unit=block, used=record.used // 1000)
+    extent = Extent(shape, body, record.digest, created, ttl)
+    extent.expires = record.expires
+    return extent

@@ -1,0 +1,559 @@
+"""The keyspace with a disk behind it: what memory has no room for is dropped there and fetched when it is asked for.
+
+Every key is known in memory. A value's bytes are there too, or it is `Cold`: they lie on disk alone. Every change is
+handed to the write-behind; what is on disk and does not wait to be written again may be dropped.
+
+With `appendfsync` always or everysec, all that is stored goes to disk, and writers wait when it comes faster than the
+disk takes it. With no, nothing is promised: a value goes to disk when it is used for a second time, so what is stored
+and never asked for again wears no SSD; when the disk cannot keep up it stays in memory; and when the server ends in
+order, everything goes.
+
+Where the disk is full, what was stored, or dropped from memory, or fetched the longest ago goes first, whole blocks at
+a time; what lies in memory too is passed over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import cast
+
+from kvpage_server.page import PageError, PageHeader, PageKey, unix_ms
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.behind import Batch, WriteBehind
+from kvpage_server.store.cold import Cold
+from kvpage_server.store.disk import Disk
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
+from kvpage_server.store.eviction import Unit
+from kvpage_server.store.extent import Extent, ExtentPage
+from kvpage_server.store.fetch import Fetcher, Outcome
+from kvpage_server.store.index import Block
+from kvpage_server.store.memory import Fallen, Keyspace, OutOfMemory
+from kvpage_server.store.record import Damaged, Record, footprint, name_of_block, name_of_key
+from kvpage_server.store.scrub import Scrubber
+from kvpage_server.store.spelling import Spoilt, Value, change_of, extent_of
+
+_SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
+_MOST_PASSED = 4096  # units that are not dropped, before no more are looked at
+_AT_ONCE = 32  # values that one reader fetches before it looks for other work
+
+log = logging.getLogger("kvpage")
+
+
+class DiskCounters:
+    """What happened between memory and disk since the start."""
+
+    fetched = 0
+    dropped = 0  # values whose bytes memory has no more
+    evicted = 0  # values that had to leave the disk
+    corrupt = 0
+    repaired = 0  # found damaged on disk, and written again from memory
+    skipped = 0  # values that memory keeps to itself, since the disk could not keep up
+
+
+class Tiered(Keyspace):
+    """Every key and value. `maxdisk` is in bytes, 0 for no limit. `load`, then `connect` once the loop runs."""
+
+    def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-lru", maxdisk: int = 0) -> None:
+        super().__init__(maxmemory=maxmemory, policy=policy)
+        self.disk = disk
+        self.maxdisk = maxdisk
+        self.used_disk = 0  # bytes that values take there, nearly
+        self.counts = DiskCounters()
+        self.any_cold = False  # whether there may be a cold value
+        self._stored: dict[bytes, int] = {}  # what is on disk, with its footprint; what should go first is first
+        self._unproven: set[Unit] = set()  # written and not used since: not for the disk yet
+        self._fetching: dict[Cold, list[_Group]] = {}
+        self.behind: WriteBehind[Value]
+        self.scrubber: Scrubber
+        self._fetcher: Fetcher
+
+    def connect(self, *, mode: str, limit: int, scrub_rate: int) -> None:
+        """Begin to write, behind with at most `limit` bytes, and to read. On the loop."""
+        if self.maxmemory:
+            limit = min(limit, self.maxmemory // 4)
+        if self.maxdisk:
+            limit = min(limit, self.maxdisk // 8)
+        self.behind = WriteBehind(
+            self.disk, mode=mode, limit=limit, spell=change_of, stored=self._note_stored, make_room=self._give_up
+        )
+        self._fetcher = Fetcher(self.disk)
+        self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
+
+    async def close(self) -> None:
+        """Write what is not on disk, and let go of it."""
+        for unit in list(self._unproven):
+            self._prove(unit)
+        await self.scrubber.close()
+        await self.behind.close()
+        await self._fetcher.close()
+        self.disk.close()
+
+    # -- the start -------------------------------------------------------------------------------------------------
+
+    def load(self) -> None:
+        """Know every value that is on disk. What has expired meanwhile, or cannot be read, is passed over."""
+        now, order = unix_ms(), []
+        for _, record in self.disk.records():
+            if isinstance(record, Damaged):
+                self.counts.corrupt += 1
+                continue
+            if 0 < record.expires <= now:
+                continue
+            try:
+                self._admit(record)
+            except Damaged as damage:
+                self.counts.corrupt += 1
+                log.warning("%r cannot be used: %s", record.name, damage)
+                continue
+            order.append((record.used, record.name, footprint(record.name, record.size)))
+        order.sort()
+        self._stored = {name: size for _, name, size in order}
+        self.used_disk = sum(self._stored.values())
+        self.counters.writes = 0
+        self.any_cold = bool(order)
+
+    def _admit(self, record: Record) -> None:
+        if record.name[:1] == b"b":
+            req_id, _, page = record.name[1:].rpartition(b":")
+            block = self.index.open(req_id, int(page))
+            extent = extent_of(record, block)
+            self._catalogue.fill(block, extent)
+            if extent.expires:
+                self._expiry.keys += block.pages
+                self._expiry.note(next(block.page_keys()), extent.expires)
+            return
+        key = record.name[1:]
+        if record.meta:
+            entry: Entry = self._cold_page(key, record)
+        elif not record.first:
+            entry = Text(record.inline)
+            self._texts += len(key) + record.size + TEXT_OVERHEAD
+            self._lru.used(key)
+        else:
+            entry = Cold(record.name, record.size, used=record.used // 1000)
+        entry.expires = record.expires
+        self._catalogue.put(key, entry)
+        if not record.meta:
+            self._catalogue.note_stray(key)
+        if entry.expires:
+            self._expiry.keys += 1
+            self._expiry.note(key, entry.expires)
+
+    def _cold_page(self, key: bytes, record: Record) -> Cold:
+        try:
+            name = PageKey.parse(key)
+            if not PageHeader.parse(record.meta).names(name):
+                raise PageError("its header names another page")
+        except PageError as error:
+            raise Damaged(str(error)) from None
+        block = self.index.open(name.req_id, name.page)
+        block.add(name.layer, name.head, name.kv_type)
+        block.expires_at(record.expires)
+        return Cold(record.name, record.size, header=record.meta, unit=block, used=record.used // 1000)
+
+    # -- every change goes to disk ---------------------------------------------------------------------------------
+
+    def _put(self, key: bytes, entry: Entry, event: str = "set") -> None:
+        known = key in self._catalogue.entries
+        super()._put(key, entry, event)
+        self._offer(self._unit(key, entry), name_of_key(key), entry, known=known or isinstance(entry, Text))
+
+    def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
+        super()._rewrite(key, text, value, expires, event)
+        self._offer(key, name_of_key(key), text, known=True)
+
+    def _offer(self, unit: Unit, name: bytes, value: Entry | Extent, *, known: bool) -> None:
+        """Something has a new value. Was it `known` before, it is used for a second time."""
+        behind = self.behind
+        if behind.mode == "no" and (not known or (behind.full and not behind.waits(name))):
+            self.counts.skipped += known
+            self._unproven.add(unit)
+            self._unstore(name)
+        else:
+            self._store(name, value)
+
+    def _store(self, name: bytes, entry: Entry | Extent) -> None:
+        if isinstance(entry, Text):
+            self.behind.note(name, (entry.data, entry.expires), entry.size)
+        elif isinstance(entry, Extent):
+            self.behind.note(name, entry, entry.slot.footprint)
+        else:
+            self.behind.note(name, entry, entry.footprint)
+
+    def _unstore(self, name: bytes) -> None:
+        if name in self._stored or self.behind.waits(name):
+            self.behind.note(name, None, 0)
+
+    def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
+        """Store a block whole, in place of whatever pages it had. Its slot is full."""
+        known = self.index.block(req_id, page) is not None
+        super().set_block(req_id, page, extent)
+        block = self.index.block(req_id, page)
+        assert block is not None
+        self._offer(block, name_of_block(req_id, page), extent, known=known)
+
+    def _drop_pages(self, block: Block, stay: Mapping[int, int]) -> dict[bytes, int]:
+        if block.extent is None:
+            for key in block.page_keys():
+                self._unstore(name_of_key(key))
+        return super()._drop_pages(block, stay)
+
+    def _split(self, block: Block) -> None:
+        extent = block.extent
+        assert extent is not None
+        if isinstance(extent.slot, Cold):
+            _ = extent.slot.body  # raises Absent
+        super()._split(block)
+        self._unstore(name_of_block(block.req_id, block.page))
+        for key in block.page_keys():
+            self._store(name_of_key(key), self._catalogue.entries[key])
+
+    def _remove(self, key: bytes, event: str) -> None:
+        super()._remove(key, event)
+        self._gone(key)
+
+    def remove_corrupt(self, key: bytes) -> None:
+        """Remove a page that is not what was stored."""
+        super().remove_corrupt(key)
+        self._gone(key)
+
+    def _gone(self, key: bytes) -> None:
+        self._unproven.discard(key)
+        self._unstore(name_of_key(key))
+
+    def remove_block(self, block: Block, event: str, reason: str = "") -> int:
+        """Remove every page of a block; how many it had. `reason`: what is remembered, if the event does not tell."""
+        self._unproven.discard(block)
+        for name in self._names_of(block):
+            self._unstore(name)
+        return super().remove_block(block, event, reason)
+
+    def set_expiry(self, key: bytes, expires: int) -> None:
+        """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
+        super().set_expiry(key, expires)
+        entry = self._catalogue.entries.get(key)
+        name = name_of_key(key)
+        if entry is not None and (name in self._stored or self.behind.waits(name)):
+            self._store(name, entry)
+
+    def flush(self) -> Fallen:
+        """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
+        self.behind.clear()
+        self._stored.clear()
+        self._unproven.clear()
+        self.used_disk = 0
+        return super().flush()
+
+    # -- what has proven itself ------------------------------------------------------------------------------------
+
+    def read(self, key: bytes) -> Entry | None:
+        """The living value of a key; a use of it, and a hit or a miss."""
+        entry = super().read(key)
+        if self._unproven and entry is not None:
+            self._prove(self._unit(key, entry))
+        return entry
+
+    def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """`read` of many keys; those of one block in a row are one use of it."""
+        entries = super().read_all(keys)
+        if self._unproven:
+            for unit in {self._unit(key, entry) for key, entry in zip(keys, entries, strict=True) if entry}:
+                self._prove(unit)
+        return entries
+
+    def use_block(self, block: Block) -> None:
+        """A block is read whole: a use of it, and a hit."""
+        super().use_block(block)
+        if self._unproven:
+            self._prove(block)
+
+    def _prove(self, unit: Unit) -> None:
+        """A unit is used for a second time, or the server ends: it goes to disk, if there is room on the way."""
+        if unit not in self._unproven:
+            return
+        if self.behind.full:
+            self.counts.skipped += 1
+            return
+        self._unproven.discard(unit)
+        for name in self._names_of(unit):
+            if name not in self._stored:
+                self._store(name, self._value_of(name))
+
+    def _names_of(self, unit: Unit) -> Iterable[bytes]:
+        if isinstance(unit, bytes):
+            return (name_of_key(unit),)
+        if unit.extent is not None:
+            return (name_of_block(unit.req_id, unit.page),)
+        return list(map(name_of_key, unit.page_keys()))
+
+    def _value_of(self, name: bytes) -> Entry | Extent:
+        if name[:1] == b"k":
+            return self._catalogue.entries[name[1:]]
+        req_id, _, page = name[1:].rpartition(b":")
+        block = self.index.block(req_id, int(page))
+        assert block is not None
+        assert block.extent is not None
+        return block.extent
+
+    def idle(self, key: bytes) -> int:
+        """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
+        cold = self.cold_of([key])
+        return max(self._lru.now - cold[0].used, 0) if cold else super().idle(key)
+
+    # -- from memory to disk alone ---------------------------------------------------------------------------------
+
+    def make_room(self, *, may_evict: bool = True) -> None:
+        """Drop what is on disk, and evict what is not, until memory is within its limit.
+
+        Raises OutOfMemory when there is nothing to drop and the policy forbids eviction.
+        """
+        if not self.maxmemory or self.used_memory <= self.maxmemory:
+            return
+        now, passed = unix_ms(), 0
+        self.guards.settle(now)
+        for unit in self._lru.victims():
+            if self.guards.spares(unit, now) or not self._leaves(unit):
+                passed += 1
+                self._lru.used(unit)
+                if passed == _MOST_PASSED:
+                    break
+            if self.used_memory <= self.maxmemory:
+                return
+        self.behind.hurry()
+        if self.policy == "noeviction":
+            raise OutOfMemory
+
+    def _leaves(self, unit: Unit) -> bool:
+        """Drop or evict a unit; False when it has to stay, since it waits to be written or nothing would be gained."""
+        names = list(self._names_of(unit))
+        if all(name in self._stored and not self.behind.waits(name) for name in names):
+            return self._drop(unit)
+        if self.policy == "noeviction" or (any(map(self.behind.waits, names)) and not self.behind.failing):
+            return False
+        self.evict(unit)
+        return True
+
+    def _drop(self, unit: Unit) -> bool:
+        """Let go of a unit's bytes in memory. Those of a short string stay: they take less than what is known of it."""
+        if isinstance(unit, bytes):
+            entry = self._catalogue.entries[unit]
+            if isinstance(entry, Text):
+                return False
+            self._cool(unit, entry)
+        elif unit.extent is not None:
+            self._cool_extent(unit, unit.extent)
+        else:
+            for key in unit.page_keys():
+                self._cool(key, cast(Page, self._catalogue.entries[key]))
+        self._lru.removed(unit)
+        self.any_cold = True
+        return True
+
+    def _cool(self, key: bytes, entry: Page) -> None:
+        if isinstance(entry, Cold):
+            return
+        name, unit = name_of_key(key), entry.unit
+        header = bytes(entry.header) if isinstance(unit, Block) else b""
+        used = self._lru.now - self._lru.idle(unit if isinstance(unit, Block) else key)
+        cold = Cold(name, entry.size, expires=entry.expires, header=header, unit=unit, used=used)
+        self._catalogue.entries[key] = cold
+        self._dropped(name, unit, entry.footprint)
+
+    def _cool_extent(self, block: Block, extent: Extent) -> None:
+        slot = extent.slot
+        if isinstance(slot, Cold):
+            return
+        name = name_of_block(block.req_id, block.page)
+        extent.slot = Cold(name, slot.size, unit=block, used=self._lru.now - self._lru.idle(block))
+        self._dropped(name, block, slot.footprint)
+
+    def _dropped(self, name: bytes, unit: object, size: int) -> None:
+        self.counts.dropped += 1
+        self._stored[name] = self._stored.pop(name)  # the last to go
+        if isinstance(unit, Block):
+            self._grow(unit, -size)
+
+    # -- from disk to memory ---------------------------------------------------------------------------------------
+
+    def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The values that have to be fetched before those keys can be read."""
+        found: dict[Cold, None] = {}
+        get = self._catalogue.get
+        for key in keys:
+            entry = get(key)
+            if type(entry) is Cold:
+                found[entry] = None
+            elif type(entry) is ExtentPage and type(entry.extent.slot) is Cold:
+                found[entry.extent.slot] = None
+        return list(found)
+
+    def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""
+        return [cold for cold in self.cold_of(keys) if cold.name[:1] == b"b"]
+
+    def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
+        """The values that have to be fetched before a block can be read whole."""
+        block = self.index.block(req_id, page)
+        if block is None:
+            return []
+        if block.extent is not None:
+            return [block.extent.slot] if type(block.extent.slot) is Cold else []
+        return self.cold_of(block.page_keys())
+
+    def fetch(self, values: Sequence[Cold], then: Callable[[], None]) -> None:
+        """Have values in memory, those at least that are intact; then call `then`."""
+        group = _Group(len(values), then)
+        new = [value for value in values if value not in self._fetching]
+        for value in values:
+            self._fetching.setdefault(value, []).append(group)
+        try:
+            self.make_room()
+        except OutOfMemory:
+            log.debug("memory is full; what is read is in it for a moment")
+        for start in range(0, len(new), _AT_ONCE):
+            some = new[start : start + _AT_ONCE]
+            slots = [self.arena.allocate(value.size) for value in some]
+            wanted = [(value.name, slot.body) for value, slot in zip(some, slots, strict=True)]
+            self._fetcher.fetch(wanted, partial(self._fetched, some, slots))
+
+    def _fetched(self, values: list[Cold], slots: list[Slot], outcomes: list[Outcome]) -> None:
+        ready: list[Callable[[], None]] = []
+        for value, slot, outcome in zip(values, slots, outcomes, strict=True):
+            if outcome is True:
+                self._warm(value, slot)
+            else:
+                self._lose(value, outcome)
+            for group in self._fetching.pop(value):
+                group.left -= 1
+                if not group.left:
+                    ready.append(group.then)
+        for then in ready:
+            then()
+
+    def _warm(self, value: Cold, slot: Slot) -> None:
+        """The bytes of a value are there, if it is still the one that was asked for."""
+        place = self._place_of(value)
+        if place is None:
+            return
+        self.counts.fetched += 1
+        slot.header[:] = value.header or bytes(len(slot.header))
+        slot.expires, slot.unit = value.expires, value.unit
+        slot.seal()
+        if isinstance(place, Extent):
+            place.slot = slot
+        else:
+            self._catalogue.entries[place] = slot
+        if isinstance(value.unit, Block):
+            self._grow(value.unit, slot.footprint)
+        self._lru.used(value.unit if isinstance(value.unit, Block) else value.name[1:])
+        if value.name in self._stored:
+            self._stored[value.name] = self._stored.pop(value.name)
+
+    def _place_of(self, value: Cold) -> bytes | Extent | None:
+        """Where a value stands: a key or an extent; None when it is not there any more."""
+        if value.name[:1] == b"k":
+            key = value.name[1:]
+            return key if self._catalogue.entries.get(key) is value else None
+        block = cast(Block, value.unit)
+        extent = block.extent
+        there = extent is not None and extent.slot is value and self.index.block(block.req_id, block.page) is block
+        return extent if there else None
+
+    def _lose(self, value: Cold, outcome: Outcome) -> None:
+        """A value could not be read, so it is gone."""
+        place = self._place_of(value)
+        if place is None:
+            return
+        self.counts.corrupt += 1
+        log.error("%r could not be read from disk and is gone: %s", value.name, outcome or "it was not there")
+        if isinstance(place, Extent):
+            self.remove_block(cast(Block, value.unit), "del", "corrupt")
+        elif value.header:
+            self.remove_corrupt(place)
+        else:
+            self._remove(place, "del")
+        self.behind.note(value.name, Spoilt(), 0)
+
+    def _found_damaged(self, name: bytes) -> None:
+        """The scrubber found a value damaged. Where memory has it, it is written again."""
+        if name not in self._stored or self.behind.waits(name):
+            return
+        value = self._value_of(name)
+        cold = value.slot if isinstance(value, Extent) else value
+        if isinstance(cold, Cold):
+            self._lose(cold, Damaged("the scrubber found it damaged"))
+            return
+        self.counts.repaired += 1
+        log.warning("%r is damaged on disk, and written again from memory", name)
+        self._store(name, value)
+
+    # -- the disk's side -------------------------------------------------------------------------------------------
+
+    def _note_stored(self, batch: Batch[Value]) -> None:
+        if batch.clears:
+            self._stored.clear()
+            self.used_disk = 0
+        stored = self._stored
+        for name, (value, _) in batch.changes.items():
+            if isinstance(value, Cold):
+                continue
+            self.used_disk -= stored.pop(name, 0)
+            if value is not None and not isinstance(value, Spoilt):
+                size = len(value[0]) if isinstance(value, tuple) else _size_of(value)
+                stored[name] = footprint(name, size)
+                self.used_disk += stored[name]
+        too_much = self.used_disk - int(self.maxdisk * _SHARE_OF_DISK)
+        if self.maxdisk and too_much > 0:
+            self._give_up(too_much)
+
+    def _give_up(self, size: int) -> list[bytes]:
+        """Remove values that take so many bytes of the disk, what is worth least first; their names."""
+        gone: list[bytes] = []
+        passed, most = 0, len(self._stored)
+        while size > 0 and passed <= 2 * most:
+            name = next(iter(self._stored), b"")
+            if not name:
+                break
+            if self.behind.waits(name) or (passed < most and not self._is_cold(name)):
+                passed += 1
+                self._stored[name] = self._stored.pop(name)
+                continue
+            for one in self._forget_on_disk(name):
+                size -= self._stored.get(one, 0)
+                self.used_disk -= self._stored.pop(one, 0)
+                gone.append(one)
+        return gone
+
+    def _is_cold(self, name: bytes) -> bool:
+        value = self._value_of(name)
+        return isinstance(value.slot if isinstance(value, Extent) else value, Cold)
+
+    def _forget_on_disk(self, name: bytes) -> list[bytes]:
+        """Evict what is nowhere else, with its block; the names of what leaves the disk."""
+        value = self._value_of(name)
+        unit = value.unit if isinstance(value, Cold | Slot | ExtentPage) else None
+        if isinstance(value, Extent):
+            unit = value.slot.unit if isinstance(value.slot, Cold) else None
+        if not self._is_cold(name):
+            self.behind.note(name, None, 0)
+            return [name]
+        self.counts.evicted += 1
+        names = list(self._names_of(cast(Unit, unit))) if isinstance(unit, Block) else [name]
+        self.evict(unit if isinstance(unit, Block) else name[1:])
+        return names
+
+
+class _Group:
+    """Values that are fetched together."""
+
+    __slots__ = ("left", "then")
+
+    def __init__(self, left: int, then: Callable[[], None]) -> None:
+        self.left = left
+        self.then = then
+
+
+def _size_of(value: Slot | ExtentPage | Extent) -> int:
+    return value.slot.size if isinstance(value, Extent) else value.size
