@@ -1,0 +1,203 @@
+"""EXP-006: blocks to a cache and back, in the geometry of Gemma 3 12B at float16, beside plain copies of as many bytes.
+
+Reconstruction builds a graph, which costs as much for small pages as for large ones, and evaluating it moves the
+bytes. They are measured apart, since no memory moves gigabytes in milliseconds. Bytes go either into memory that was
+used before or into memory that is new from the system, which has to find, clear and map it; the plain copy does the
+same in the same round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from statistics import median
+from typing import Any
+
+import engine  # noqa: F401 - picks the BLAS before MLX is imported
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+from numpy.typing import NDArray
+
+from benchmarks.findings import Finding, show, write
+from engine import kvcache
+from engine.blocks import KVBlock
+from engine.caches import FullLayer
+from engine.spec import BLOCK_TOKENS, ModelCacheSpec
+from kvpage_server.page import DType, Plane
+
+HEADS, HEAD_DIM = 8, 256  # of Gemma 3 12B, which has 48 layers
+SIZES = ((1, 12), (4, 24), (8, 30), (16, 30), (32, 48))  # blocks, layers
+UNUSED = 1  # rows of the last block: a prompt that is known entirely is restored but for its last token
+GRAPH_MS, COPIES = 5.0, 1.5  # the targets
+RING = 256 << 20  # bytes of the copy's destination: more than any CPU's cache
+INTRO = (
+    f"{HEADS} KV heads of {HEAD_DIM}, float16, blocks of {BLOCK_TOKENS} tokens; "
+    "time beside a plain copy of the same bytes, medians of the ratios of each round"
+)
+
+Timed = Callable[[], float]  # seconds that it took
+
+
+class Case:
+    """A context of so many blocks in so many layers."""
+
+    def __init__(self, blocks: int, layers: int) -> None:
+        planes = tuple(Plane(kv_type, DType.FLOAT16, HEAD_DIM) for kv_type in (0, 1))
+        layer = FullLayer((HEADS, HEADS), planes)
+        self.spec = ModelCacheSpec("Gemma 3 12B", BLOCK_TOKENS, (layer,) * layers, (None,) * layers, 1, None, 0)
+        self.tokens = blocks * BLOCK_TOKENS - UNUSED
+        self.blocks = [self._block(i, min(BLOCK_TOKENS, self.tokens - i * BLOCK_TOKENS), layers) for i in range(blocks)]
+        self.cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
+        self.name = f"{blocks} x {layers}"
+
+    def _block(self, block_id: int, tokens: int, layers: int) -> KVBlock:
+        values = np.arange(HEADS * tokens * HEAD_DIM, dtype=np.uint16).reshape(HEADS, tokens, HEAD_DIM)
+        arrays = tuple(tuple(mx.array(values + i * 7 + kv).view(mx.float16) for kv in (0, 1)) for i in range(layers))
+        mx.eval(arrays)
+        return KVBlock(block_id, tokens, arrays)
+
+    @property
+    def nbytes(self) -> int:
+        """What is moved."""
+        return self.tokens * self.spec.token_nbytes
+
+    def sources(self) -> list[NDArray[np.uint8]]:
+        """The blocks' memory."""
+        arrays: list[Any] = [array for block in self.blocks for layer in block.layers for array in layer]
+        return [np.frombuffer(memoryview(array).cast("B"), np.uint8) for array in arrays]
+
+    def check(self) -> None:
+        """Raises AssertionError unless blocks come back from the cache as they went into it."""
+        for block, copy in zip(self.blocks, self.extract(), strict=True):
+            for layer, copied in zip(block.layers, copy.layers, strict=True):
+                if not all(mx.array_equal(a, b, equal_nan=True) for a, b in zip(layer, copied, strict=True)):
+                    raise AssertionError(f"{self.name}: blocks have changed on their way")
+
+    def extract(self) -> tuple[KVBlock, ...]:
+        """Copies of the blocks from the cache."""
+        return kvcache.extract(self.spec, self.cache, range(len(self.blocks)), self.tokens)
+
+    def reconstruct_graph(self) -> float:
+        """Without evaluating it."""
+        started = time.perf_counter()
+        cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
+        seconds = time.perf_counter() - started
+        del cache
+        return seconds
+
+    def extract_graph(self) -> float:
+        """The copies of every block, not evaluated."""
+        started = time.perf_counter()
+        copies = [
+            layer.cut(held, at, min(at + BLOCK_TOKENS, self.tokens))
+            for at in range(0, self.tokens, BLOCK_TOKENS)
+            for layer, held in zip(self.spec.layers, self.cache, strict=True)
+            if isinstance(layer, FullLayer)
+        ]
+        seconds = time.perf_counter() - started
+        del copies
+        return seconds
+
+    def reconstruct_eager(self) -> float:
+        """With all bytes in their place."""
+        started = time.perf_counter()
+        cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
+        mx.eval([[layer.keys, layer.values] for layer in cache])
+        seconds = time.perf_counter() - started
+        del cache
+        return seconds
+
+    def extract_eager(self) -> float:
+        """Likewise."""
+        started = time.perf_counter()
+        blocks = self.extract()
+        seconds = time.perf_counter() - started
+        del blocks
+        return seconds
+
+
+def copy(sources: Sequence[NDArray[np.uint8]], target: NDArray[np.uint8]) -> float:
+    """All of them into `target`, again from its beginning when it is full."""
+    started = time.perf_counter()
+    at = 0
+    for source in sources:
+        at = at if at + len(source) <= len(target) else 0
+        target[at : at + len(source)] = source
+        at += len(source)
+    return time.perf_counter() - started
+
+
+def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> float:
+    """Into pages that the system has yet to provide."""
+    started = time.perf_counter()
+    with mmap.mmap(-1, nbytes) as memory:
+        target = np.frombuffer(memory, np.uint8)
+        copy(sources, target)
+        del target
+    return time.perf_counter() - started
+
+
+def measure(case: Case, *, rounds: int, graphs: int) -> Iterator[Finding]:
+    """What one size has to say."""
+    moved = f"{case.name}, {case.nbytes / 1e9:.2f} GB"
+    eager: dict[str, Timed] = {"reconstruct": case.reconstruct_eager, "extract": case.extract_eager}
+    graph: dict[str, Timed] = {"reconstruct": case.reconstruct_graph, "extract": case.extract_graph}
+    for name, build in graph.items():
+        taken = [build() * 1e3 for _ in range(graphs)]
+        p50, p95 = np.percentile(taken, [50, 95])
+        yield Finding(f"{name} {moved}", "", "graph, ms", f"p50 {p50:.2f}, p95 {p95:.2f}", p95, at_most=GRAPH_MS)
+    sources = case.sources()
+    ring = np.zeros(min(RING, case.nbytes), np.uint8)
+    for name, run in eager.items():
+        run()
+        used = [(run(), copy(sources, ring)) for _ in range(rounds)]
+        yield _beside_a_copy(f"{name} {moved}", "copy, used memory", used, case.nbytes)
+    for name, run in eager.items():
+        fresh = []
+        for _ in range(rounds):
+            mx.clear_cache()
+            fresh.append((run(), copy_into_new_memory(sources, case.nbytes)))
+        yield _beside_a_copy(f"{name} {moved}", "copy, new memory", fresh, case.nbytes)
+
+
+def _beside_a_copy(name: str, against: str, pairs: Sequence[tuple[float, float]], nbytes: int) -> Finding:
+    ours, theirs = zip(*pairs, strict=True)
+    p50, p95 = np.percentile(ours, [50, 95]) * 1e3
+    speeds = f"{nbytes / median(ours) / 1e9:.2f} / {nbytes / median(theirs) / 1e9:.2f} GB/s"
+    ratio = median(one / other for one, other in pairs)
+    return Finding(name, against, "eager", f"p50 {p50:.1f} ms, p95 {p95:.1f} ms, {speeds}", ratio, at_most=COPIES)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; write results/engine_reconstruct.json and .md, unless --quick is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks engine_reconstruct")
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    kept = mx.set_cache_limit(memory // 2)  # what MLX may keep of what was freed: memory that was used before
+    findings: list[Finding] = []
+    try:
+        for blocks, layers in SIZES[:2] if quick else SIZES:
+            case = Case(blocks, layers)
+            if 4 * case.nbytes > memory:
+                print(f"{case.name} is left out: four times {case.nbytes / 1e9:.1f} GB are more than this machine has")
+                continue
+            case.check()
+            print(f"{case.name} ...", flush=True)
+            findings += measure(case, rounds=4 if quick else 12, graphs=20 if quick else 100)
+            del case
+            mx.clear_cache()
+    finally:
+        mx.set_cache_limit(kept)
+    show(findings, INTRO)
+    if not quick:
+        write(findings, "engine_reconstruct", {"load": os.getloadavg()}, intro=INTRO)
+
+
+if __name__ == "__main__":
+    main()
