@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import NO_REDIS_CLI, REDIS_CLI, blocks, check, commands, run
 from servers import RunningServer, start_server
-from test_readme import REDIS_CLI, blocks, check, commands, run
 
 DOCUMENT = "docs/security.md"
 
@@ -22,9 +23,10 @@ def guarded(tmp_path: Path) -> Iterator[RunningServer]:
         yield server
 
 
-@pytest.mark.skipif(not REDIS_CLI, reason="redis-cli is not installed (Debian: redis-tools)")
+@pytest.mark.skipif(not REDIS_CLI, reason=NO_REDIS_CLI)
 def test_its_commands_answer_as_shown(guarded: RunningServer) -> None:
     assert REDIS_CLI
-    for (program, _, _, *words), shown in commands(DOCUMENT):
+    for typed, shown in commands(DOCUMENT):
+        program, _, _, *words = shlex.split(typed)
         assert program == "redis-cli"
         check(run([REDIS_CLI, "--no-raw", "-p", str(guarded.port), *words]), shown)

@@ -1,0 +1,149 @@
+"""docs/operations.md: its commands, in order, against real servers, and the files that it shows."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from configparser import ConfigParser
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+from documents import NO_REDIS_CLI, REDIS_CLI, ROOT, blocks, check, check_program, commands, entry_point, run
+from keyspaces import block, set_block
+from redis.exceptions import NoPermissionError
+from servers import RunningServer, start_server
+from test_kvpage_cli import kvpage
+
+from kvpage_server.page import DType
+
+DOCUMENT = "docs/operations.md"
+SHAPE = block([(0, DType.FLOAT16, 64), (1, DType.FLOAT16, 64)], layers=4, heads=2, page_size=16)
+
+
+class Machines:
+    """What the document calls kv1, which it means by port 9221 too, and kv2, and their directories."""
+
+    def __init__(self, directory: Path, stack: ExitStack) -> None:
+        self._stack = stack
+        self._configuration = directory / "kvpage.conf"
+        shutil.copy(ROOT / "conf" / "kvpage.conf", self._configuration)
+        self.first, self.second = self._start(), self._start()
+        for name in ("backups", "tmp"):
+            (directory / name).mkdir()
+        self._names = {
+            "redis://kv2:9221": self.second.url,
+            "redis://kv1:9221": self.first.url,
+            "redis://127.0.0.1:9221": self.first.url,
+            "-p 9221": f"--no-raw -p {self.first.port}",
+            "/etc/kvpage/kvpage.conf": str(self._configuration),
+            "/var/": f"{directory}/",
+        }
+
+    def _start(self, port: int | None = None) -> RunningServer:
+        return self._stack.enter_context(start_server("--maxmemory", "256mb", port=port, file=self._configuration))
+
+    def here(self, text: str) -> str:
+        """What is written in the document, with the names that things have here."""
+        for name, own in self._names.items():
+            text = text.replace(name, own)
+        return text
+
+    def run(self, typed: str) -> str:
+        """What a command prints."""
+        program, *words = shlex.split(self.here(typed))
+        if typed == "kvpage-server /etc/kvpage/kvpage.conf":  # as a service, on the port that the other one had
+            self._start(self.first.port)
+            return ""
+        if program == "redis-cli":
+            assert REDIS_CLI
+            return run([REDIS_CLI, *words])
+        if program == "kvpage":
+            code, shown, said = kvpage(*words, url="" if words[0] == "inspect" or "--url" in words else self.first.url)
+            assert code == 0, shown + said
+            return shown.rstrip("\n")
+        return run([*(entry_point(program) if program == "kvpage-server" else [program]), *words])
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    """Two servers; the first has a conversation and what an engine keeps of an agent."""
+    with ExitStack() as stack:
+        machines = Machines(tmp_path, stack)
+        with machines.first.client() as client:
+            for page in range(3):
+                set_block(client, "chat-7", page, SHAPE)
+            set_block(client, "agent/alice", 7, SHAPE, ttl=3600)
+            client.mset({"manifest:alice": "what the engine keeps", "seal:0123": "a digest"})
+        yield machines
+
+
+@pytest.mark.skipif(not REDIS_CLI, reason=NO_REDIS_CLI)
+@pytest.mark.skipif(subprocess.run(["cp", "--version"], capture_output=True).returncode != 0, reason="needs GNU's cp")
+def test_its_commands_do_what_is_shown(machines: Machines) -> None:
+    for typed, shown in commands(DOCUMENT):
+        check(machines.run(typed), machines.here(shown))
+    check_program("\n".join(map(machines.here, blocks(DOCUMENT, "python"))))
+    for server in (machines.first, machines.second):
+        with server.client() as client:
+            assert client.dbsize() == 4 * SHAPE.pages + 2
+
+
+def test_the_fields_it_tells_to_watch_exist(client: redis.Redis) -> None:
+    table = re.findall(r"^\| (`.*?`) \| ", (ROOT / DOCUMENT).read_text(), re.MULTILINE)
+    told = {field for row in table for field in re.findall(r"`(\w+)`", row)}
+    assert len(told) > 15
+    assert told <= client.info("everything").keys()
+
+
+def test_its_service_starts_the_server(tmp_path: Path) -> None:
+    (text,) = blocks(DOCUMENT, "ini")
+    unit = ConfigParser(interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read_string(text)
+    program, file, *options = shlex.split(unit["Service"]["ExecStart"])
+    assert (program, file) == ("/opt/kvpage/bin/kvpage-server", "/etc/kvpage/kvpage.conf")
+    assert options == ["--dir", "/var/lib/" + unit["Service"]["StateDirectory"]]
+    command = [*entry_point("kvpage-server"), "--check-config", str(ROOT / "conf" / "kvpage.conf")]
+    assert run([*command, "--dir", str(tmp_path)]) == "the configuration is valid"
+    if analyze := shutil.which("systemd-analyze"):
+        file = tmp_path / "kvpage.service"
+        file.write_text(text.replace(program, entry_point("kvpage-server")[0]))
+        said = subprocess.run([analyze, "verify", str(file)], capture_output=True, text=True, timeout=60).stderr
+        assert "kvpage.service" not in said
+
+
+def test_its_container_starts_the_server(tmp_path: Path) -> None:
+    (text,) = blocks(DOCUMENT, "dockerfile")
+    told = re.search(r"^CMD (.*)$", text, re.MULTILINE)
+    assert told
+    program, file, *options = json.loads(told[1])
+    assert (program, file) == ("kvpage-server", "/etc/kvpage/kvpage.conf")
+    command = [*entry_point(program), "--check-config", str(ROOT / "conf" / "kvpage.conf"), *options]
+    assert run(command) == "the configuration is valid"
+
+
+def test_its_user_may_ask_what_redis_exporter_asks(tmp_path: Path) -> None:
+    (configuration,) = blocks(DOCUMENT, "conf")
+    file = tmp_path / "kvpage.conf"
+    file.write_text(configuration)
+    questions = [
+        "CLIENT SETNAME exporter",
+        "CONFIG GET *",
+        "INFO ALL",
+        "LATENCY LATEST",
+        "SLOWLOG LEN",
+        "SLOWLOG GET 1",
+    ]
+    with start_server(file=file) as server, server.client(username="metrics", password="a-third-password") as client:
+        for question in questions:
+            client.execute_command(*question.split())
+        with pytest.raises(NoPermissionError):
+            client.set("a", "b")
+        with pytest.raises(NoPermissionError):
+            client.get("a")
