@@ -123,7 +123,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
             "head_dim": 16,
             "interleave_moe_layer_step": 2,
             "intermediate_size_mlp": 64,
-            "max_position_embeddings": 4096,
+            "max_position_embeddings": 8192,
             "num_experts_per_tok": 1,
             "num_local_experts": 2,
             "rms_norm_eps": 1e-5,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from engine_models import END, letter_tokenizer, tiny_llama
 
@@ -14,6 +15,7 @@ from mlx_lm import generate
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
+from engine import kvcache
 from engine.batch_engine import (
     BlockPoolBatchEngine,
     CompletedGeneration,
@@ -258,6 +260,70 @@ def test_other_bad_requests_are_refused_and_leave_nothing_behind(batch: BlockPoo
         batch.submit("alice", PROMPT, stop=[""])
     assert batch.pending == other.pending == 0
     free(batch, first)
+
+
+def test_a_context_that_is_not_this_models_is_refused_at_the_door_and_the_right_one_is_unharmed(
+    batch: BlockPoolBatchEngine,
+) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    whole, *_, tail = first.blocks.blocks
+    keys, values = tail.layers[3]
+    prompt = [*first.blocks.tokens, 5]
+    available = batch.pool.available_blocks
+
+    def refused(error: type[BlockError], message: str, **changes: object) -> None:
+        with pytest.raises(error, match=message):
+            batch.submit("alice", prompt, replace(first.blocks, **changes))
+
+    def last(layers: tuple[tuple[mx.array, ...], ...]) -> dict[str, object]:
+        return {"blocks": (*first.blocks.blocks[:-1], replace(tail, layers=layers))}
+
+    refused(IncompatibleBlocksError, "have the fingerprint 0000000000000001, the model 'tiny' has", fingerprint=1)
+    refused(IncompatibleBlocksError, "a block of 'tiny' has 4 layers, got 3", **last(tail.layers[:3]))
+    for layer in ((keys, values[..., :8]), (keys.astype(mx.float16), values), (keys[:, 1:], values), (keys,)):
+        refused(IncompatibleBlocksError, "layer 3 of a block must hold", **last((*tail.layers[:3], layer)))
+    refused(IncompatibleBlocksError, "all blocks but the last hold 256", blocks=first.blocks.blocks[::-1])
+    refused(BlockError, "619 tokens are named, the blocks hold 620", tokens=first.blocks.tokens[:-1])
+    refused(BlockError, "620 tokens are named, the blocks hold 512", blocks=(whole, whole))
+    refused(BlockError, "an agent id is", agent_id="../../etc/passwd")
+    assert (batch.pending, batch.pool.available_blocks) == (0, available)
+    second = complete(batch, prompt, first.blocks, max_tokens=5)
+    assert (second.tokens_reused, list(second.tokens)) == (620, greedy(prompt, 5))
+    free(batch, first, second)
+
+
+def test_an_answer_whose_context_cannot_be_kept_says_so_and_the_old_context_survives(
+    batch: BlockPoolBatchEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = complete(batch, PROMPT, max_tokens=20)
+    prompt = list(first.blocks.tokens)
+    available = batch.pool.available_blocks
+
+    def out_of_memory(*_: object) -> None:
+        raise RuntimeError("[malloc] Unable to allocate 906 bytes.")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(kvcache, "extract", out_of_memory)
+        lost = complete(batch, prompt, first.blocks, max_tokens=5)
+    assert lost.not_kept == "[malloc] Unable to allocate 906 bytes."
+    assert (list(lost.tokens), len(lost.blocks)) == (greedy(prompt, 5), 0)
+    assert batch.pool.available_blocks == available
+    again = complete(batch, prompt, first.blocks, max_tokens=5)
+    assert (again.tokens, again.tokens_reused, again.not_kept) == (lost.tokens, 619, None)
+    free(batch, first, lost, again)
+
+
+def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPoolBatchEngine) -> None:
+    """While an answer is made, all that it may come to need; then what its blocks hold."""
+    batch.submit("alice", PROMPT, max_tokens=100)
+    assert batch.pool.holdings()["alice"].nbytes == 700 * SPEC.token_nbytes
+    (done,) = batch.step()
+    held = batch.pool.holdings()["alice"]
+    assert (held.blocks, held.nbytes) == (3, len(done.blocks) * SPEC.token_nbytes)
+    free(batch, done)
+    small = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, BlockPool(total_bytes=699 * SPEC.token_nbytes))
+    with pytest.raises(PoolExhaustedError, match="bytes needed"):
+        small.submit("alice", PROMPT, max_tokens=100)
 
 
 def test_what_cannot_be_kept_is_not_begun(batch: BlockPoolBatchEngine) -> None:

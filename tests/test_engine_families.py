@@ -24,7 +24,7 @@ import redis
 
 from engine import kvcache
 from engine.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
-from engine.caches import parts
+from engine.caches import CacheStateError, parts
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import block_names
@@ -183,6 +183,23 @@ def test_a_state_of_another_window_is_refused() -> None:
     wrong = replace(whole, blocks=(whole.blocks[0], replace(whole.blocks[1], state=short)))
     with pytest.raises(IncompatibleBlocksError, match="layer 0 of the state after 270 tokens must hold"):
         wrong.validate(of.spec)
+
+
+def test_a_chunk_that_was_cut_back_until_it_is_no_longer_whole_is_refused() -> None:
+    of = family("llama4")
+    cache = of.computed(270)
+    of.run(TOKENS[270:275], cache)
+    for layer in cache:
+        layer.trim(10)
+    with pytest.raises(CacheStateError, match="a ChunkedKVCache after 265 tokens holds 64 of them, got 59"):
+        kvcache.extract(of.spec, cache, [0, 1], 265)
+
+
+def test_a_list_of_caches_is_as_many_layers_of_pages_and_one_layer_of_the_model() -> None:
+    spec = family("falcon_h1").spec
+    assert [layer.KIND.__name__ for layer in spec.layers] == ["ArraysCache", "KVCache"] * 2
+    assert spec.tag.n_layers == 2
+    assert [type(layer).__name__ for layer in kvcache.empty(spec)] == ["CacheList"] * 2
 
 
 def test_quantised_caches_differ_by_bits_and_group() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from engine_models import letter_tokenizer, tiny_llama
 
@@ -11,7 +12,7 @@ from engine_models import letter_tokenizer, tiny_llama
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache, trim_prompt_cache
 
 from engine import kvcache
 from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock, from_body, page_bodies
@@ -133,6 +134,19 @@ def test_a_layer_that_keeps_nothing_is_skipped_both_ways() -> None:
     assert bits([*restored[:2], restored[3]]) == bits([*cache[:2], cache[3]])
     body = b"".join(page_bodies(blocks[0].layers))
     assert b"".join(page_bodies(from_body(body, spec.token_shapes(256)))) == body
+
+
+@pytest.mark.parametrize(("last", "message"), [
+    ([], "a cache of 'tiny' has 4 layers, got 3"),
+    ([QuantizedKVCache(32, 8)], "layer 3 must be a FullLayer.*, got a QuantizedLayer"),
+    ([RotatingKVCache(8)], "layer 3 must be a FullLayer.*, got a WindowLayer"),
+    ([KVCache()], r"layer 3 must be a FullLayer\(heads=\(2, 2\).*, got a FullLayer\(heads=\(1, 1\)"),
+], ids=["a layer less", "a quantised layer", "a window", "other heads"])  # fmt: skip
+def test_a_cache_of_another_make_is_no_cache_of_this_model(last: list[Any], message: str) -> None:
+    for layer in last:
+        layer.update_and_fetch(mx.zeros((1, 1, 32, 32)), mx.zeros((1, 1, 32, 32)))
+    with pytest.raises(BlockError, match=message):
+        kvcache.extract(SPEC, [*filled(TOKENS[:32])[:3], *last], [0], 32)
 
 
 def test_layers_that_hold_different_numbers_of_tokens_are_no_cache() -> None:
