@@ -171,7 +171,7 @@ def test_a_table_is_a_dictionary_of_arrays(layout: Layout, steps: list[Any]) -> 
                 assert found.shape == wanted.shape
                 shown.append((found, wanted))
         elif what == "write":
-            entry = (scalars + [0, 1, 2])[: len(layout.indices)] + scalars[: len(layout.auto)]
+            entry = [*scalars, 0, 1, 2][: len(layout.indices)] + scalars[: len(layout.auto)]
             try:
                 model.grow(entry)
             except IndexError:

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from safetensors import serialize_file
+from numpy.typing import NDArray
 
-from engine.persistent.dtypes import DTYPES, named
+from engine.persistent.dtypes import named
+from engine.tiers.tensor_file import Tensor, write
 
 
-def body(array: mx.array) -> memoryview:
+def body(array: mx.array) -> NDArray[np.uint8]:
     """An array's bytes, in row-major order."""
     flat = mx.contiguous(array).reshape(-1)
-    return np.asarray(flat.view(mx.uint8)).data.cast("B") if flat.size else memoryview(b"")
+    return np.asarray(flat.view(mx.uint8)) if flat.size else np.empty(0, np.uint8)
 
 
-def export(path: str, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
-    """Write `tensors` to `path`. Raises OSError."""
-    described: Any = {
-        name: {"dtype": _NAMES[named(array.dtype)], "shape": list(array.shape), "data": bytes(body(array))}
-        for name, array in tensors.items()
-    }
-    serialize_file(described, path, dict(metadata))
-
-
-_NAMES = {name: str(dtype.mlx).removeprefix("mlx.core.") for name, dtype in DTYPES.items()}
+def export(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, str]) -> None:
+    """Write `tensors` to `path`, all of them or none. Raises OSError."""
+    described = {name: Tensor(named(array.dtype).upper(), array.shape) for name, array in tensors.items()}
+    bodies: list[NDArray[Any]] = [body(array) for array in tensors.values()]
+    unfinished = path.with_name(f"{path.name}.unfinished")
+    with unfinished.open("wb") as file:
+        write(file, described, metadata, bodies)
+    unfinished.replace(path)

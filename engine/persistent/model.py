@@ -47,5 +47,5 @@ class Model:
         digest = xxhash.xxh3_128()
         for name, array in sorted(self.tensors.items()):
             digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-            digest.update(body(array))
+            digest.update(body(array).data)
         return digest.hexdigest()

@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -199,7 +200,7 @@ class Executor:
         self.unsaved = 0
         return saved
 
-    def export(self, path: str) -> None:
+    def export(self, path: Path) -> None:
         """Write persistent memory to a safetensors file, a tensor a variable, tables with all their entries."""
         with mx.stream(self.simulator.device.mlx):
             names = [*self.memory.scalars, *self.memory.tables]

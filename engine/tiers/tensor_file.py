@@ -20,7 +20,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-ITEMSIZES = {"F32": 4, "F16": 2, "BF16": 2, "U32": 4}  # bytes of the dtypes that caches have
+ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
+ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes
 _LENGTH = 8
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
 _NO_DIGEST = "0" * 16

@@ -1,0 +1,334 @@
+"""Instances on the page server: what is saved is what is resumed, only what changed is written, and nothing in between
+two saves is ever seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from proxy import start_proxy
+from servers import RunningServer
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+import redis
+from safetensors import safe_open
+
+from engine.persistent import Executor, Model, PersistentStore, Simulator, parse
+from engine.persistent.dtypes import DTYPES
+from engine.persistent.errors import (
+    ConflictError,
+    DamagedError,
+    NoInstanceError,
+    StoreError,
+    WrongProgramError,
+)
+from kvpage_server.client import Page, PageClient
+from kvpage_server.page import DType as PageDType
+from kvpage_server.page import PageKey
+
+RING = """
+dynamic { x: f32[D]; }
+persistent {
+    n: i64 @init(0);
+    mass: f32 @init(0.5);
+    last(i): f32[D] @table @fixed(i=4);
+    all(i): bf16[2, D] @table @init(1.0);
+    sum: f32[D];
+    M(r): f32[D, 2] @auto_dim(r);
+    C(l, r): u16[1] @table @auto_dim(r);
+}
+volatile { old: f32[D]; m: f32[D, 2]; c: u16[1]; b: bf16[D]; row: bf16[1, D]; two: bf16[2, D]; one: u16 @init(7); }
+block entry {
+    cache.read sum >> old;
+    op add(old, x) >> old;
+    cache.write old >> sum;
+    cache.write x >> last[n % 4];
+    op cast(x) >> b;
+    op reshape(b, shape=[1, D]) >> row;
+    op concat(row, row) >> two;
+    cache.write two >> all[2 * n];
+    cache.read M[n] >> m;
+    op fill(m, value=3.0) >> m;
+    cache.write m >> M[n];
+    cache.read C[n % 2, n] >> c;
+    op add(c, one) >> c;
+    cache.write c >> C[n % 2, n];
+    cache.increment n;
+    cache.increment 2 mass;
+    return;
+}
+"""
+D = 5
+
+
+@pytest.fixture
+def store(server: RunningServer, client: redis.Redis) -> Iterator[PersistentStore]:
+    store = PersistentStore(server.url)
+    yield store
+    store.close()
+
+
+def simulator(store: PersistentStore | None, text: str = RING, **sizes: int) -> Simulator:
+    return Simulator(Model({"D": D} | sizes), parse(text), store=store)
+
+
+def x(step: int) -> mx.array:
+    return mx.array(np.random.default_rng(step).random(D, np.float32))
+
+
+def advance(run: Executor, steps: int) -> Executor:
+    for _ in range(steps):
+        run.insert(x=x(run.steps))
+        run.step()
+    return run
+
+
+def state(run: Executor) -> dict[str, tuple[Any, bytes]]:
+    """All of persistent memory, with which entries were written and how long everything is."""
+    found: dict[str, Any] = {}
+    for name in [*run.memory.scalars, *run.memory.tables]:
+        array = run.fetch(name)
+        found[name] = array.shape, bytes(memoryview(np.asarray(array.reshape(-1).view(mx.uint8))))
+    for name, table in run.memory.tables.items():
+        found[f"{name}'s"] = sorted(table.entries()), table.sizes, table.counts
+    return found
+
+
+def reference(steps: int) -> dict[str, Any]:
+    """The state of an instance that nobody ever stopped."""
+    return state(advance(simulator(None).make_executor(), steps))
+
+
+def pages(client: redis.Redis) -> set[bytes]:
+    return set(client.scan_iter(match="kv:*", count=1000))
+
+
+def test_what_is_saved_is_resumed_in_every_way_it_can_grow(store: PersistentStore, client: redis.Redis) -> None:
+    run = simulator(store).make_executor("ring")
+    for steps in (0, 1, 2, 6, 7):
+        advance(run, steps - run.steps)
+        run.save()
+        run = simulator(store).resume("ring")
+        assert run.steps == steps
+        assert state(run) == reference(steps)
+    assert state(advance(run, 3)) == reference(10)
+
+
+def test_only_what_changed_is_written_and_what_was_replaced_is_deleted(
+    store: PersistentStore, client: redis.Redis
+) -> None:
+    run = advance(simulator(store).make_executor("ring"), 6)
+    first = run.save()
+    assert first.pages == len(pages(client)) == 4 + 6 + 1 + 1 + 2
+    assert run.save().pages == 0
+    assert advance(run, 1).save().pages == 5  # an entry each of last, all and C, and sum and M
+    assert len(pages(client)) == 15
+    run = simulator(store).resume("ring")
+    assert run.save().pages == 0
+    assert advance(run, 1).save().pages == 5
+    assert state(simulator(store).resume("ring")) == reference(8)
+
+
+def test_rewriting_the_same_bytes_is_no_change(store: PersistentStore, client: redis.Redis) -> None:
+    text = """
+    persistent { W: f32[D] @init(1.0); }
+    volatile { w: f32[D]; }
+    block entry { cache.read W >> w; cache.write w >> W; }
+    """
+    run = simulator(store, text).make_executor("same")
+    run.step()
+    assert run.save().pages == 1
+    run.step()
+    assert run.save().pages == 0
+
+
+def test_reset_entries_are_gone_from_the_server(store: PersistentStore, client: redis.Redis) -> None:
+    text = """
+    dynamic { forget: bool; } volatile { x: f32[D]; }
+    persistent { K(l, t): f32[D] @table; t: i32; }
+    block entry {
+        branch forget reset write;
+        return;
+    }
+    block write { loop lanes (l in 0..2) { cache.write x >> K[l, t]; } cache.increment t; return; }
+    block reset { cache.reset K[0, 1]; cache.reset K[1]; return; }
+    """
+    run = simulator(store, text).make_executor("k")
+    for forget, left in ((False, 2), (False, 4), (True, 1), (False, 3)):
+        run.insert(forget=forget)
+        run.step()
+        run.save()
+        assert len(pages(client)) == left
+        assert state(simulator(store, text).resume("k")) == state(run)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_dtype_comes_back_to_the_bit(store: PersistentStore, client: redis.Redis, dtype: str) -> None:
+    text = f"""
+    dynamic {{ x: {dtype}[2, D]; s: {dtype}; }}
+    persistent {{ A(i): {dtype}[2, D] @table; W: {dtype}[2, D]; n: {dtype}; E(i): {dtype} @table; }}
+    block entry {{ cache.write x >> A[1]; cache.write x >> W; cache.write s >> n; cache.write s >> E[0]; }}
+    """
+    with mx.stream(mx.cpu):
+        bits = np.random.default_rng(1).integers(0, 2 if dtype == "bool" else 256, 2 * D * 8, np.uint8)
+        wanted = mx.array(bits[: 2 * D * DTYPES[dtype].itemsize]).view(DTYPES[dtype].mlx).reshape(2, D)
+        run = simulator(store, text).make_executor("typed")
+        run.insert(x=wanted, s=wanted[0, 0])
+        run.step()
+        run.save()
+        again = simulator(store, text).resume("typed")
+        assert state(again) == state(run)
+        for name, found in (("A", again.fetch("A")[1]), ("W", again.fetch("W"))):
+            assert mx.array_equal(found.view(mx.uint8), wanted.view(mx.uint8)), name
+
+
+def test_nothing_is_stored_of_an_unknown_instance(store: PersistentStore, client: redis.Redis) -> None:
+    with pytest.raises(NoInstanceError, match="nothing is stored of instance nobody"):
+        simulator(store).resume("nobody")
+    with pytest.raises(StoreError, match="an instance's name is"):
+        simulator(store).make_executor("no:body")
+    with pytest.raises(StoreError, match="this simulator has no store"):
+        simulator(None).make_executor("a")
+    with pytest.raises(StoreError, match="has no instance to save"):
+        simulator(store).make_executor().save()
+
+
+@pytest.mark.parametrize("change", ["graph", "size", "model"])
+def test_another_programs_instance_is_refused(store: PersistentStore, client: redis.Redis, change: str) -> None:
+    advance(simulator(store).make_executor("mine"), 1).save()
+    tensors = {"unused": mx.zeros(1)} if change == "model" else {}
+    sizes = {"D": 6 if change == "size" else D}
+    text = RING.replace("@init(0.5)", "@init(0.25)") if change == "graph" else RING
+    other = Simulator(Model(sizes, tensors), parse(text), store=store)
+    with pytest.raises(WrongProgramError, match="another graph, other sizes or another model"):
+        other.resume("mine")
+    with pytest.raises(WrongProgramError):
+        other.make_executor("mine").save()
+    assert state(simulator(store).resume("mine")) == reference(1)
+
+
+def test_layout_and_comments_are_no_part_of_a_program(store: PersistentStore, client: redis.Redis) -> None:
+    advance(simulator(store).make_executor("mine"), 2).save()
+    assert simulator(store, "// the same\n" + RING.replace("\n", "\n  ")).resume("mine").steps == 2
+
+
+def test_two_who_go_on_from_one_state_cannot_both_be_saved(store: PersistentStore, client: redis.Redis) -> None:
+    advance(simulator(store).make_executor("one"), 2).save()
+    first, second = (simulator(store).resume("one") for _ in range(2))
+    advance(first, 1).save()
+    with pytest.raises(ConflictError, match="was saved by somebody else"):
+        advance(second, 1).save()
+    with pytest.raises(ConflictError, match="is stored already: resume it"):
+        advance(simulator(store).make_executor("one"), 1).save()
+    assert state(simulator(store).resume("one")) == reference(3)
+
+
+def test_a_page_that_is_gone_is_an_error_and_one_that_was_changed_is_not_taken(
+    store: PersistentStore, client: redis.Redis
+) -> None:
+    advance(simulator(store).make_executor("hurt"), 3).save()
+    (page,) = [page for page in pages(client) if page.endswith(b":2:0")][:1]
+    blob = client.get(page)
+    assert isinstance(blob, bytes)
+    with pytest.raises(redis.ResponseError, match="does not match the checksum"):
+        client.set(page, blob[:-1] + bytes([blob[-1] ^ 1]))
+    client.delete(page)
+    with pytest.raises(DamagedError, match="is gone, or not what was written"):
+        simulator(store).resume("hurt")
+
+
+def test_a_sound_page_of_another_time_is_an_error_too(
+    server: RunningServer, store: PersistentStore, client: redis.Redis
+) -> None:
+    run = advance(simulator(store).make_executor("old"), 4)
+    run.save()
+    (page,) = [page for page in pages(client) if page.endswith(b":3:0") and len(client.get(page) or b"") == 64 + 4 * D]
+    older = PageKey.parse(page)
+    with PageClient(server.url) as direct:
+        direct.set_page(Page(older, memoryview(np.zeros(D, np.float32)), PageDType.FLOAT32, 1, D))
+    with pytest.raises(DamagedError, match="not those that its manifest was written for"):
+        simulator(store).resume("old")
+
+
+def test_a_manifest_that_was_changed_is_an_error(store: PersistentStore, client: redis.Redis) -> None:
+    advance(simulator(store).make_executor("old"), 1).save()
+    manifest = client.get("persistent:old")
+    assert isinstance(manifest, bytes)
+    client.set("persistent:old", manifest.replace(b'"steps":1', b'"steps":2'))
+    with pytest.raises(DamagedError, match="its manifest is not what was written"):
+        simulator(store).resume("old")
+
+
+def test_deleting_an_instance_leaves_nothing(store: PersistentStore, client: redis.Redis) -> None:
+    advance(simulator(store).make_executor("gone"), 2).save()
+    store.delete("gone")
+    assert client.dbsize() == 0
+    with pytest.raises(NoInstanceError):
+        store.delete("gone")
+
+
+def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
+    server: RunningServer, client: redis.Redis, store: PersistentStore
+) -> None:
+    """The connection is cut after every possible number of bytes of a save, in steps; the next save makes up for it."""
+    advance(simulator(store).make_executor("cut"), 5).save()
+    cut = 0
+    with start_proxy(server.port) as proxy:
+        while True:
+            run = simulator(store).resume("cut")
+            before = run.steps
+            run._stored._store = broken = PersistentStore(proxy.url, deadline=5)  # type: ignore[union-attr]
+            advance(run, 1)
+            proxy.cut_after = cut
+            try:
+                run.save()
+                saved = True
+            except redis.RedisError:
+                saved = False
+            proxy.cut_after = None
+            there = simulator(store).resume("cut")
+            assert there.steps in ((before + 1,) if saved else (before, before + 1))
+            assert state(there) == reference(there.steps)
+            advance(run, 1).save()  # the same executor goes on, whatever became of the last save
+            assert state(simulator(store).resume("cut")) == reference(before + 2)
+            broken.close()
+            if saved:
+                break
+            cut += 150
+
+
+def test_autosave_goes_on_without_a_server_and_makes_up_for_it(
+    server: RunningServer, client: redis.Redis, store: PersistentStore
+) -> None:
+    with start_proxy(server.port) as proxy:
+        remote = PersistentStore(proxy.url, deadline=5)
+        run = simulator(remote).make_executor("auto", autosave=2)
+        advance(run, 2)
+        assert (run.unsaved, simulator(store).resume("auto").steps) == (0, 2)
+        proxy.cut_after = 0
+        advance(run, 4)
+        assert (run.unsaved, simulator(store).resume("auto").steps) == (2, 2)
+        proxy.cut_after = None
+        advance(run, 2)
+        assert run.unsaved == 0
+        assert state(simulator(store).resume("auto")) == reference(8)
+        remote.close()
+
+
+def test_export_is_a_file_that_any_tool_reads(store: PersistentStore, tmp_path: Path) -> None:
+    run = advance(simulator(store).make_executor("out"), 3)
+    run.export(tmp_path / "state.safetensors")
+    with safe_open(tmp_path / "state.safetensors", "np") as file:
+        assert file.metadata()["steps"] == "3"
+        assert file.get_tensor("last").shape == (4, D)
+        assert np.array_equal(file.get_tensor("sum"), np.asarray(run.fetch("sum")))
+        assert file.get_tensor("C").tolist() == np.asarray(run.fetch("C")).tolist()
+
+
+def test_autosave_needs_an_instance(store: PersistentStore) -> None:
+    with pytest.raises(ValueError, match="needs an instance"):
+        simulator(store).make_executor(autosave=1)
