@@ -30,7 +30,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine import kvcache
-from engine.blocks import AgentBlocks, KVBlock, check_agent_id
+from engine.blocks import AgentBlocks, check_agent_id
 from engine.kvcache import Cache
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import common_prefix
@@ -335,7 +335,7 @@ class BlockPoolBatchEngine:
         ids, surplus = request.reserved[:needed], request.reserved[needed:]
         start = kept * self.spec.block_tokens
         made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
-        self.pool.settle({block.block_id: _nbytes(block) for block in made})
+        self.pool.settle(dict.fromkeys(surplus, 0) | {block.block_id: block.nbytes for block in made})
         self.pool.free(surplus, request.agent_id)
         return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
 
@@ -346,10 +346,6 @@ def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[i
         return SingleGenerator(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
     stop = [[token] for token in stop_tokens]
     return BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_chunk)
-
-
-def _nbytes(block: KVBlock) -> int:
-    return sum(array.nbytes for layer in (*block.layers, *(block.state or ())) for array in layer)
 
 
 __all__ = [

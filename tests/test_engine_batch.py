@@ -326,6 +326,18 @@ def test_the_pool_knows_whose_the_blocks_are_and_what_they_take(batch: BlockPool
         small.submit("alice", PROMPT, max_tokens=100)
 
 
+def test_an_answer_that_ends_early_needs_no_more_room_than_it_was_promised(batch: BlockPoolBatchEngine) -> None:
+    """Of four blocks two are made, and both are full: each takes more than a fourth of what was promised for all."""
+    text = complete(batch, PROMPT[:500], max_tokens=30)
+    pool = BlockPool(total_bytes=800 * SPEC.token_nbytes)
+    tight = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)
+    done = complete(tight, PROMPT[:500], max_tokens=300, stop=text.text[4:10])
+    assert (done.not_kept, len(done.blocks.blocks)) == (None, 2)
+    assert pool.used_bytes == len(done.blocks) * SPEC.token_nbytes
+    pool.free(done.blocks.block_ids)
+    free(batch, text)
+
+
 def test_what_cannot_be_kept_is_not_begun(batch: BlockPoolBatchEngine) -> None:
     """The pool is asked before anything is queued, and the agent's cache survives the refusal."""
     first = complete(batch, PROMPT, max_tokens=20)

@@ -27,7 +27,7 @@ from engine.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
-from engine.tiers.pages import PageTier
+from engine.tiers.pages import PageTier, Saved
 
 BLOCK = 64
 TOKENS = np.random.default_rng(0).integers(0, 96, 400).tolist()
@@ -225,3 +225,16 @@ def test_a_kind_that_nobody_knows_is_refused_by_name_and_served_without_reuse(fa
             assert done.not_kept == spec.refusal
             assert (done.tokens_reused, len(done.blocks), pool.available_blocks) == (0, 0, 1)
             context = done.blocks
+
+
+def test_what_was_not_kept_leaves_what_is_stored(server: RunningServer, client: redis.Redis) -> None:
+    bench = Bench("llama")
+    tier = PageTier(server.url, bench.of.spec, bench.pool)
+    done = bench.complete(TOKENS[:100])
+    assert tier.save(done.blocks)
+    assert tier.save(AgentBlocks("agent", (), (), bench.of.spec.fingerprint)) == Saved(0, 0, 0)
+    loaded = tier.load("agent")
+    assert loaded
+    assert loaded.tokens == done.blocks.tokens
+    assert bench.pool.used_bytes == 2 * len(loaded) * bench.of.spec.token_nbytes
+    tier.close()

@@ -99,16 +99,19 @@ class PageTier:
         if not plan.blocks:
             self.misses["absent"] += 1
             return None
-        blocks = self._fetch(plan, digests)
+        blocks = self._fetch(agent_id, plan, digests)
         held = sum(block.tokens for block in blocks)
         return AgentBlocks(agent_id, plan.tokens[:held], tuple(blocks), self._spec.fingerprint) if blocks else None
 
     def save(self, context: AgentBlocks) -> Saved | None:
         """Store a context: the blocks that aren't there yet, then the agent's manifest. None when it failed.
 
-        Raises IncompatibleBlocksError for blocks of another model.
+        An empty context is nothing to keep: what is stored of the agent stays. Raises IncompatibleBlocksError for
+        blocks of another model.
         """
         context.validate(self._spec)
+        if not context.blocks:
+            return Saved(0, 0, 0)
         try:
             return self._save(context)
         except OUTAGES as error:
@@ -126,10 +129,12 @@ class PageTier:
         digests = self._pipelined(["GET", seal] for seal in asked)
         return {seal: digest.decode() for seal, digest in zip(asked, digests, strict=True) if digest}
 
-    def _fetch(self, plan: Plan, digests: Mapping[str, str]) -> list[KVBlock]:
+    def _fetch(self, agent_id: str, plan: Plan, digests: Mapping[str, str]) -> list[KVBlock]:
         """The blocks, up to the first that cannot be had; where layers carry a state, up to the last that can."""
+        nbytes = sum(place.tokens for place in plan.blocks) * self._spec.token_nbytes
+        nbytes += max((self._spec.state_nbytes(place.end) for place in plan.states), default=0)
         try:
-            ids = self._pool.allocate(len(plan.blocks))
+            ids = self._pool.allocate(len(plan.blocks), agent_id, nbytes)
         except PoolExhaustedError:
             self.misses["pool"] += 1
             return []
@@ -138,7 +143,8 @@ class PageTier:
             blocks = self._blocks(plan, digests, ids)
             kept = self._with_state(plan, blocks, digests) if plan.states else blocks
         finally:
-            self._pool.free(ids[len(kept) :])
+            self._pool.settle(dict.fromkeys(ids, 0) | {block.block_id: block.nbytes for block in kept})
+            self._pool.free(ids[len(kept) :], agent_id)
         return kept
 
     def _blocks(self, plan: Plan, digests: Mapping[str, str], ids: Sequence[int]) -> list[KVBlock]:
