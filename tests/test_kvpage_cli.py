@@ -190,7 +190,7 @@ def test_the_command_is_installed(server: RunningServer, client: redis.Redis) ->
     assert rows(shown)[1][0] == "r"
 
 
-@pytest.mark.parametrize("command", ["", "status", "ls", "stat", "verify", "why"])
+@pytest.mark.parametrize("command", ["", "status", "ls", "stat", "verify", "why", "dump", "restore", "inspect"])
 def test_help_is_there_for_every_command(command: str) -> None:
     code, shown, _ = kvpage(*command.split(), "--help")
     assert code == 0
