@@ -13,7 +13,9 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
 from dataclasses import replace
+from functools import cache
 
 from engine_models import letter_tokenizer, tiny_llama
 from servers import RunningServer
@@ -60,6 +62,13 @@ def computed(count: int) -> list[KVCache]:
     return cache
 
 
+@cache
+def whole() -> tuple[Logits, list[KVCache]]:
+    """The logits of all of them in one piece, and the cache: copy it before you go on from it."""
+    cache = make_prompt_cache(MODEL)
+    return run(TOKENS, cache), cache
+
+
 def blocks_of(cache: list[KVCache], agent_id: str = "restored") -> AgentBlocks:
     blocks = kvcache.extract(SPEC, cache, range(SPEC.blocks_for(cache[0].offset)), cache[0].offset)
     return AgentBlocks(agent_id, tuple(TOKENS[: cache[0].offset]), blocks, SPEC.fingerprint)
@@ -93,7 +102,7 @@ def test_a_run_that_stopped_at_the_cut_goes_on_as_if_it_had_not(tier: PageTier, 
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_beginning_of_a_longer_context_is_as_good_as_that_context_trimmed(tier: PageTier, cut: int) -> None:
-    live = computed(600)
+    live = deepcopy(whole()[1])
     restored = through_the_server(tier, live, cut)
     trim_prompt_cache(live, 600 - cut)
     assert np.array_equal(run(TOKENS[cut:], restored), run(TOKENS[cut:], live))
@@ -101,9 +110,9 @@ def test_the_beginning_of_a_longer_context_is_as_good_as_that_context_trimmed(ti
 
 @pytest.mark.parametrize("cut", CUTS)
 def test_the_logits_are_those_of_the_run_in_one_piece(tier: PageTier, cut: int) -> None:
-    whole = run(TOKENS, make_prompt_cache(MODEL))[cut:]
-    resumed = run(TOKENS[cut:], through_the_server(tier, computed(600), cut))
-    assert np.array_equal(resumed, whole) if STOCK else np.allclose(resumed, whole, rtol=0, atol=1e-4)
+    logits, cache = whole()
+    resumed = run(TOKENS[cut:], through_the_server(tier, cache, cut))
+    assert np.array_equal(resumed, logits[cut:]) if STOCK else np.allclose(resumed, logits[cut:], rtol=0, atol=1e-4)
 
 
 @pytest.mark.skipif(STOCK, reason="is what this test starts")
