@@ -17,6 +17,7 @@ from engine.persistent.errors import (
     BlockCycleError,
     DTypeError,
     GraphError,
+    GrowthError,
     OperationError,
     Place,
     RankError,
@@ -45,6 +46,7 @@ from engine.persistent.graph import (
     Value,
     Write,
 )
+from engine.persistent.lane import MEMORY
 from engine.persistent.ops import OPS, Op
 from engine.persistent.table import Layout
 from engine.persistent.tensors import Tensors
@@ -357,6 +359,8 @@ class _Compiler:
                 if value.ndim != rank:
                     raise RankError(f"{name} has {rank} dimensions, got the shape {list(value.shape)}")
                 raise ShapeError(f"{name} has the shape {list(shape)}, got {list(value.shape)}")
+            if elastic and value.nbytes > MEMORY:  # MLX would take the process down with it
+                raise GrowthError(f"{name} would take {value.nbytes} bytes, this machine has {MEMORY}")
             frame.values[name] = value
 
         return put

@@ -15,7 +15,14 @@ import redis
 
 from engine.persistent.compile import compile_graph
 from engine.persistent.dtypes import named
-from engine.persistent.errors import BrokenExecutorError, InputError, NoInstanceError, StoreError, UnknownNameError
+from engine.persistent.errors import (
+    BrokenExecutorError,
+    DeviceError,
+    InputError,
+    NoInstanceError,
+    StoreError,
+    UnknownNameError,
+)
 from engine.persistent.export import export
 from engine.persistent.frame import Event, Frame
 from engine.persistent.graph import Graph
@@ -48,7 +55,7 @@ class Simulator:
     """A graph with the model that it is run with, and a store in which its instances go on living, or none.
 
     Raises a GraphError with the place of what is wrong, ModelError where the model lacks what the graph names, and
-    DeviceError for a dtype that the device can't compute.
+    DeviceError for a dtype that the device can't compute and a device that is not there.
     """
 
     def __init__(
@@ -58,8 +65,10 @@ class Simulator:
         self.graph = graph
         self.device = device or Device.default()
         self.store = store
+        self.variables = resolve(graph, model.sizes, on_gpu=self.device is Device.GPU)
+        if not mx.is_available(self.device.mlx):
+            raise DeviceError(f"MLX has no {self.device.name} on this machine")
         with mx.stream(self.device.mlx):
-            self.variables = resolve(graph, model.sizes, on_gpu=self.device is Device.GPU)
             self.tensors = Tensors(self.variables, model.tensors)
             self.actions = compile_graph(graph, self.variables, model.sizes, self.tensors)
         declared = {declaration.name for declaration in graph.declarations}
@@ -248,6 +257,10 @@ class Executor:
             raise InputError(f"{name} is {wanted}, got {type(value).__name__}")
         if value.dtype != dtype.mlx or value.shape != variable.shape:
             raise InputError(f"{name} is {wanted}, got {named(value.dtype)}{list(value.shape)}")
+        try:
+            mx.eval(value)
+        except RuntimeError as error:
+            raise InputError(f"{name} could not be computed: {error}") from error
         return value
 
 
