@@ -24,11 +24,14 @@ from kvpage_server.net import tls
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
+from kvpage_server.store.disk import Disk, DiskError, DiskFull
 from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.tiered import Tiered
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 2000  # keys a sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
+_SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
@@ -59,18 +62,19 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         config = from_arguments(words[1:] if check_only else words)
         os.chdir(config.dir)
-        server = Server(config, Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy))
-        _load_users(server)
-        if config.tls_port:
-            tls.context(config)
         if check_only:
+            _check(config)
             print("the configuration is valid")
             return
         log.start(config)
+        server = Server(config, _open_store(config))
+        _load_users(server)
+        if config.tls_port:
+            tls.context(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(server))
-    except (ConfigError, UserFileError, tls.CertificateError, ListenError) as error:
+    except (ConfigError, UserFileError, tls.CertificateError, ListenError, DiskError, DiskFull) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
         sys.exit(f"kvpage-server: {error.filename or ''}: {error.strerror}")
@@ -79,6 +83,28 @@ def main(arguments: list[str] | None = None) -> None:
 def _usage() -> str:
     rows = [f"  --{name:<28} {field.metadata['doc']}\n" for name, field in Config.parameters().items()]
     return USAGE.format(parameters="".join(rows))
+
+
+def _check(config: Config) -> None:
+    """Raises what a start would, as far as that can be known without touching the store."""
+    _load_users(Server(config, Keyspace()))
+    if config.tls_port:
+        tls.context(config)
+
+
+def _open_store(config: Config) -> Keyspace:
+    """The keyspace, with what is on disk. Raises DiskError, DiskFull."""
+    if config.store == "memory":
+        return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
+    if 0 < config.maxdisk < _SMALLEST_DISK:
+        raise ConfigError(f"maxdisk must be 0 or at least {human(_SMALLEST_DISK)}, got {config.maxdisk} bytes")
+    began = time.monotonic()
+    disk = Disk(Path(), maxdisk=config.maxdisk)
+    tiered = Tiered(disk, maxmemory=config.maxmemory, policy=config.maxmemory_policy, maxdisk=config.maxdisk)
+    tiered.load()
+    seconds = time.monotonic() - began
+    logger.info("%d keys found on disk, %s, in %.2f s", len(tiered), human(tiered.used_disk), seconds)
+    return tiered
 
 
 def _load_users(server: Server) -> None:
@@ -104,6 +130,9 @@ async def serve(server: Server) -> None:
     for name in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(name, stopping.set)
     _have_descriptors(server.config)
+    tiered, config = server.tiered, server.config
+    if tiered is not None:
+        tiered.connect(mode=config.appendfsync, limit=config.write_behind_limit, scrub_rate=config.scrub_rate)
     listener = Listener(server, loop)
     addresses = listener.start()
     _calm_the_collector()
@@ -119,9 +148,13 @@ async def serve(server: Server) -> None:
         for task in tasks:
             task.cancel()
         listener.stop()
+        if tiered is not None:
+            await tiered.settle()
         for client in list(server.clients.values()):
             client.close()
         await asyncio.sleep(0)  # the sessions send what they have
+        if tiered is not None:
+            await tiered.close()
         if pidfile:
             pidfile.unlink(missing_ok=True)
         logger.info("bye: %d commands served", server.stats.commands)
@@ -166,12 +199,15 @@ def _greet(server: Server, addresses: list[str]) -> None:
         "version": __version__,
         "pid": os.getpid(),
         "addresses": addresses,
-        "store": "memory",
+        "store": config.store,
         "maxmemory": config.maxmemory,
         "maxmemory_policy": config.maxmemory_policy,
     }
     logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
     logger.info("  store   memory, limit %s, %s", limit, config.maxmemory_policy)
+    if server.tiered is not None:
+        path, most = server.tiered.disk.path.absolute(), human(config.maxdisk) if config.maxdisk else "no limit"
+        logger.info("  disk    %s, limit %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):

@@ -218,6 +218,17 @@ class Config:
     dir: str = option(text, ".", "the directory the server works in")
     maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
     maxmemory_policy: str = option(choice(*POLICIES), "allkeys-lru", "what goes when memory is full", mutable=True)
+    store: str = option(choice("memory", "tiered"), "memory", "where values lie: in memory, or there and on disk")
+    appendfsync: str = option(
+        choice("always", "everysec", "no"),
+        "everysec",
+        "when what is stored goes to disk: before the reply, within a second, or when it is worth it",
+    )
+    maxdisk: int = option(memory(), 0, "bytes of the store on disk; 0 is no limit")
+    write_behind_limit: int = option(
+        memory(1024**2), 128 * 1024**2, "bytes that may wait to be written to disk, before writers do"
+    )
+    scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second of the disk that are checked for damage")
     page_checksums: bool = option(yes_no, True, "hash the bodies of pages when they are written", mutable=True)
     strict_page_shape: bool = option(
         yes_no, False, "refuse a body that is not page_size x head_dim x itemsize bytes", mutable=True
@@ -239,8 +250,8 @@ class Config:
     log_format: str = option(choice("text", "json"), "text", "lines for people, or an object a line for machines")
     pidfile: str = option(text, "", "a file to write the process's id to")
     databases: int = option(integer(1, 1), 1, "the number of databases: one")
-    save: str = option(Kind(" ".join), "", "snapshots by time: none, the store has no disk yet")
-    appendonly: bool = option(choice("no"), "no", "no append-only file is kept")
+    save: str = option(Kind(" ".join), "", "snapshots by time: none, what is stored goes to disk as it comes")
+    appendonly: bool = option(choice("no"), "no", "no append-only file is kept, see `store`")
 
     file: Path | None = field(default=None, metadata={"line": False})  # where it came from
 

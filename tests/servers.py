@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
@@ -94,11 +94,11 @@ def answers(port: int) -> bool:
 
 
 @contextmanager
-def _run(command: list[str], port: int) -> Iterator[RunningServer]:
-    with tempfile.TemporaryDirectory() as directory:
-        log_file = Path(directory, "log")
+def _run(command: list[str], port: int, directory: Path | None = None, name: str = "log") -> Iterator[RunningServer]:
+    with tempfile.TemporaryDirectory() if directory is None else nullcontext(directory) as place:
+        log_file = Path(place, name)
         with log_file.open("wb") as log:
-            process = subprocess.Popen([*command, "--dir", directory], stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen([*command, "--dir", str(place)], stdout=log, stderr=subprocess.STDOUT)
         server = RunningServer(process, port, log_file)
         try:
             deadline = time.monotonic() + START_WITHIN
@@ -112,17 +112,24 @@ def _run(command: list[str], port: int) -> Iterator[RunningServer]:
 
 
 @contextmanager
-def start_server(*options: str, port: int | None = None, file: Path | None = None) -> Iterator[RunningServer]:
-    """A kvpage-server with a configuration `file` and `options` as on its command line.
+def start_server(
+    *options: str,
+    port: int | None = None,
+    file: Path | None = None,
+    directory: Path | None = None,
+    name: str = "log",
+    killed: bool = False,
+) -> Iterator[RunningServer]:
+    """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
-    It must stop cleanly and have had no internal error.
+    It must stop cleanly, unless it is `killed`, and have had no internal error. Its log is a file of that `name`.
     """
     port = port or free_port()
     command = [sys.executable, "-m", "kvpage_server.app", *([str(file)] if file else []), "--port", str(port), *options]
-    with _run(command, port) as server:
+    with _run(command, port, directory, name) as server:
         yield server
         code = server.stop()
-        assert code == 0, f"exit code {code}:\n{server.log}"
+        assert code == (-signal.SIGKILL if killed else 0), f"exit code {code}:\n{server.log}"
         assert "Traceback" not in server.log, server.log
 
 

@@ -11,6 +11,7 @@ from functools import lru_cache
 
 from kvpage_server.commands.arguments import batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.registry import command
@@ -33,8 +34,10 @@ from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.blocks import has_block, read_block
 from kvpage_server.store.extent import Extent
+from kvpage_server.store.tiered import Tiered
 
 _PLANE = 3  # type dtype head_dim
+_AHEAD = 4  # blocks that are fetched from disk at once
 
 
 @command(
@@ -128,7 +131,8 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     names = [(request_name(req), page_id(page)) for req, page in batch("KVBLOCKMGET", args, 2, "block")]
 
     def bodies() -> Iterator[Reply]:
-        for req_id, page in names:
+        for i, (req_id, page) in enumerate(names):
+            yield from fetched(client, Tiered.cold_in_blocks, names[i : i + _AHEAD])
             yield _read(client, req_id, page)
 
     return Stream(len(names), bodies())

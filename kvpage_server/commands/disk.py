@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from typing import Concatenate, ParamSpec
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
@@ -17,6 +18,8 @@ from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Reply, ReplyError, Wait
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.tiered import Tiered
+
+P = ParamSpec("P")
 
 _READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
 _FETCH_THEMSELVES = frozenset(("kvpagemget", "kvpagemset", "kvblockmget", "kvpageverify"))  # but not within EXEC
@@ -73,8 +76,10 @@ def _keys(spec: Spec, args: Sequence[Argument]) -> list[bytes]:
     return [key for key, _ in spec.uses_of(args) if not isinstance(key, Prefix)]
 
 
-def fetched(client: Client, find: Callable[[Tiered], Sequence[Cold]]) -> Iterator[Reply]:
-    """Steps of a reply until what `find` finds missing is in memory."""
+def fetched(
+    client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
+) -> Iterator[Reply]:
+    """Steps of a reply until what `find`, asked with those arguments, finds missing is in memory."""
     tiered = client.server.tiered
-    while tiered is not None and tiered.any_cold and (values := find(tiered)):
+    while tiered is not None and tiered.any_cold and (values := find(tiered, *args, **kwargs)):
         yield Wait(partial(tiered.fetch, values))

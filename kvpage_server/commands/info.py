@@ -12,6 +12,7 @@ from kvpage_server import __version__
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.misses import REASONS
 from kvpage_server.page import unix_ms
+from kvpage_server.store.tiered import Tiered
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
 
@@ -120,7 +121,42 @@ def _maxmemory(server: Server) -> Fields:
 
 
 def _persistence(server: Server) -> Fields:
-    return {"loading": 0, "async_loading": 0, "aof_enabled": 0}
+    tiered = server.tiered
+    fields: Fields = {"loading": 0, "async_loading": 0, "aof_enabled": 0}
+    if tiered is None:
+        return fields
+    behind = tiered.behind
+    return fields | {
+        "rdb_changes_since_last_save": behind.position - behind.durable,
+        "rdb_bgsave_in_progress": int(behind.busy),
+        "rdb_last_save_time": behind.last_commit // 1000,
+        "rdb_last_bgsave_status": "err" if behind.failing else "ok",
+        "rdb_saves": behind.commits,
+        "aof_last_write_status": "err" if behind.failing else "ok",
+    }
+
+
+def _disk(tiered: Tiered) -> Fields:
+    behind, counts = tiered.behind, tiered.counts
+    return {
+        "disk_values": tiered.values_on_disk,
+        "disk_bytes": tiered.used_disk,
+        "disk_file_bytes": tiered.disk.size,
+        "maxdisk": tiered.maxdisk,
+        "disk_waiting_bytes": behind.size,
+        "disk_commits": behind.commits,
+        "disk_write_errors": behind.errors,
+        "disk_failing": behind.failing,
+        "disk_fetched": counts.fetched,
+        "disk_dropped_from_memory": counts.dropped,
+        "disk_skipped": counts.skipped,
+        "disk_evicted": counts.evicted,
+        "disk_corrupt": counts.corrupt,
+        "disk_repaired": counts.repaired,
+        "disk_quarantined": tiered.disk.quarantined,
+        "scrubbed_bytes": tiered.scrubber.checked,
+        "scrub_rounds": tiered.scrubber.rounds,
+    }
 
 
 def _stats(server: Server) -> Fields:
@@ -224,6 +260,7 @@ def _kvpage(server: Server) -> Fields:
         "leased_or_pinned_bytes": guards.bytes,
         "blocks_remembered": len(ghosts),
         **misses,
+        **(_disk(server.tiered) if server.tiered is not None else {}),
     }
 
 

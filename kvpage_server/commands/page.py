@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
@@ -37,10 +38,12 @@ from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, Page, PageName, is_page
 from kvpage_server.store.memory import OutOfMemory
+from kvpage_server.store.tiered import Tiered
 
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed or sent before other clients may have their turn
+_AHEAD = 256  # pages that are fetched from disk at once
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 _NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
@@ -224,6 +227,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             pages.append(_describe(*page, now, with_checksum))
             if i % STEP == STEP - 1:
                 yield ()
+        yield from fetched(client, Tiered.cold_blocks_of, [new.name.key for new in pages])
         for new in pages:
             client.keyspace.set_page(*new)
         yield OK
@@ -250,6 +254,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
         for start in range(0, count, STEP):
             some = keys[start : start + STEP]
+            yield from fetched(client, Tiered.cold_in, keys[start : start + _AHEAD], STEP)
             entries = keyspace.read_all(some)
             for key, entry in zip(some, entries, strict=True):
                 if entry is None:

@@ -12,7 +12,9 @@ from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import header_of, is_page
+from kvpage_server.store.extent import ExtentPage
 
 
 @command(
@@ -65,6 +67,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     block = keyspace.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
+    is_cold = type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
     header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
     return {
         "dtype": int(header.dtype),
@@ -81,5 +84,5 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - now, 0),
         "pinned": int(guard.pinned),
-        "tier": "memory",
+        "tier": "disk" if is_cold else "memory",
     }

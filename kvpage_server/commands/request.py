@@ -12,9 +12,10 @@ import xxhash
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.registry import command
-from kvpage_server.page import MAX_PAGE, PageError, check_req_id, checksum
+from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import shape_of
@@ -22,6 +23,7 @@ from kvpage_server.store.entry import Page, header_of, is_page
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.tiered import Tiered
 
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
@@ -139,6 +141,9 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
         checked = unchecked = 0
         corrupt: list[bytes] = []
         for block in _still_there(keyspace, blocks):
+            lost = yield from _fetch(client, block)
+            checked += len(lost)
+            corrupt += lost
             if block.extent is not None:
                 intact = yield from _check_extent(block.extent)
                 checked += block.pages if intact is not None else 0
@@ -163,6 +168,17 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
         yield {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
 
     return Stream(None, steps())
+
+
+def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
+    """Have a block in memory, in steps; the keys of its pages that are not on disk what was stored."""
+    if client.server.tiered is None:
+        return []
+    keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
+    yield from fetched(client, Tiered.cold_of_block, block.req_id, block.page)
+    gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
+    ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
+    return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:

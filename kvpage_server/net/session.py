@@ -6,15 +6,17 @@ import asyncio
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Protocol
 
 from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.disk import Postponed
 from kvpage_server.commands.dispatch import Paused, execute
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Command, Parser, ProtocolError
-from kvpage_server.resp.reply import Piece, Reply, Stream, encode
+from kvpage_server.resp.reply import Piece, Reply, Stream, Wait, encode
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 
@@ -74,7 +76,10 @@ class Session:
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._pushed: list[Reply] = []  # what waits for the end of that reply
-        self._postponed: Command | None = None  # until a pause ends
+        self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
+        self._waiting = False  # for the disk
+        tiered = server.tiered
+        self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
         self._held = 0  # bytes that the server knows this connection holds
         self._gone = False  # and with it what it held
         self._ending = False
@@ -193,9 +198,11 @@ class Session:
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
+        if self._waiting:
+            return
         left, deadline = MOST_COMMANDS, time.monotonic_ns() + TURN
         try:
-            while left and not self._ending and not self._crowded:
+            while left and not self._ending and not self._waiting and not self._crowded:
                 left -= 1
                 if self._stream is not None:
                     if not self._continue_stream(deadline):
@@ -217,12 +224,18 @@ class Session:
         except Paused:
             self._wait_for_the_end_of_the_pause()
             return
+        except Postponed as postponed:
+            self._flush()
+            self._wait(postponed.wait)
+            return
         except Exception:
             log.exception("the connection of %s cannot go on", self.client.address)
             self.abort()
             return
         self._flush()
         self._account()
+        if self._waiting:
+            return
         if self._ending:
             self._transport.close()
         elif self._crowded:
@@ -251,13 +264,42 @@ class Session:
         if pause is not None:
             self._loop.call_later(max(0, pause.ends - time.monotonic()), self.resume)
 
+    def _wait(self, wait: Wait) -> None:
+        """Do nothing before the disk has done its part."""
+        self._waiting = True
+        self._transport.pause_reading()
+        wait.start(self._go_on)
+
+    def _go_on(self) -> None:
+        """The disk has done its part, or failed: what was told is sent, unless it would be a lie."""
+        if self._gone:
+            return
+        self._waiting = False
+        tiered = self._server.tiered
+        if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
+            self._out = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]
+            self.client.owes = 0
+            self._ending = True
+        self._flush()
+        if self._ending and not self._waiting:
+            self._transport.close()
+        elif not self._waiting:
+            self._wait_for_a_turn()
+
+    def _note_promise(self, before: int) -> None:
+        """Changes that were made since have to be on disk before anything more is told."""
+        if self._promised is not None and self._promised.position != before:
+            self.client.owes = self._promised.position
+
     def _answer(self, command: Command) -> None:
         client = self.client
+        before = self._promised.position if self._promised is not None else 0
         try:
             reply = execute(client, command)
-        except Paused:
+        except (Paused, Postponed):
             self._postponed = command
             raise
+        self._note_promise(before)
         silent = client.silence != 0
         if silent:
             client.silence -= client.silence > 0
@@ -276,9 +318,15 @@ class Session:
         """Take some steps; False when there was no time for more."""
         assert self._stream is not None
         in_time = True
+        before = self._promised.position if self._promised is not None else 0
         for _ in range(16):
             try:
-                encode(next(self._stream), self.client.protocol, self._out)
+                step = next(self._stream)
+                if type(step) is Wait:
+                    self._flush()
+                    self._wait(step)
+                    return False
+                encode(step, self.client.protocol, self._out)
             except StopIteration:
                 self._stream = None
                 self._out += self._spell_pushed()
@@ -290,6 +338,7 @@ class Session:
             in_time = time.monotonic_ns() < deadline
             if not in_time:
                 break
+        self._note_promise(before)
         self._flush()
         return in_time
 
@@ -312,9 +361,22 @@ class Session:
         return waiting > HIGH_WATER and (waiting > GENEROUS or limits.is_tight(self._server))
 
     def _flush(self) -> None:
+        if self.client.owes and self._is_held_back():
+            return
         if self._out:
             out, self._out, self._borrowed = self._out, [], 0
             self._transport.write(out)
+
+    def _is_held_back(self) -> bool:
+        """Whether what was told has to wait until what was done is on disk."""
+        tiered, owes = self._server.tiered, self.client.owes
+        assert tiered is not None
+        if tiered.behind.durable >= owes:
+            self.client.owes = 0
+            return False
+        if not self._waiting:
+            self._wait(Wait(partial(tiered.behind.when_durable, owes)))
+        return True
 
     def _account(self) -> None:
         """Tell the server what this connection holds, and have the limits on it kept."""

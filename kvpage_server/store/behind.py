@@ -26,7 +26,8 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.disk import Change, Clear, Delete, Disk, DiskError, DiskFull
 
 LONGEST = 30.0  # seconds
-_SECOND = 1.0
+_SECOND = 0.9
+_SLACK = 2.5  # a change may come when a commit has just begun, and be in the next: it waits for two of them
 _SHORTEST = 0.05
 RETRY_AFTER = 1.0  # seconds
 _LAST_TRIES = 3
@@ -125,6 +126,11 @@ class WriteBehind(Generic[T]):
         return self._next.size + (self._now.size if self._now is not None else 0)
 
     @property
+    def busy(self) -> bool:
+        """Whether something is being written."""
+        return self._now is not None
+
+    @property
     def full(self) -> bool:
         """Whether more should wait until there is room. A disk that fails is not waited for."""
         return self.size > self.limit and not self.failing
@@ -159,7 +165,7 @@ class WriteBehind(Generic[T]):
         if self._hurry or self._made_room or self.mode == "always":
             return 0.0
         if self.mode == "everysec":
-            return max(_SECOND - self._took, _SHORTEST)
+            return max(_SECOND - _SLACK * self._took, _SHORTEST)
         return LONGEST
 
     def _begin(self) -> None:
@@ -246,8 +252,8 @@ class WriteBehind(Generic[T]):
             if names:
                 self._batches.put(names)
 
-    async def close(self) -> None:
-        """Write what there is, if that can be done, and end the thread."""
+    async def settle(self) -> None:
+        """Write what there is, if that can be done."""
         for _ in range(_LAST_TRIES):
             if self.durable >= self.position:
                 break
@@ -257,6 +263,10 @@ class WriteBehind(Generic[T]):
             await done.wait()
         if self.durable < self.position:
             log.error("%d changes could not be written to disk: %s", len(self._next.changes), self.failing)
+
+    async def close(self) -> None:
+        """Write what there is, if that can be done, and end the thread."""
+        await self.settle()
         if self._timer is not None:
             self._timer.cancel()
         self._batches.put(None)

@@ -158,6 +158,7 @@ class Disk:
         self._pieces = env.open_db(b"pieces")
         self._quarantine = env.open_db(b"quarantine")
         with env.begin() as txn:
+            self.quarantined = txn.stat(self._quarantine)["entries"]
             last = txn.cursor(self._pieces)
             self._next = _NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
@@ -257,12 +258,7 @@ class Disk:
             oldest.first()
             self._delete_pieces(txn, oldest.key()[_NUMBER.size :], oldest.value())
             oldest.delete()
-
-    @property
-    def quarantined(self) -> int:
-        """Records that are set aside."""
-        with self._env.begin() as txn:
-            return txn.stat(self._quarantine)["entries"]
+        self.quarantined = txn.stat(self._quarantine)["entries"]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 

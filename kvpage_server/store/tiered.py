@@ -81,6 +81,10 @@ class Tiered(Keyspace):
         self._fetcher = Fetcher(self.disk)
         self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
 
+    async def settle(self) -> None:
+        """Have everything on disk that was promised to be."""
+        await self.behind.settle()
+
     async def close(self) -> None:
         """Write what is not on disk, and let go of it."""
         for unit in list(self._unproven):
@@ -388,6 +392,21 @@ class Tiered(Keyspace):
             elif type(entry) is ExtentPage and type(entry.extent.slot) is Cold:
                 found[entry.extent.slot] = None
         return list(found)
+
+    @property
+    def values_on_disk(self) -> int:
+        """How many values there are on disk."""
+        return len(self._stored)
+
+    def cold_in(self, keys: Sequence[bytes], first: int) -> list[Cold]:
+        """All cold values of some keys, if one of the `first` is cold: what is asked for soon comes with it."""
+        return self.cold_of(keys) if self.cold_of(keys[:first]) else []
+
+    def cold_in_blocks(self, names: Sequence[tuple[bytes, int]]) -> list[Cold]:
+        """All cold values of some blocks, if the first is cold."""
+        if not self.cold_of_block(*names[0]):
+            return []
+        return [cold for name in names for cold in self.cold_of_block(*name)]
 
     def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""

@@ -1,0 +1,63 @@
+"""SAVE, BGSAVE, LASTSAVE: what was stored goes to disk by itself; these have it go now, and tell when it did."""
+
+from __future__ import annotations
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import command
+from kvpage_server.resp.parser import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError, simple
+from kvpage_server.store.tiered import Tiered
+
+
+def _tiered(client: Client) -> Tiered:
+    tiered = client.server.tiered
+    if tiered is None:
+        raise ReplyError("ERR there is no disk to save to: the parameter `store` is memory")
+    if tiered.behind.failing:
+        raise ReplyError(f"ERR Errors writing to disk: {tiered.behind.failing}")
+    return tiered
+
+
+@command(
+    "save",
+    1,
+    "admin noscript no_multi",
+    group="server",
+    summary="Has everything that was stored on disk before it answers.",
+)
+def save(client: Client, args: list[Argument]) -> Reply:
+    """OK, once it is there. Others do not wait."""
+    behind = _tiered(client).behind
+    behind.hurry()
+    client.owes = behind.position
+    return OK
+
+
+@command(
+    "bgsave",
+    -1,
+    "admin noscript",
+    group="server",
+    usage="[SCHEDULE]",
+    summary="Has what was stored go to disk now, and does not wait for it.",
+)
+def bgsave(client: Client, args: list[Argument]) -> Reply:
+    """A simple string, as Redis words it."""
+    if [word.upper() for word in plain_all(args)] not in ([], [b"SCHEDULE"]):
+        raise ReplyError(SYNTAX_ERROR)
+    _tiered(client).behind.hurry()
+    return simple("Background saving started")
+
+
+@command(
+    "lastsave",
+    1,
+    "loading stale fast admin dangerous",
+    group="server",
+    summary="Returns the unix second of the last commit to disk; that of the start where there is none.",
+)
+def lastsave(client: Client, args: list[Argument]) -> Reply:
+    """Unix seconds."""
+    server = client.server
+    return (server.started_ms if server.tiered is None else server.tiered.behind.last_commit) // 1000

@@ -1,0 +1,225 @@
+"""Kills a server at random moments, again and again, and finds out whether it kept its promises.
+
+Writers change keys of their own, version by version; a value says which key and version it is, and what it must be
+follows from that. Whatever a server says after it was killed is held against what it had acknowledged:
+
+- every value is one that was written to that key, to the last byte
+- under `always` no acknowledged change is lost, under `everysec` none that is older than a second
+- what was written by one command or transaction is there as one
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import redis
+from servers import CLIENT_OPTIONS, START_WITHIN, answers, free_port
+
+EVERY_SECOND = 1.0  # seconds that may be lost under everysec
+WRITERS = 3
+UNITS = 10  # of each kind a writer
+HEADS = 8
+PAGE = 12_000  # bytes
+BLOCK = 1 * HEADS * 64 * 128 * 2  # bytes: a layer, one plane, 64 rows of 128 float16
+
+
+def body(name: str, version: int, size: int) -> bytes:
+    """What the value of that name is in that version."""
+    return version.to_bytes(8, "little") + random.Random(f"{name} {version}").randbytes(size - 8)
+
+
+def version_of(value: bytes, name: str) -> int:
+    """Which version a value is. It has to be it to the last byte."""
+    version = int.from_bytes(value[:8], "little")
+    assert value == body(name, version, len(value)), f"{name} is torn: it begins as version {version}"
+    return version
+
+
+@dataclass
+class Unit:
+    """What is written at once, and which versions of it were sent and acknowledged, when. Version 0 is nothing."""
+
+    kind: str
+    name: str
+    sent: int = 0
+    acknowledged: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
+
+    @staticmethod
+    def deletes(version: int) -> bool:
+        """Whether it is a deletion."""
+        return version % 7 == 0
+
+    def write(self, client: redis.Redis) -> None:
+        """Send the next version, and note that it was acknowledged."""
+        self.sent += 1
+        self._send(client, self.sent)
+        self.acknowledged.append((time.monotonic(), self.sent))
+
+    def _send(self, client: redis.Redis, version: int) -> None:
+        name = self.name
+        if self.kind == "strings":
+            with client.pipeline(transaction=True) as pipe:
+                for part, size in (("a", 100), ("b", 5000)):
+                    if self.deletes(version):
+                        pipe.delete(f"{name}:{part}")
+                    else:
+                        pipe.set(f"{name}:{part}", body(f"{name}:{part}", version, size))
+                pipe.execute()
+        elif self.deletes(version):
+            client.execute_command("KVPAGEDEL", name)
+        elif self.kind == "pages":
+            words: list[Any] = []
+            for head in range(HEADS):
+                words += [name, 0, head, 0, 0, 8, 1, PAGE, 0, body(f"{name}:{head}", version, PAGE)]
+            client.execute_command("KVPAGEMSET", HEADS, *words)
+        else:
+            client.execute_command("KVBLOCKSET", name, 0, 1, HEADS, 64, 0, 1, 0, 1, 128, body(name, version, BLOCK))
+
+    def read(self, client: redis.Redis) -> int | None:
+        """The version that is there, None when nothing is. All its parts have to be of one version."""
+        name = self.name
+        if self.kind == "strings":
+            names = [f"{name}:a", f"{name}:b"]
+            values = client.mget(names)
+        elif self.kind == "pages":
+            names = [f"{name}:{head}" for head in range(HEADS)]
+            words = [word for head in range(HEADS) for word in (name, 0, head, 0, 0)]
+            values = client.execute_command("KVPAGEMGET", HEADS, *words)
+        else:
+            names, values = [name], [client.execute_command("KVBLOCKGET", name, 0)]
+        found = {None if value is None else version_of(value, name) for name, value in zip(names, values, strict=True)}
+        assert len(found) == 1, f"{name} has parts of the versions {found}"
+        return found.pop()
+
+    def check(self, client: redis.Redis, promised: float, *, may_be_evicted: bool) -> None:
+        """Hold what is there against what had been acknowledged by the time `promised`; go on from there."""
+        least = max(version for when, version in self.acknowledged if when <= promised)
+        allowed = range(least, self.sent + 1)
+        found = self.read(client)
+        if found is None:
+            gone = [version for version in allowed if self.deletes(version)]
+            assert gone or may_be_evicted, f"{self.name} is lost: versions {allowed} were promised"
+            found = gone[-1] if gone else 0
+        else:
+            assert found in allowed, f"{self.name} has version {found}, promised were {allowed}"
+        self.acknowledged = [(0.0, found)]
+
+
+@dataclass
+class Harness:
+    """A directory, what should be in it, and servers that live there one after the other."""
+
+    directory: Path
+    seed: int
+    kills: int = 0
+    writes: int = 0
+
+    def __post_init__(self) -> None:
+        self._rng = random.Random(self.seed)
+        self._units = [
+            [Unit(kind, f"{kind}-{writer}-{i}") for kind in ("strings", "pages", "block") for i in range(UNITS)]
+            for writer in range(WRITERS)
+        ]
+
+    def round(self, mode: str, *options: str, may_be_evicted: bool = False, at_start: bool = False) -> None:
+        """Have a server live for a moment and die; what the next one finds has to be what was promised."""
+        with self._server("--appendfsync", mode, *options) as (process, port):
+            if at_start:
+                time.sleep(self._rng.uniform(0, 0.6))
+            else:
+                self._wait(process, port)
+                self._write_and_kill(process, port)
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            died = time.monotonic()
+        self.kills += 1
+        with self._server("--appendfsync", mode, *options) as (process, port):
+            self._wait(process, port)
+            promised = died - (EVERY_SECOND if mode == "everysec" else 0)
+            with redis.Redis(port=port, **CLIENT_OPTIONS) as client:
+                for units in self._units:
+                    for unit in units:
+                        unit.check(client, promised, may_be_evicted=may_be_evicted)
+            process.terminate()
+            assert process.wait(30) == 0, self._log()
+
+    @contextmanager
+    def _server(self, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+        port = free_port()
+        command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port), "--dir", str(self.directory)]
+        with (self.directory / "log").open("ab") as log:
+            process = subprocess.Popen([*command, "--store", "tiered", *options], stdout=log, stderr=log)
+        try:
+            yield process, port
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+    def _log(self) -> str:
+        return (self.directory / "log").read_text()[-5000:]
+
+    def _wait(self, process: subprocess.Popen[bytes], port: int) -> None:
+        deadline = time.monotonic() + START_WITHIN
+        while not answers(port):
+            assert process.poll() is None, f"it does not start without help:\n{self._log()}"
+            assert time.monotonic() < deadline, self._log()
+            time.sleep(0.02)
+
+    def _write_and_kill(self, process: subprocess.Popen[bytes], port: int) -> None:
+        failures: list[BaseException] = []
+
+        def work(units: list[Unit], seed: int) -> None:
+            rng = random.Random(seed)
+            try:
+                with redis.Redis(port=port, **CLIENT_OPTIONS) as client, suppress(redis.ConnectionError):
+                    while True:
+                        unit = rng.choice(units)
+                        act = rng.random()
+                        if act < 0.7:
+                            unit.write(client)
+                            self.writes += 1
+                        elif act < 0.97:
+                            unit.read(client)
+                        else:
+                            client.execute_command(rng.choice(("SAVE", "BGSAVE")))
+            except BaseException as error:  # noqa: BLE001 - told by the thread that waits
+                failures.append(error)
+
+        threads = [threading.Thread(target=work, args=(units, self._rng.randrange(1 << 32))) for units in self._units]
+        for thread in threads:
+            thread.start()
+        time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
+        process.send_signal(signal.SIGKILL)
+        for thread in threads:
+            thread.join()
+        if failures:
+            raise failures[0]
+
+
+def crash(directory: Path, kills: int, seed: int) -> Harness:
+    """Kill so many servers, of each kind some. Raises AssertionError when one of them broke a promise."""
+    harness = Harness(directory, seed)
+    for i in range(kills):
+        mode = ("always", "everysec")[i % 2]
+        memory = ("--maxmemory", "4mb") if i % 4 < 2 else ()
+        disk = ("--maxdisk", "16mb") if i % 10 >= 8 else ()
+        harness.round(mode, *memory, *disk, may_be_evicted=bool(disk), at_start=i % 5 == 4)
+    return harness
+
+
+if __name__ == "__main__":
+    place = Path(sys.argv[1])
+    place.mkdir(parents=True, exist_ok=True)
+    done = crash(place, int(sys.argv[2]), int(sys.argv[3]))
+    print(f"{done.kills} kills, {done.writes} acknowledged writes, nothing lost")

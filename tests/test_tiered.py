@@ -1,0 +1,388 @@
+"""A server with a disk behind its memory: what it was given is there, in memory or not, before a restart and after."""
+
+from __future__ import annotations
+
+import random
+import re
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from servers import RunningServer, start_server
+
+from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.store.disk import FILE
+
+MB = 1024**2
+TIERED = ("--store", "tiered", "--loglevel", "debug")
+
+
+@contextmanager
+def tiered(directory: Path, *options: str) -> Iterator[tuple[RunningServer, redis.Redis]]:
+    """A server on a directory, and a client of it."""
+    with start_server(*TIERED, *options, directory=directory) as server, server.client() as client:
+        yield server, client
+
+
+def body(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def set_page(client: redis.Redis, seed: int, size: int = 20_000, ttl: int = 0, req: str = "r") -> None:
+    name = (req, 0, seed % 4, seed // 4, 0)
+    assert client.execute_command("KVPAGESET", *name, 8, 1, size, ttl, body(size, seed))
+
+
+def get_page(client: redis.Redis, seed: int, req: str = "r") -> Any:
+    return client.execute_command("KVPAGEGET", req, 0, seed % 4, seed // 4, 0)
+
+
+def page_args(seed: int, req: str = "r") -> tuple[Any, ...]:
+    return (req, 0, seed % 4, seed // 4, 0)
+
+
+SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16
+BLOCK = 2 * 2 * 64 * 1024 * 2
+
+
+def set_block(client: redis.Redis, seed: int) -> None:
+    assert client.execute_command("KVBLOCKSET", "b", seed, *SHAPE, body(BLOCK, seed))
+
+
+def disk_info(client: redis.Redis) -> dict[str, Any]:
+    return dict(client.info("kvpage"))
+
+
+def settle(client: redis.Redis) -> None:
+    """Wait until all is on disk."""
+    client.execute_command("SAVE")
+
+
+def test_memory_holds_a_part_and_every_page_is_read_back(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        for seed in range(400):
+            set_page(client, seed)
+        assert client.dbsize() == 400
+        assert client.info("memory")["used_memory"] <= 2.1 * MB
+        for seed in random.Random(1).sample(range(400), 400):
+            assert get_page(client, seed) == body(20_000, seed), seed
+        assert client.info("stats")["evicted_keys"] == 0
+        assert disk_info(client)["disk_fetched"] > 200
+
+
+def test_a_batch_of_pages_on_disk_streams_in_order(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        for seed in range(300):
+            set_page(client, seed)
+        words = [word for seed in [*range(300), 1000] for word in page_args(seed)]
+        for _ in range(2):
+            found = client.execute_command("KVPAGEMGET", 301, *words)
+            assert found == [*(body(20_000, seed) for seed in range(300)), None]
+
+
+def test_blocks_stored_whole_come_back_whole_and_page_by_page(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        for seed in range(20):
+            set_block(client, seed)
+        settle(client)
+        words = [word for seed in range(20) for word in ("b", seed)]
+        assert client.execute_command("KVBLOCKMGET", 20, *words) == [body(BLOCK, seed) for seed in range(20)]
+        for seed in range(20):
+            assert client.execute_command("KVBLOCKGET", "b", seed) == body(BLOCK, seed)
+            page = client.execute_command("KVPAGEGET", "b", 1, 0, seed, 0)
+            assert page == body(BLOCK, seed)[BLOCK // 2 : BLOCK * 3 // 4]
+
+
+def test_one_page_of_a_block_on_disk_can_be_changed_expire_or_go(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        for seed in range(20):
+            set_block(client, seed)
+        settle(client)
+        page = body(1000, 99)
+        client.execute_command("KVPAGESET", "b", 0, 0, 0, 0, 8, 1, 1000, 0, page)
+        client.execute_command("KVPAGEMSET", 1, "b", 0, 0, 1, 0, 8, 1, 1000, 0, page)
+        assert client.delete("kv:b:1:0:2:0", "kv:b:1:0:3:0", "kv:b:7:7:7:0") == 2
+        assert client.expire("kv:b:1:1:4:0", 100)
+        settle(client)
+    with tiered(tmp_path) as (_, client):
+        assert client.execute_command("KVPAGEGET", "b", 0, 0, 0, 0) == page
+        assert client.execute_command("KVPAGEGET", "b", 0, 0, 1, 0) == page
+        quarter = BLOCK // 4
+        assert client.execute_command("KVPAGEGET", "b", 1, 1, 0, 0) == body(BLOCK, 0)[3 * quarter :]
+        assert client.exists("kv:b:1:0:2:0", "kv:b:1:0:3:0", "kv:b:1:1:2:0") == 1
+        assert 90 < client.ttl("kv:b:1:1:4:0") <= 100
+        assert client.ttl("kv:b:1:0:4:0") == -1
+        assert client.execute_command("KVBLOCKGET", "b", 4) == body(BLOCK, 4)
+
+
+def test_a_restart_is_warm(tmp_path: Path) -> None:
+    blob = encode_page(PageKey(b"blob", 0, 0, 0, 0), body(5000, 7), dtype=DType.UINT8, page_size=50, head_dim=100)
+    with tiered(tmp_path) as (_, client):
+        for seed in range(40):
+            set_page(client, seed)
+        set_block(client, 3)
+        client.set("short", "s")
+        client.set("long", body(50_000, 5))
+        client.set("soon", "gone", px=100)
+        client.set("later", "there", ex=1000)
+        client.set(b"k" * 3000, "of a long key")
+        client.set("kv:blob:0:0:0:0", blob)
+        client.delete("kv:r:0:3:9:0")
+        keys = set(client.keys()) - {b"soon"}
+    with tiered(tmp_path) as (_, client):
+        assert set(client.keys()) == keys
+        assert set(client.scan_iter()) == keys
+        assert client.execute_command("KVPAGESTAT", *page_args(2))[b"tier"] == b"disk"
+        assert [get_page(client, seed) for seed in range(39)] == [body(20_000, seed) for seed in range(39)]
+        assert client.execute_command("KVPAGESTAT", *page_args(2))[b"tier"] == b"memory"
+        assert get_page(client, 39) is None
+        assert client.execute_command("KVBLOCKGET", "b", 3) == body(BLOCK, 3)
+        assert client.mget("short", "long", "soon", "later") == [b"s", body(50_000, 5), None, b"there"]
+        assert 900 < client.ttl("later") <= 1000
+        assert client.get(b"k" * 3000) == b"of a long key"
+        assert client.get("kv:blob:0:0:0:0") == blob
+        assert client.execute_command("KVBLOCKEXISTS", "b", 3) == 1
+
+
+def test_everything_is_asked_of_the_index_while_the_bytes_lie_on_disk(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        for seed in range(8):
+            set_page(client, seed, ttl=500)
+        set_block(client, 0)
+    with tiered(tmp_path) as (_, client):
+        assert client.execute_command("KVPAGEEXISTS", *page_args(1)) == 1
+        assert client.execute_command("KVPAGEPREFIX", 4, 0, 3, "r", 0, "r", 1, "r", 2) == 2
+        assert client.exists("kv:r:0:0:0:0") == 1
+        assert 0 < client.ttl("kv:r:0:0:0:0") <= 500
+        assert client.strlen("kv:r:0:0:0:0") == 20_064
+        assert client.memory_usage("kv:r:0:0:0:0") is not None
+        assert client.object("idletime", "kv:r:0:0:0:0") < 100
+        [index] = client.execute_command("KVPAGEINDEX", "b", "WITHSIZES")
+        assert (index[b"complete"], index[b"bytes"], index[b"memory"]) == (1, BLOCK, 0)
+        assert client.execute_command("KVPAGEDEL", "r", 1) == 4
+        assert disk_info(client)["disk_fetched"] == 0
+
+
+def test_a_transaction_has_what_it_reads_before_it_begins(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        for seed in range(8):
+            set_page(client, seed)
+        set_block(client, 0)
+        client.set("long", body(9000))
+    with tiered(tmp_path) as (_, client), client.pipeline(transaction=True) as pipe:
+        pipe.set("n", 1)
+        pipe.execute_command("KVPAGEMGET", 2, *page_args(1), *page_args(2))
+        pipe.execute_command("KVBLOCKGET", "b", 0)
+        pipe.execute_command("KVPAGEVERIFY", "r")
+        pipe.getset("long", "x")
+        pipe.get("long")
+        _, pages, block, verified, long, now = pipe.execute()
+        assert pages == [body(20_000, 1), body(20_000, 2)]
+        assert block == body(BLOCK, 0)
+        assert verified[b"checked"] == 8
+        assert (long, now) == (body(9000), b"x")
+
+
+def test_flushall_empties_the_disk_too(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        set_page(client, 0)
+        settle(client)
+        client.flushall()
+        set_page(client, 1)
+    with tiered(tmp_path) as (_, client):
+        assert client.keys() == [b"kv:r:0:1:0:0"]
+
+
+@pytest.mark.parametrize("policy", ["allkeys-lru", "noeviction"])
+def test_what_is_on_disk_makes_room_without_being_evicted(tmp_path: Path, policy: str) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-policy", policy) as (_, client):
+        for seed in range(300):
+            set_page(client, seed)
+            if seed % 40 == 0:
+                settle(client)
+        assert client.dbsize() == 300
+
+
+def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxdisk", "16mb") as (server, client):
+        for seed in range(1500):
+            set_page(client, seed)
+        settle(client)
+        time.sleep(0.3)
+        assert 300 < client.dbsize() < 900
+        assert client.info("stats")["evicted_keys"] >= 600
+        assert (tmp_path / FILE).stat().st_size <= 16 * MB
+        assert get_page(client, 1499) == body(20_000, 1499)
+        assert get_page(client, 0) is None
+        why = client.execute_command("KVPAGEWHY", *page_args(0))
+        assert b"evicted" in (why if isinstance(why, bytes) else str(why).encode())
+        there = [seed for seed in range(1500) if client.execute_command("KVPAGEEXISTS", *page_args(seed))]
+        assert len(there) == client.dbsize()
+        assert all(seed // 4 * 4 in there for seed in there if seed % 4 == 0)
+        assert "internal error" not in server.log
+
+
+# -- what was promised -------------------------------------------------------------------------------------------------
+
+
+def test_what_was_answered_under_always_survives_a_kill(tmp_path: Path) -> None:
+    for turn in range(3):
+        with (
+            start_server(*TIERED, "--appendfsync", "always", directory=tmp_path, killed=True) as server,
+            server.client() as client,
+        ):
+            assert all(get_page(client, seed) == body(20_000, seed) for seed in range(turn * 10))
+            for seed in range(turn * 10, turn * 10 + 10):
+                set_page(client, seed)
+            server.stop(signal.SIGKILL)
+
+
+def test_under_always_a_pipeline_shares_commits_and_others_do_not_wait(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--appendfsync", "always") as (_, client):
+        before = disk_info(client)["disk_commits"]
+        with client.pipeline(transaction=False) as pipe:
+            for i in range(500):
+                pipe.set(f"key:{i}", i)
+            assert pipe.execute() == [True] * 500
+        assert disk_info(client)["disk_commits"] - before < 50
+
+
+def test_under_everysec_what_is_older_than_a_second_survives_a_kill(tmp_path: Path) -> None:
+    with start_server(*TIERED, directory=tmp_path, killed=True) as server, server.client() as client:
+        for seed in range(50):
+            set_page(client, seed)
+        time.sleep(2)
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path) as (_, client):
+        assert all(get_page(client, seed) == body(20_000, seed) for seed in range(50))
+
+
+def test_without_fsync_only_what_was_used_again_goes_to_disk_until_the_end(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+        for seed in range(50):
+            set_page(client, seed)
+        set_block(client, 0)
+        for seed in (0, 5):
+            get_page(client, seed)
+        settle(client)
+        assert disk_info(client)["disk_values"] == 8  # their blocks, of four pages each
+    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+        assert disk_info(client)["disk_values"] == 51
+        assert client.dbsize() == 54
+
+
+def test_save_bgsave_and_lastsave(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        set_page(client, 0)
+        assert client.execute_command("SAVE")
+        assert disk_info(client)["disk_values"] == 1
+        assert abs(client.lastsave().timestamp() - time.time()) < 5
+        set_page(client, 1)
+        assert client.bgsave()
+        until = time.monotonic() + 5
+        while disk_info(client)["disk_values"] < 2:
+            assert time.monotonic() < until
+            time.sleep(0.01)
+        persistence = client.info("persistence")
+        assert persistence["rdb_last_bgsave_status"] == "ok"
+        assert persistence["rdb_last_save_time"] > 0
+
+
+# -- damage ------------------------------------------------------------------------------------------------------------
+
+
+def damage(directory: Path, content: bytes) -> None:
+    path = directory / FILE
+    where = path.read_bytes().index(content[:1000])
+    with path.open("r+b") as file:
+        file.seek(where + 500)
+        file.write(bytes([content[500] ^ 1]))
+
+
+def test_a_page_that_is_damaged_on_disk_is_a_miss_that_is_counted(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        for seed in range(8):
+            set_page(client, seed)
+        set_block(client, 50)
+        client.set("long", body(9000, 77))
+    for content in (body(20_000, 3), body(BLOCK, 50), body(9000, 77)):
+        damage(tmp_path, content)
+    with tiered(tmp_path, "--scrub-rate", "1kb") as (server, client):
+        words = [word for seed in range(8) for word in page_args(seed)]
+        expected = [None if seed == 3 else body(20_000, seed) for seed in range(8)]
+        assert client.execute_command("KVPAGEMGET", 8, *words) == expected
+        assert client.execute_command("KVBLOCKGET", "b", 50) is None
+        assert client.get("long") is None
+        assert client.exists("long", "kv:r:0:3:0:0") == 0
+        assert disk_info(client)["disk_corrupt"] == 3
+        settle(client)
+        assert disk_info(client)["disk_quarantined"] == 3
+        assert b"corrupt" in str(client.execute_command("KVPAGEWHY", *page_args(3))).encode()
+        assert len(re.findall("could not be read from disk", server.log)) == 3
+    with tiered(tmp_path) as (_, client):
+        assert client.dbsize() == 7
+
+
+def test_verify_reads_what_lies_on_disk(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        for seed in range(8):
+            set_page(client, seed)
+        set_block(client, 0)
+    damage(tmp_path, body(20_000, 3))
+    with tiered(tmp_path, "--scrub-rate", "1kb") as (_, client):
+        assert client.execute_command("KVPAGEVERIFY", "r") == {
+            b"checked": 8,
+            b"unchecked": 0,
+            b"corrupt": [b"kv:r:0:3:0:0"],
+        }
+        assert client.execute_command("KVPAGEVERIFY", "b")[b"corrupt"] == []
+
+
+def test_the_scrubber_removes_what_is_damaged_and_repairs_what_memory_has(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        for seed in range(8):
+            set_page(client, seed)
+    damage(tmp_path, body(20_000, 3))
+    with tiered(tmp_path) as (_, client):
+        until = time.monotonic() + 10
+        while disk_info(client)["disk_corrupt"] == 0:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        assert client.dbsize() == 7
+        assert get_page(client, 5) == body(20_000, 5)
+        damage(tmp_path, body(20_000, 5))
+        while disk_info(client)["disk_repaired"] == 0:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        settle(client)
+    with tiered(tmp_path) as (_, client):
+        assert get_page(client, 5) == body(20_000, 5)
+
+
+def test_the_second_server_on_a_directory_says_why_it_does_not_start(tmp_path: Path) -> None:
+    with (
+        tiered(tmp_path) as (server, _),
+        pytest.raises(RuntimeError, match=f"in use by another kvpage-server, pid {server.pid}"),
+        start_server(*TIERED, directory=tmp_path, name="second"),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        (("--maxdisk", "1mb"), "maxdisk must be 0 or at least 16.00M"),
+        (("--appendfsync", "often"), "appendfsync must be one of always, everysec, no"),
+        (("--store", "disk"), "store must be one of memory, tiered"),
+    ],
+)
+def test_an_impossible_setting_is_refused_with_what_is_allowed(
+    tmp_path: Path, options: tuple[str, ...], reason: str
+) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(reason)), start_server(*TIERED, *options, directory=tmp_path):
+        pass
