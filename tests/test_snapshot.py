@@ -221,14 +221,14 @@ with Store({!r}) as store:
 def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
     server: RunningServer, client: redis.Redis, store: Store, tmp_path: Path, times: int
 ) -> None:
-    for page in range(16):
+    for page in range(10):
         set_block(client, f"r{page % 7}", page, HALVES)
     before = everything(client)
     for number in range(times):
         directory = tmp_path / str(number)
         process = subprocess.Popen([sys.executable, "-c", KILLED.format(server.url, str(directory))])
         deadline = time.monotonic() + 20
-        while not directory.exists() or len(whole_files(directory)) < 1 + 5 * number % 15:
+        while not directory.exists() or len(whole_files(directory)) < 1 + 4 * number % 9:
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGKILL)
         process.wait()
