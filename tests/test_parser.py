@@ -16,7 +16,7 @@ from servers import RunningServer
 from wire import spell
 
 from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError, split_words
-from kvpage_server.store.arena import Arena
+from kvpage_server.store.arena import Arena, Slab, Slot
 
 Words = list[bytes]
 
@@ -30,7 +30,8 @@ def parse(
     pieces: Iterable[bytes], parser: Parser | None = None, limits: Limits | None = None
 ) -> tuple[list[Words], bool]:
     """The commands that come out when the input arrives in pieces, and whether it ended in a protocol error."""
-    parser = parser or Parser(Arena().allocate, limits=limits)
+    arena = Arena()
+    parser = parser or Parser(arena.allocate, slab=arena.slab, limits=limits)
     commands: list[Words] = []
     try:
         for piece in pieces:
@@ -61,7 +62,67 @@ streams = st.lists(st.tuples(commands, st.just(spell)) | st.tuples(inline_comman
 positions = st.lists(st.integers(0, 2**20), max_size=12)
 
 
+steps = positions | st.sampled_from([997, 9001, 50_000]).map(lambda step: range(0, 2**22, step))  # as a socket gives it
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> Words:
+    """Groups of short words and a long one, nearly all of them alike."""
+    pad = draw(st.sampled_from([5, 70]))  # so that a header fits in place of the words before a body, or does not
+    size, short = draw(st.sampled_from([4096, 5000, 16384, 65536, 65537])), draw(st.integers(1, 12))
+    words: Words = [b"BATCH"]
+    for group in range(draw(st.integers(3, 30))):
+        words += [b"%d:" % group + b"." * pad, *(b"%d" % (group % 7) for _ in range(short - 1))]
+        words.append(random.Random(group).randbytes(size))
+    for _ in range(draw(st.integers(0, 2))):
+        words[draw(st.integers(1, len(words) - 1))] = draw(short_words | long_words)
+    return words
+
+
 class TestSplits:
+    @given(st.lists(batches(), min_size=1, max_size=2), steps, st.booleans())
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    def test_any_split_gives_the_batches_that_were_sent(
+        self, sent: list[Words], positions: Sequence[int], at_leisure: bool
+    ) -> None:
+        data = b"".join(map(spell, [*sent, [b"PING"]]))
+        arena = Arena()
+        parser = Parser(arena.allocate, slab=arena.slab)
+        if at_leisure:  # much is received before anybody asks for a command
+            for piece in cut(data, positions):
+                parser.feed(piece)
+            data = b""
+        assert parse(cut(data, positions) or [b""], parser) == ([*sent, [b"PING"]], False)
+        assert arena.used == 0
+
+    @given(batches(), steps, st.integers(0, 2**22), st.sampled_from([b"", b"x", b"\r\n", b"$5\r\n", b"\xff" * 9]))
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    def test_a_damaged_batch_gives_the_same_whatever_the_split(
+        self, words: Words, positions: Sequence[int], at: int, noise: bytes
+    ) -> None:
+        data = bytearray(spell(words) + spell([b"PING"]))
+        at %= len(data)
+        data[at : at + 1] = noise
+        assert parse(cut(bytes(data), positions)) == parse([bytes(data)]) == parse([bytes(data)], Parser(Buffer))
+
+    def test_a_batch_is_received_into_few_pieces_of_memory(self) -> None:
+        made: list[int] = []
+        arena = Arena()
+
+        def allocate(size: int) -> Slot:
+            made.append(size)
+            return arena.allocate(size)
+
+        def slab(size: int) -> Slab:
+            made.append(size)
+            return arena.slab(size)
+
+        page = [b"a-request-of-some-length", b"5", b"8", b"42", b"0", b"1", b"128", b"64", b"3600", bytes(16384)]
+        parser = Parser(allocate, slab=slab)
+        (command,), _ = parse(cut(spell([b"KVPAGEMSET", b"256", *page * 256]), range(0, 2**23, 50_000)), parser)
+        assert command[2:] == page * 256
+        assert len(made) < 25
+
     @given(streams, positions)
     def test_any_split_gives_the_commands_that_were_sent(self, stream: list, positions: list[int]) -> None:
         data = b"".join(write(words) for words, write in stream)
@@ -158,7 +219,7 @@ class TestMemory:
     ) -> None:
         arena = Arena()
         data = b"".join(write(words) for words, write in stream)
-        parse(cut(data[: end % (len(data) + 1)], positions), Parser(arena.allocate))
+        parse(cut(data[: end % (len(data) + 1)], positions), Parser(arena.allocate, slab=arena.slab))
         assert arena.used == 0
 
     def test_pending_counts_what_waits_for_the_end_of_a_command(self) -> None:

@@ -30,13 +30,13 @@ from kvpage_server.page import (
     PageError,
     check_req_id,
     checksum,
-    pack_header,
+    pack_header_into,
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
-from kvpage_server.store.entry import Entry, Page, PageName, is_page
+from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
 
@@ -49,28 +49,20 @@ WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 _NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
 
 
-class NewPage(NamedTuple):
-    """A page that was asked to be stored and found valid."""
-
-    name: PageName
-    header: bytes
-    slot: Slot
-    expires: int
-
-
 def page_name(args: Sequence[Argument]) -> PageName:
     """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
-    return _checked_name(page_key(args), args)
+    return _checked_name(page_key(args), args, 0)
 
 
-def _checked_name(key: bytes, args: Sequence[Argument]) -> PageName:
+def _checked_name(key: bytes, args: Sequence[Argument], first: int) -> PageName:
+    """The page that `key` names, spelt from the five arguments from `first` on."""
     found = _NAME.match(key)
     if found:
-        req_id, layer, head, page, kv_type = found.groups()
-        name = PageName(key, req_id, int(layer), int(head), int(page), int(kv_type))
-        if name.layer <= MAX_LAYER and name.head <= MAX_HEAD and name.page <= MAX_PAGE:
-            return name
-    _explain_name(args)
+        req_id, digits, *rest = found.groups()
+        layer, head, page, kv_type = int(digits), *map(int, rest)
+        if layer <= MAX_LAYER and head <= MAX_HEAD and page <= MAX_PAGE:
+            return PageName(key, req_id, layer, head, page, kv_type)
+    _explain_name(args[first:])
     raise AssertionError(f"the page name {args!r} is neither valid nor invalid")
 
 
@@ -80,12 +72,12 @@ def page_key(args: Sequence[Argument]) -> bytes:
 
 
 def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
-    """The keys that a batch command's arguments spell: five every `width`, from the second on."""
-    columns = [args[first::width] for first in range(1, 1 + NAME_ARGUMENTS)]
+    """The keys that a batch's arguments spell: five every `width`."""
+    columns = [args[first::width] for first in range(NAME_ARGUMENTS)]
     try:
         return list(map(b":".join, zip(repeat(b"kv"), *columns, strict=False)))
     except TypeError:  # one of them is so long that it lies in the arena
-        return [page_key(args[start:]) for start in range(1, len(args), width)]
+        return [page_key(args[start:]) for start in range(0, len(args), width)]
 
 
 def _explain_name(args: Sequence[Argument]) -> None:
@@ -121,15 +113,22 @@ def _shape(dtype: bytes, page_size: bytes, head_dim: bytes, ttl: bytes) -> Shape
     return Shape(DType(kind), rows, columns, seconds, rows * columns * DType(kind).itemsize)
 
 
-def _read_page(client: Client, key: bytes, args: Sequence[Argument]) -> tuple[PageName, Shape, Slot]:
-    """Ten arguments as a page; `key` is what the first five spell."""
-    name = _checked_name(key, args)
-    shape = _shape(*plain_all(args[NAME_ARGUMENTS : PAGE_ARGUMENTS - 1]))
-    body = args[PAGE_ARGUMENTS - 1]
-    slot = body if isinstance(body, Slot) else client.keyspace.slot_of(plain(body))
-    if client.server.config.strict_page_shape and shape.nbytes != slot.size:
-        raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}")
-    return name, shape, slot
+def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[PageName, Shape, Slot]]:
+    """The pages that arguments describe, ten each. Raises ReplyError for the first that is wrong."""
+    strict, slot_of = client.server.config.strict_page_shape, client.keyspace.slot_of
+    said: tuple[Argument, ...] = ()
+    shapes = zip(*(args[first::PAGE_ARGUMENTS] for first in range(NAME_ARGUMENTS, PAGE_ARGUMENTS - 1)), strict=True)
+    bodies = args[PAGE_ARGUMENTS - 1 :: PAGE_ARGUMENTS]
+    for i, (key, says, body) in enumerate(zip(page_keys(args, PAGE_ARGUMENTS), shapes, bodies, strict=True)):
+        name = _checked_name(key, args, PAGE_ARGUMENTS * i)
+        if says != said:
+            shape, said = _shape(*plain_all(says)), says
+        slot = body if type(body) is Slot else slot_of(plain(body))
+        if strict and shape.nbytes != slot.size:
+            raise ReplyError(
+                f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}"
+            )
+        yield name, shape, slot
 
 
 def _describe(name: PageName, shape: Shape, slot: Slot, now: int, with_checksum: bool) -> NewPage:
@@ -137,8 +136,10 @@ def _describe(name: PageName, shape: Shape, slot: Slot, now: int, with_checksum:
     dtype, page_size, head_dim, ttl, _ = shape
     _, _, layer, head, page, kv_type = name
     digest = checksum(slot.body) if with_checksum else 0
-    header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest)
-    return NewPage(name, header, slot, now + ttl * 1000 if ttl else 0)
+    pack_header_into(
+        slot.header_at, dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest
+    )
+    return name, slot, now + ttl * 1000 if ttl else 0
 
 
 def _make_room(client: Client) -> None:
@@ -176,9 +177,9 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """OK."""
-    read = _read_page(client, page_key(args), args)
+    (read,) = _read_pages(client, args)
     _make_room(client)
-    client.keyspace.set_page(*_describe(*read, unix_ms(), client.server.config.page_checksums))
+    client.keyspace.set_pages([_describe(*read, unix_ms(), client.server.config.page_checksums)])
     return OK
 
 
@@ -209,14 +210,12 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """OK; an error when one page is refused, and then none is stored."""
     count = check_batch("KVPAGEMSET", args, PAGE_ARGUMENTS, "page")
-    read = []
-    for i, key in enumerate(page_keys(args, PAGE_ARGUMENTS)):
-        start = 1 + i * PAGE_ARGUMENTS
-        try:
-            read.append(_read_page(client, key, args[start : start + PAGE_ARGUMENTS]))
-        except ReplyError as error:
-            code, message = str(error).split(" ", 1)
-            raise ReplyError(f"{code} page {i + 1} of {count}: {message}") from None
+    read: list[tuple[PageName, Shape, Slot]] = []
+    try:
+        read.extend(_read_pages(client, args[1:]))
+    except ReplyError as error:
+        code, message = str(error).split(" ", 1)
+        raise ReplyError(f"{code} page {len(read) + 1} of {count}: {message}") from None
     _make_room(client)
 
     def store() -> Iterator[Reply]:
@@ -227,9 +226,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
             pages.append(_describe(*page, now, with_checksum))
             if i % STEP == STEP - 1:
                 yield ()
-        yield from fetched(client, Tiered.cold_blocks_of, [new.name.key for new in pages])
-        for new in pages:
-            client.keyspace.set_page(*new)
+        yield from fetched(client, Tiered.cold_blocks_of, [name.key for name, _, _ in pages])
+        client.keyspace.set_pages(pages)
         yield OK
 
     return Stream(None, store())
@@ -247,7 +245,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
     count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
-    keyspace, keys = client.keyspace, page_keys(args, NAME_ARGUMENTS)
+    keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
     names = {key: page_name(args[1 + i * NAME_ARGUMENTS :]) for i, key in enumerate(keys) if keyspace.find(key) is None}
 
     def bodies() -> Iterator[Reply]:

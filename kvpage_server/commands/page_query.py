@@ -29,7 +29,7 @@ from kvpage_server.store.extent import ExtentPage
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
     check_batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
-    keyspace, keys = client.keyspace, page_keys(args, NAME_ARGUMENTS)
+    keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
 
     def steps() -> Iterator[Reply]:
         found: list[int] = []

@@ -71,7 +71,7 @@ class Session:
         self._loop = loop
         self._line = line
         self._limits = limits.of_frames(server.config)
-        self._parser = Parser(server.keyspace.arena.allocate, limits=self._limits)
+        self._parser = Parser(server.keyspace.arena.allocate, slab=server.keyspace.arena.slab, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent

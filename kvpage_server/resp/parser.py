@@ -17,6 +17,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from kvpage_server.resp.run import DECLARED, LEAST_BEFORE, BrokenRun, Run, Slab
+
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
 DIRECT = 1024  # an unfinished bulk of at least this size gets memory of its own
@@ -58,10 +60,13 @@ UNAUTHENTICATED_BULK = 16384
 
 _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
-_DECLARED = {b"$%d" % length: length for length in range(1000)}
 _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 
 _TOO_LONG = "command exceeds the query buffer limit"
+_NO_CRLF = "bulk string is not terminated by CRLF"
+_LONGEST_IN_RUN = 64 * 1024  # longer bulks are received one by one: that costs little beside their bytes
+_MOST_SHORT = 16  # arguments before each long one of a run
+_SLAB_SIZE = 1024 * 1024 - 256  # bytes for a run: what makes a power of two with what a slot takes beside
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
@@ -71,10 +76,21 @@ _after_long = _scratch[:256]
 class Parser:
     """One connection's parser. Not thread-safe: the scratch memory is shared by all parsers of a thread's loop."""
 
-    def __init__(self, allocate: Callable[[int], Bulk], *, limits: Limits | None = None, keep_from: int = 4096) -> None:
-        """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead."""
+    def __init__(
+        self,
+        allocate: Callable[[int], Bulk],
+        *,
+        slab: Callable[[int], Slab] | None = None,
+        limits: Limits | None = None,
+        keep_from: int = 4096,
+    ) -> None:
+        """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead.
+
+        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself.
+        """
         self.limits = limits or Limits()
         self._allocate = allocate
+        self._make_slab = slab
         self._keep_from = keep_from
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
@@ -84,6 +100,10 @@ class Parser:
         self._bulk: Bulk | None = None  # being received directly, `_filled` bytes so far
         self._room = memoryview(b"")
         self._filled = 0
+        self._run: Run | None = None  # being received
+        self._last_long = (0, 0)  # length of the last bulk received directly, and its place among the arguments
+        self._runs = True  # whether more may be looked for in this command
+        self._every = 0  # so many arguments on the last two of one length followed each other
         self._ready: list[Command] = []  # whole commands taken from _data together, the next one last
         self._ready_size = 0  # bytes that all of them had; 0 when none is left
         self._looked = False  # for such commands, in what was received
@@ -92,6 +112,11 @@ class Parser:
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order. Valid until `received` is called."""
+        if self._run is not None:
+            room = self._run.room
+            if room:
+                return [room]
+            self._end_run(self._run)  # nobody has asked for what is in it, and more is coming
         if self._bulk is None:
             return [_scratch]
         return [self._room[self._filled :], _after_long if len(self._room) > _LONG else _scratch]
@@ -110,6 +135,9 @@ class Parser:
 
     def received(self, count: int) -> None:
         """`count` bytes have been written into `buffers()`. Raises ProtocolError for a bulk without its CRLF."""
+        if self._run is not None:
+            self._run.received(count)
+            return
         if self._bulk is not None:
             taken = min(count, len(self._room) - self._filled)
             self._filled += taken
@@ -126,7 +154,7 @@ class Parser:
         bulk, room = self._bulk, self._room
         assert bulk is not None
         if bytes(room[-2:]) != b"\r\n":
-            raise ProtocolError("bulk string is not terminated by CRLF")
+            raise ProtocolError(_NO_CRLF)
         self._args.append(bulk if len(room) - 2 >= self._keep_from else bytes(bulk.body))
         self._missing -= 1
         self._bulk = None
@@ -142,7 +170,8 @@ class Parser:
     @property
     def pending(self) -> int:
         """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
-        return self._size + len(self._data) - self._pos + self._ready_size
+        in_run = self._run.pending if self._run is not None else 0
+        return self._size + len(self._data) - self._pos + self._ready_size + in_run
 
     @property
     def arguments(self) -> int:
@@ -156,13 +185,21 @@ class Parser:
         self._ready_size = 0
         while True:
             if self._missing:
-                self._take_bulks()
+                if self._every and self._bulk is None:
+                    self._begin_run()
+                if self._run is not None:
+                    self._take_run(self._run)
+                if self._run is None:
+                    self._take_bulks()
+                if self._every and self._bulk is None:
+                    continue
                 if self._size > self.limits.max_command:
                     raise ProtocolError(_TOO_LONG)
                 if self._missing:
                     return None
             if self._args:
                 command, self._args, self._size = self._args, [], 0
+                self._last_long, self._runs = (0, 0), True
                 return command
             if not self._looked and self._take_short_commands():
                 return self._ready.pop()
@@ -178,10 +215,10 @@ class Parser:
         limits = self.limits
         if self._data[self._pos : self._pos + 2] not in _FEW_WORDS:
             return False
-        if limits.max_arguments < len(_FEW_WORDS) or limits.max_bulk < len(_DECLARED):
+        if limits.max_arguments < len(_FEW_WORDS) or limits.max_bulk < len(DECLARED):
             return False
         lines: list[Any] = self._data[self._pos :].split(b"\r\n")
-        taken, whole, declared = 0, len(lines) - 1, _DECLARED.get
+        taken, whole, declared = 0, len(lines) - 1, DECLARED.get
         ready = self._ready
         while taken < whole:
             stop = taken + 1 + 2 * _FEW_WORDS.get(lines[taken], whole)
@@ -249,7 +286,7 @@ class Parser:
             pos = self._take_short_ones()
             missing = self._missing
         try:
-            while missing and self._bulk is None:
+            while missing and self._bulk is None and not self._every:
                 end = find(b"\r\n", pos)
                 if end < 0:
                     if size - pos > MAX_LINE:
@@ -267,7 +304,7 @@ class Parser:
                 stop = start + length
                 if stop + 2 <= size and length < keep_from:
                     if data[stop : stop + 2] != b"\r\n":
-                        raise ProtocolError("bulk string is not terminated by CRLF")
+                        raise ProtocolError(_NO_CRLF)
                     args.append(data[start:stop])
                     self._size += length
                     missing -= 1
@@ -296,7 +333,7 @@ class Parser:
         values = lines[1 : 2 * self._missing : 2]
         lengths = lines[0 : 2 * len(values) : 2]
         sizes = list(map(len, values))
-        if list(map(_DECLARED.get, lengths)) != sizes:
+        if list(map(DECLARED.get, lengths)) != sizes:
             return self._pos
         total = sum(sizes)
         self._args += values
@@ -306,6 +343,7 @@ class Parser:
 
     def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""
+        self._look_for_a_run(length)
         self._bulk = bulk = self._allocate(length) if length >= self._keep_from else Buffer(length)
         self._room = bulk.room
         arrived = min(len(data) - start, length + 2)
@@ -314,6 +352,52 @@ class Parser:
         if arrived == length + 2:
             self._finish_bulk()
         return start + arrived
+
+    # -- runs ------------------------------------------------------------------------------------------------------
+
+    def _look_for_a_run(self, length: int) -> None:
+        """A bulk of `length` bytes is the next argument: perhaps the next ones are like those since the last."""
+        before, at = self._last_long
+        here = len(self._args)
+        self._last_long = (length, here)
+        if (
+            self._make_slab is None
+            or not self._runs
+            or length != before
+            or not self._keep_from <= length <= _LONGEST_IN_RUN
+        ):
+            return
+        every = here - at
+        if every <= _MOST_SHORT and self._missing > 2 * every:
+            self._every = every
+
+    def _begin_run(self) -> None:
+        """Receive the next arguments together."""
+        every, self._every = self._every, 0
+        length, _ = self._last_long
+        begun = self._data[self._pos :]
+        expected = self._missing // every * (length + LEAST_BEFORE)
+        size = min(expected, _SLAB_SIZE)
+        if self._make_slab is not None and len(begun) < size:
+            self._run = Run(self._make_slab(size), every - 1, length, begun)
+            self._data, self._pos = b"", 0
+
+    def _take_run(self, run: Run) -> None:
+        """Take what has arrived of a run, and end it when the rest is of another kind, or has no room there."""
+        every = run.short + 1
+        try:
+            taken = run.take(self._missing // every)
+        except BrokenRun:
+            raise ProtocolError(_NO_CRLF) from None
+        self._args += taken
+        self._missing -= len(taken)
+        self._size += len(taken) // every * run.length
+        if run.is_over or run.is_full or self._missing < every:
+            self._end_run(run)
+
+    def _end_run(self, run: Run) -> None:
+        self._data, self._pos, self._run = run.leave(), 0, None
+        self._runs = not run.is_over
 
 
 class Buffer:

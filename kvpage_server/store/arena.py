@@ -2,13 +2,18 @@
 
 A slot holds a value the way it goes over the wire, so that a reply is one borrowed piece of memory:
 
-    [64: header][64: "$<n>\\r\\n", right-aligned][body: n bytes]["\\r\\n"]
+    [64: header]["$<n>\\r\\n"][body: n bytes]["\\r\\n"]
 
-The header is a page's (unused for plain strings), the body is 64-byte aligned, and its CRLF is where the client's own
-CRLF was received. Slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
+The header is a page's, unused for plain strings; the body's CRLF is where the client's own CRLF was received.
+
+Most slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
 its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for the next value
 of its class, as long as those that are kept take no more than `MOST_SPARE` together: new memory costs the system more
-than filling it does.
+than filling it does. Bodies are 64-byte aligned there.
+
+The pages of a batch are received together into a slab and stay where they arrived, slots of its memory: the arguments
+that stood before a body make room for its header. A slab that is less than half in use is sparse: the owner moves what
+is left of it to slots of its own, so that no more than half of what is held is wasted.
 
 Who owns a slot? Whoever refers to the `Slot` object: the index, a parser that is filling it, a session that is sending
 it. The last reference to go returns the memory, so a buffer in flight is never recycled and an aborted upload leaks
@@ -19,6 +24,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
 
@@ -57,13 +63,60 @@ class Chunk:
         self.slots = size_class.slots
         self.free = [i * size_class.slot_size for i in reversed(range(self.slots))]
 
+    def release(self, slot: Slot) -> None:
+        """Take a slot back."""
+        self.arena.release(self, slot)
+
+    def footprint(self, slot: Slot) -> int:
+        """Bytes that a slot occupies."""
+        return self.size_class.slot_size
+
+
+class Slab:
+    """Memory that a run of values was received into. It goes back with the last of its slots."""
+
+    __slots__ = ("__weakref__", "_arena", "_memory", "_sparse_from", "keys", "live", "view")
+
+    def __init__(self, arena: Arena, memory: Slot) -> None:
+        self._arena = arena
+        self._memory = memory
+        self._sparse_from = 0  # bytes of its slots, when there will be no more of them
+        self.view = memory.room
+        self.live = 0  # bytes of its slots
+        self.keys: list[bytes] = []  # what the owner stored its slots under
+
+    def cut(self, start: int, size: int) -> Slot:
+        """The slot of a body that was received there, with its CRLF, and its length before it."""
+        self.live += size + PREFIX
+        return Slot(self, start - PREFIX, size)
+
+    def close(self) -> None:
+        """Nothing more is cut from it."""
+        self._sparse_from = len(self.view) // 2
+        self._note_if_sparse()
+
+    def release(self, slot: Slot) -> None:
+        """Take a slot back."""
+        self.live -= slot.size + PREFIX
+        if self.live < self._sparse_from:
+            self._note_if_sparse()
+
+    def footprint(self, slot: Slot) -> int:
+        """Bytes that a slot occupies."""
+        return slot.size + PREFIX
+
+    def _note_if_sparse(self) -> None:
+        if 0 < self.live < self._sparse_from:
+            self._sparse_from = 0
+            self._arena.sparse.add(self)
+
 
 class Slot:
     """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by."""
 
     __slots__ = ("chunk", "expires", "offset", "size", "unit")
 
-    def __init__(self, chunk: Chunk, offset: int, size: int) -> None:
+    def __init__(self, chunk: Chunk | Slab, offset: int, size: int) -> None:
         self.chunk = chunk
         self.offset = offset
         self.size = size  # bytes of the body
@@ -71,7 +124,7 @@ class Slot:
         self.unit: object = None
 
     def __del__(self) -> None:
-        self.chunk.arena.release(self)
+        self.chunk.release(self)
 
     @property
     def room(self) -> memoryview:
@@ -88,7 +141,13 @@ class Slot:
     @property
     def header(self) -> memoryview:
         """Writable: the 64 bytes before the frame."""
-        return self.chunk.view[self.offset : self.offset + HEADER_SIZE]
+        view, start = self.header_at
+        return view[start : start + HEADER_SIZE]
+
+    @property
+    def header_at(self) -> tuple[memoryview, int]:
+        """Where the header belongs: memory, and the place in it."""
+        return self.chunk.view, self.offset + FRAME - _frame_size(self.size)
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
@@ -103,10 +162,12 @@ class Slot:
     @property
     def footprint(self) -> int:
         """Bytes of memory it occupies."""
-        return self.chunk.size_class.slot_size
+        return self.chunk.footprint(self)
 
     def seal(self) -> None:
-        """Write frame and CRLF around the body."""
+        """Write frame and CRLF around the body. In a slab, they are there."""
+        if type(self.chunk) is Slab:
+            return
         frame = b"$%d\r\n" % self.size
         start = self.offset + PREFIX
         view = self.chunk.view
@@ -138,6 +199,7 @@ class Arena:
         self.used = 0
         self.held = 0
         self.spare = 0
+        self.sparse: WeakSet[Slab] = WeakSet()  # slabs less than half in use
         self._classes: dict[int, SizeClass] = {}
 
     def allocate(self, size: int) -> Slot:
@@ -154,9 +216,12 @@ class Arena:
         self.used += size_class.slot_size
         return Slot(chunk, offset, size_class.capacity if size == size_class.capacity else size)
 
-    def release(self, slot: Slot) -> None:
+    def slab(self, size: int) -> Slab:
+        """Memory for a run of values, `size` bytes with all that stands between them. Raises MemoryError."""
+        return Slab(self, self.allocate(size))
+
+    def release(self, chunk: Chunk, slot: Slot) -> None:
         """Take a slot back; called by the slot itself."""
-        chunk = slot.chunk
         size_class = chunk.size_class
         self.used -= size_class.slot_size
         if not chunk.free:

@@ -43,6 +43,9 @@ class PageName(NamedTuple):
     kv_type: int
 
 
+NewPage = tuple[PageName, Slot, int]  # a page to be stored: its header and body in the slot, when it expires
+
+
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
     """Whether a value is a page."""
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block

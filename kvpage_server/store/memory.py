@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from kvpage_server.page import PageKey, unix_ms
-from kvpage_server.store.arena import Arena, Slot
+from kvpage_server.store.arena import Arena, Slab, Slot
 from kvpage_server.store.catalogue import Catalogue
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, PageName, Text
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, Page, PageName, Text
 from kvpage_server.store.eviction import LRU, Unit
 from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.extent import Extent
@@ -199,15 +199,63 @@ class Keyspace:
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
         """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
         slot.header[:] = header
-        slot.seal()
-        slot.expires = expires
-        slot.unit = block = self.index.open(name.req_id, name.page)
+        self.set_pages([(name, slot, expires)])
+
+    def set_pages(self, pages: Iterable[NewPage]) -> None:
+        """Store pages, whose slots have their headers; the names have been validated."""
+        catalogue, entries = self._catalogue, self._catalogue.entries
+        block: Block | None = None
+        grown = 0
+        for name, slot, expires in pages:
+            key, req_id, layer, head, page, kv_type = name
+            if block is None or page != block.page or req_id != block.req_id:
+                if block is not None:
+                    self._grow(block, grown)
+                block, grown = self._open(req_id, page), 0
+            slot.seal()
+            slot.unit = block
+            if type(slot.chunk) is Slab:
+                slot.chunk.keys.append(key)
+            old = entries.get(key)
+            if old is None:
+                block.add(layer, head, kv_type)
+                grown += slot.footprint
+                catalogue.put(key, slot)
+            elif type(old) is Slot and old.unit is block:
+                grown += slot.footprint - old.footprint
+                block.shape_known = False
+                self._expiry.keys -= bool(old.expires)
+                entries[key] = slot
+            else:
+                block.add(layer, head, kv_type)
+                grown += slot.footprint
+                self._forget(key, old, slot)
+                entries[key] = slot
+            if expires:
+                slot.expires = expires
+                block.expires_at(expires)
+                self._expiry.keys += 1
+                self._expiry.note(key, expires)
+            self.counters.writes += 1
+            if self.on_event is not None:
+                self._tell_of_write(key, old, slot)
+        if block is not None:
+            self._grow(block, grown)
+
+    def _open(self, req_id: bytes, page: int) -> Block:
+        """The block that pages are about to be written to, one by one: a use of it."""
+        block = self.index.open(req_id, page)
         if block.extent is not None:
             self._split(block)
-        block.add(name.layer, name.head, name.kv_type)
-        block.expires_at(expires)
-        self._grow(block, slot.footprint)
-        self._put(name.key, slot)
+        self._lru.used(block)
+        return block
+
+    def _tell_of_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
+        if old is None:
+            self.tell("new", key)
+        self.tell(event, key)
+        if new.expires and (old is None or old.expires != new.expires):
+            self.tell("expire", key)
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
@@ -274,6 +322,8 @@ class Keyspace:
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
             entry.seal()
+            if type(entry.chunk) is Slab:
+                entry.chunk.keys.append(key)
         entry.expires = expires
         self._put(key, entry, event)
         self._catalogue.note_stray(key)
@@ -306,17 +356,13 @@ class Keyspace:
         if old is not None:
             self._forget(key, old, entry)
         self._catalogue.put(key, entry)
-        if old is None:
-            self.tell("new", key)
         if entry.expires:
             self._expiry.keys += 1
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
         self._lru.used(self._unit(key, entry))
         if self.on_event is not None:
-            self.on_event(event, key)
-            if entry.expires and (old is None or old.expires != entry.expires):
-                self.on_event("expire", key)
+            self._tell_of_write(key, old, entry, event)
 
     def _grow(self, block: Block, size: int) -> None:
         block.footprint += size
@@ -414,6 +460,7 @@ class Keyspace:
         self._lru.now = now // 1000
         self.guards.settle(now)
         self._catalogue.rest(now)
+        self.gather()
         removed = 0
         for key in self._expiry.due(now):
             self._expire(key)
@@ -448,8 +495,29 @@ class Keyspace:
                 self._lru.used(unit)
                 continue
             self.evict(unit)
+            if self.arena.sparse:
+                self.gather()
             if self.used_memory <= self.maxmemory:
                 return
+
+    def gather(self) -> None:
+        """Move what is left in sparse slabs to slots of its own, so that their memory is free again."""
+        for slab in list(self.arena.sparse):
+            self.arena.sparse.discard(slab)
+            for key in slab.keys:
+                old = self._catalogue.entries.get(key)
+                if type(old) is Slot and old.chunk is slab:
+                    self._move(key, old)
+
+    def _move(self, key: bytes, old: Slot) -> None:
+        new = self.arena.allocate(old.size)
+        new.body[:] = old.body
+        new.seal()
+        new.expires, new.unit = old.expires, old.unit
+        self._catalogue.entries[key] = new
+        if isinstance(new.unit, Block):
+            new.header[:] = old.header
+            self._grow(new.unit, new.footprint - old.footprint)
 
     def evict(self, unit: Block | bytes) -> None:
         """Remove a unit whole."""

@@ -22,6 +22,8 @@ SEEDS = [
     b"\x02\x30\x50*6\r\n$9\r\nKVPAGEGET\r\n$1\r\nr\r\n" + b"$1\r\n0\r\n" * 4,
     b"\x01\x40*2\r\n$3\r\nSET\r\n$2000\r\n" + b"*1\r\n" * 500 + b"\r\n",
     b"\x00PING\r\nECHO \"a\\x41\\n\" 'b\\'c'\r\n\r\n*0\r\n*-1\r\n",
+    b"\x03\x20\xff\xf1*1001\r\n$4\r\nMSET\r\n"
+    + (b"$70\r\n" + b"k" * 70 + b"\r\n$4096\r\n" + bytes(4096) + b"\r\n") * 9,
     b"\x00*1\r\n$-1\r\n",
     b"\x00*9223372036854775808\r\n",
 ]
@@ -30,7 +32,7 @@ WORDS = ["*", "$", "\r\n", "$0\r\n\r\n", "*-1\r\n", "$1024\r\n", "$4096\r\n", "$
 
 def parse(pieces: list[bytes], arena: Arena) -> Commands:
     """The commands of an input, and the error that it ended in."""
-    parser, commands = Parser(arena.allocate, limits=LIMITS), []
+    parser, commands = Parser(arena.allocate, slab=arena.slab, limits=LIMITS), []
     try:
         for piece in pieces:
             parser.feed(piece)

@@ -1,0 +1,97 @@
+"""Pages that were received together, as a batch: each lives by itself, and holds no memory of those that went."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+
+import redis
+from health import MIB, until
+from servers import RunningServer, start_server
+from wire import spell
+
+SIZE = 16 * 1024
+BATCH = 60  # pages: a megabyte
+
+
+def body(number: int) -> bytes:
+    return b"%d" % number * 40 + bytes(SIZE - 40 * len(str(number)))
+
+
+def words(numbers: Iterable[int]) -> list[bytes]:
+    pages = [
+        [b"request-%d" % number, b"1", b"2", b"3", b"1", b"1", b"64", b"128", b"0", body(number)] for number in numbers
+    ]
+    return [b"KVPAGEMSET", b"%d" % len(pages), *(word for page in pages for word in page)]
+
+
+def store(client: redis.Redis, numbers: Iterable[int]) -> None:
+    assert client.execute_command(*words(numbers)) == b"OK"
+
+
+def fetch(client: redis.Redis, number: int) -> bytes | None:
+    found: bytes | None = client.execute_command("KVPAGEGET", b"request-%d" % number, 1, 2, 3, 1)
+    return found
+
+
+def used(client: redis.Redis) -> int:
+    return int(client.info("memory")["used_memory"])
+
+
+def test_pages_are_what_was_sent_as_bodies_and_as_blobs(client: redis.Redis) -> None:
+    store(client, range(200))
+    for number in range(200):
+        assert fetch(client, number) == body(number)
+        blob = client.get(b"kv:request-%d:1:2:3:1" % number)
+        assert blob[64:] == body(number)
+    for number in range(200):
+        assert client.execute_command("KVPAGEVERIFY", b"request-%d" % number)[b"corrupt"] == []
+
+
+def test_what_stays_of_a_batch_does_not_hold_the_memory_of_what_went(client: redis.Redis) -> None:
+    store(client, range(8 * BATCH))
+    full = used(client)
+    assert full < 1.1 * 8 * BATCH * SIZE + MIB
+    stay = range(0, 8 * BATCH, 20)
+    client.delete(*(b"kv:request-%d:1:2:3:1" % number for number in range(8 * BATCH) if number not in stay))
+    until(lambda: used(client) < 3 * len(stay) * SIZE, "the memory of what went being free")
+    for number in stay:
+        assert fetch(client, number) == body(number)
+    client.delete(*(b"kv:request-%d:1:2:3:1" % number for number in stay))
+    until(lambda: used(client) < SIZE, "all of it being free")
+
+
+def test_pages_in_use_survive_the_eviction_of_all_that_came_with_them() -> None:
+    with start_server("--maxmemory", "24mb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
+        hot: list[int] = []
+        for batch in range(60):
+            store(client, range(batch * BATCH, (batch + 1) * BATCH))
+            hot.append(batch * BATCH + 7)
+            for number in hot[-40:]:
+                assert fetch(client, number) == body(number), number
+        assert used(client) <= 26 * MIB
+        assert int(client.info("memory")["arena_held"]) < 110 * MIB  # with what is kept for new values
+
+
+def test_batches_that_are_cut_short_leave_nothing(server: RunningServer, client: redis.Redis) -> None:
+    data = spell(words(range(100)))
+    for i in range(100):
+        with socket.create_connection(("127.0.0.1", server.port)) as peer:
+            peer.sendall(data[: len(data) * (i + 1) // 101])
+    until(lambda: used(client) < SIZE, "the memory of what was cut short being free")
+    assert client.dbsize() == 0
+
+
+def test_a_page_that_is_being_read_stays_though_its_memory_is_gathered(
+    server: RunningServer, client: redis.Redis
+) -> None:
+    store(client, range(BATCH))
+    with socket.create_connection(("127.0.0.1", server.port)) as slow:
+        slow.sendall(spell([b"KVPAGEGET", b"request-7", b"1", b"2", b"3", b"1"]) * 2000)
+        client.delete(*(b"kv:request-%d:1:2:3:1" % number for number in range(BATCH) if number % 10 != 7))
+        store(client, [5000])
+        answers = slow.makefile("rb")
+        for _ in range(2000):
+            assert answers.readline() == b"$%d\r\n" % SIZE
+            assert answers.read(SIZE + 2) == body(7) + b"\r\n"
+    until(lambda: used(client) < 9 * SIZE, "the rest being gathered")
