@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-ALL = ("pages", "small_commands", "parser")
+ALL = ("pages", "small_commands", "parser", "persistent")
 
 
 def main() -> None:

@@ -3,6 +3,7 @@ killed again and again and goes on elsewhere from what the page server has."""
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -12,8 +13,9 @@ from servers import RunningServer
 # isort: split
 import mlx.core as mx
 import redis
-from persistent_models import Plain, attention, decoder, report
+from persistent_models import ROOT, attention, report
 
+from benchmarks.decoder import Plain, decoder
 from engine.persistent import PersistentStore, Simulator
 
 TOKENS = 64
@@ -42,10 +44,11 @@ def test_killed_every_eight_tokens_it_goes_on_as_if_nothing_had_happened(
 ) -> None:
     wanted = dict(enumerate(plain_reports(TOKENS + 16), start=1))
     process_file = Path(__file__).with_name("persistent_models.py")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     reached, processes = 0, 0
     while reached < TOKENS:
         command = [sys.executable, str(process_file), server.url, "decoder"]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
         assert process.stdout
         try:
             lines = [process.stdout.readline().rstrip() for _ in range(8)]

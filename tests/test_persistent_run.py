@@ -13,8 +13,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import redis
-from persistent_models import EXAMPLES, SIZES, Plain, decoder
+from persistent_models import EXAMPLES
 
+from benchmarks.decoder import SIZES, Plain, decoder
 from engine.cli import main
 
 WINDOW = str(EXAMPLES / "window.oinf.txt")

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, assert_never
+from typing import assert_never
 
 import mlx.core as mx
 
+from engine.persistent.calls import parameters_of, result_dtype
 from engine.persistent.counting import Counting, Scope
-from engine.persistent.dtypes import DTYPES, WORDS, DType, named
+from engine.persistent.dtypes import DType, named
 from engine.persistent.elastic import elastic_variables, selected_rank
 from engine.persistent.errors import (
     AccessError,
@@ -29,13 +30,11 @@ from engine.persistent.errors import (
 from engine.persistent.frame import Action, Frame
 from engine.persistent.graph import (
     Access,
-    Arithmetic,
     Assign,
     Branch,
     Graph,
     Increment,
     Loop,
-    Name,
     Operation,
     Read,
     Reset,
@@ -43,11 +42,10 @@ from engine.persistent.graph import (
     Slice,
     Statement,
     Transfer,
-    Value,
     Write,
 )
 from engine.persistent.lane import MEMORY
-from engine.persistent.ops import OPS, Op
+from engine.persistent.ops import OPS
 from engine.persistent.table import Layout
 from engine.persistent.tensors import Tensors
 from engine.persistent.variables import Variable
@@ -152,9 +150,9 @@ class _Compiler:
         target = self._target(statement.to, statement.at)
         getters = [self._getter(argument, scope) for argument in statement.arguments]
         dtypes = [dtype for _, dtype in getters]
-        result = self._result(statement, op, dtypes, target.dtype)
+        result = result_dtype(statement, op, dtypes, target.dtype)
         self._same_dtype(statement.name, result, target, statement.at)
-        parameters = self._parameters(statement, op, scope)
+        parameters = parameters_of(statement, op, scope, self._counting)
         gets = [get for get, _ in getters]
         one = gets[0] if len(gets) == 1 else None
         compute, put, name = op.compute, self._putter(target), statement.name
@@ -368,50 +366,6 @@ class _Compiler:
     def _same_dtype(self, what: str, dtype: DType, target: Variable, at: Place | None) -> None:
         if dtype != target.dtype:
             raise DTypeError(f"{what} gives {dtype.name}, {target.name} is {target.dtype.name}", at)
-
-    def _result(self, statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
-        """The dtype of an operation's result. Raises DTypeError for arguments that it doesn't take."""
-        if op.result == "target":
-            return target
-        if op.result in DTYPES:
-            return DTYPES[op.result]
-        if op.result == "first":
-            return dtypes[0]
-        if len(set(dtypes)) > 1:
-            given = ", ".join(dtype.name for dtype in dtypes)
-            raise DTypeError(f"{statement.name} takes arguments of one dtype, got {given}", statement.at)
-        if op.result == "float" and not dtypes[0].is_float:
-            raise DTypeError(f"{statement.name} takes floats, got {dtypes[0].name}", statement.at)
-        return dtypes[0]
-
-    def _parameters(self, statement: Operation, op: Op, scope: Scope) -> list[tuple[str, Callable[[Frame], Any]]]:
-        given = dict(statement.parameters)
-        unknown = [name for name in given if name not in op.parameters]
-        if unknown or len(given) < len(statement.parameters):
-            takes = ", ".join(op.parameters) or "none"
-            what = f"has no parameter {unknown[0]}, only {takes}" if unknown else "is given a parameter twice"
-            raise UnknownNameError(f"{statement.name} {what}", statement.at)
-        if missing := op.required - set(given):
-            raise UnknownNameError(f"{statement.name} needs the parameter {', '.join(sorted(missing))}", statement.at)
-        return [
-            (key, self._parameter(statement, key, value, op.parameters[key], scope)) for key, value in given.items()
-        ]
-
-    def _parameter(
-        self, statement: Operation, key: str, value: Value, kind: type, scope: Scope
-    ) -> Callable[[Frame], Any]:
-        if isinstance(value, Name) and value.text in WORDS:
-            value = WORDS[value.text]
-        if kind is tuple and isinstance(value, tuple):
-            counts = [self._counting.count(item, scope) for item in value if isinstance(item, int | Name | Arithmetic)]
-            if len(counts) == len(value):
-                return lambda frame: tuple(count(frame) for count in counts)
-        elif type(value) is kind or (kind is float and isinstance(value, int)):
-            return lambda frame: value
-        elif kind in (int, float) and isinstance(value, Name | Arithmetic):
-            return self._counting.count(value, scope)
-        shown = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of integers"}[kind]
-        raise DTypeError(f"the parameter {key} of {statement.name} is {shown}", statement.at)
 
 
 def _spelt(access: Access) -> str:
