@@ -31,10 +31,10 @@ Logits = npt.NDArray[np.float32]
 class Family:
     """A tiny model and how its caches are made."""
 
-    def __init__(self, kind: str, seed: int = 7, block_tokens: int = 256) -> None:
+    def __init__(self, kind: str, seed: int = 7, block_tokens: int = 256, **changes: Any) -> None:
         family, _, quantized = kind.partition(" q")
         self._settings = [int(number) for number in quantized.split("/")] if quantized else []
-        self.model = tiny(family, seed, **({"head_dim": 64} if quantized else {}))
+        self.model = tiny(family, seed, **({"head_dim": 64} if quantized else {}), **changes)
         own = {"cache": self.empty()} if quantized else {}
         self.spec = ModelCacheSpec.probe(self.model, TOKENIZER, model_id=kind, block_tokens=block_tokens, **own)
 

@@ -6,7 +6,7 @@ mlx-lm's own run goes on with the cache it has from the first turn; the engine g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine_families import KINDS, WITH_STATE, Family, Logits, family
@@ -22,8 +22,9 @@ import redis
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache
 
+from engine import kvcache
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
-from engine.blocks import AgentBlocks
+from engine.blocks import AgentBlocks, IncompatibleBlocksError
 from engine.pool import BlockPool
 from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
@@ -225,6 +226,31 @@ def test_a_kind_that_nobody_knows_is_refused_by_name_and_served_without_reuse(fa
             assert done.not_kept == spec.refusal
             assert (done.tokens_reused, len(done.blocks), pool.available_blocks) == (0, 0, 1)
             context = done.blocks
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs"),
+    [
+        ("llama q8/64", {"kind": "llama q4/64"}),
+        ("llama q8/64", {"kind": "llama q8/32"}),
+        ("gemma3_text", {"kind": "gemma3_text", "sliding_window": 32}),
+        ("llama4", {"kind": "llama", "num_hidden_layers": 1}),
+        ("falcon_h1", {"kind": "falcon_h1", "num_hidden_layers": 1}),
+    ],
+    ids=["other bits", "another group", "another window", "another family", "a layer missing"],
+)
+def test_blocks_of_other_caches_are_refused_whatever_they_say_they_are(ours: str, theirs: dict[str, Any]) -> None:
+    bench = Bench(ours)
+    other = Family(**theirs, block_tokens=BLOCK)
+    cache = other.empty()
+    other.run(TOKENS[:100], cache)
+    blocks = kvcache.extract(other.spec, cache, bench.pool.allocate(2), 100)
+    context = AgentBlocks("agent", tuple(TOKENS[:100]), blocks, other.spec.fingerprint)
+    for wrong in (context, replace(context, fingerprint=bench.of.spec.fingerprint)):
+        with pytest.raises(IncompatibleBlocksError):
+            bench.submit(TOKENS[:120], wrong)
+    assert (bench.batch.pending, bench.pool.used_blocks) == (0, 2)
+    bench.pool.free(context.block_ids)
 
 
 def test_what_was_not_kept_leaves_what_is_stored(server: RunningServer, client: redis.Redis) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -198,6 +199,47 @@ def test_what_no_pool_of_this_size_can_hold_is_refused_at_once(bench: Bench) -> 
     with pytest.raises(PoolExhaustedError, match="25 blocks needed, 24 of 24 are free"):
         bench.submit("agent", TOKENS[:300], max_tokens=6000)
     assert bench.batch.pending == 0
+
+
+SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(1, 20))]
+KINDS = [IN_ONE_BATCH, IN_TURNS, *(pytest.param(kind, marks=pytest.mark.soak) for kind in ("gemma3_text", "lfm2"))]
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(kind: str, seed: int) -> None:
+    """Prompts that come, go on from earlier answers, wait and leave, as chance will have it."""
+    chance = random.Random(seed)
+    bench = Bench(kind, wait_for_blocks=True, prefill_chunk=64)
+    asked: dict[int, tuple[list[int], int]] = {}
+    contexts: list[CompletedGeneration] = []
+    answered = 0
+    while answered < 25:
+        what = chance.random()
+        if what < 0.3 and bench.batch.pending < 8:
+            known = chance.choice(contexts).blocks if contexts and chance.random() < 0.5 else None
+            start = chance.randrange(3000)
+            prompt = [*(known.tokens if known else ()), *TOKENS[start : start + chance.choice([1, 20, 150])]]
+            count = chance.randint(1, 8)
+            asked[bench.submit(f"agent-{start}", prompt, count, known)] = (prompt, count)
+        elif what < 0.35 and asked:
+            uid = chance.choice(list(asked))
+            del asked[uid]
+            bench.batch.cancel(uid)
+        for done in bench.batch.step_once():
+            prompt, count = asked.pop(done.uid)
+            assert list(done.tokens) == bench.said(prompt, count)
+            assert (done.blocks.tokens, done.not_kept) == ((*prompt, *done.tokens), None)
+            contexts.append(done)
+            answered += 1
+        if len(contexts) > 4 or bench.pool.available_blocks == 0:
+            bench.free(*contexts)
+            contexts.clear()
+    for uid in asked:
+        bench.batch.cancel(uid)
+    bench.free(*contexts)
+    assert bench.batch.pending == 0
+    bench.pool.check_empty()
 
 
 def test_a_chunk_has_a_token_at_least() -> None:
