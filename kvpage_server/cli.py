@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server import __version__
+from kvpage_server.config import integer, memory
 from kvpage_server.page import DType, KVType, PageError, PageKey
 from kvpage_server.terminal import for_people, out, readable, table_of, when
 
@@ -77,6 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     why_.add_argument("req", metavar="REQ")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
     _add_snapshots(add)
+    _add_replay(add)
     bench_ = add("bench", bench, "measure how fast pages and blocks of all sizes travel; deletes what it has written")
     bench_.add_argument(
         "--against", metavar="URL", help="another server, to be measured beside it: any Redis or Valkey"
@@ -86,6 +88,30 @@ def _parser() -> argparse.ArgumentParser:
     bench_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
     bench_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
     return parser
+
+
+def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
+    from kvpage_server.replay.command import CAPACITIES, SIMULATIONS, USUAL
+
+    def positive(word: str) -> int:
+        return int(integer(1, 10**12).read([word]))
+
+    def size(word: str) -> int:
+        return int(memory(1).read([word]))
+
+    replay_ = add("replay", replay, "what policies make of a recorded trace, in Mooncake's format", asks=False)
+    replay_.add_argument("trace", metavar="TRACE", type=Path)
+    several: dict[str, Any] = {"nargs": "+", "action": "extend"}
+    replay_.add_argument("--policy", choices=SIMULATIONS, help=f"{', '.join(USUAL)} if not given", **several)
+    usual = ", ".join(map(str, CAPACITIES))
+    replay_.add_argument(
+        "--capacity", type=positive, metavar="N", help=f"room, in blocks; {usual} if not given", **several
+    )
+    replay_.add_argument(
+        "--block-bytes", type=size, metavar="SIZE", default=64 << 20, help="of a block, such as 2mb; 64mb if not given"
+    )
+    replay_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
+    replay_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
 
 
 def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -109,6 +135,28 @@ def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
     inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=Path)
     of_requests(inspect_)
     inspect_.add_argument("--verify", action="store_true", help="hash all of it")
+
+
+# -- replay --------------------------------------------------------------------------------------------------------
+
+
+def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """A trace through policies, without any store."""
+    from kvpage_server.replay.command import CAPACITIES, USUAL, run
+
+    try:
+        run(
+            args.trace,
+            policies=args.policy or USUAL,
+            capacities=args.capacity or CAPACITIES,
+            block_bytes=args.block_bytes,
+            json=args.json,
+            plot=args.plot,
+            out=out,
+        )
+    except ModuleNotFoundError as missing:
+        raise Failure(f"--plot needs {missing.name}: pip install 'kvpage[bench]'") from None
+    return True
 
 
 # -- dump, restore, inspect ----------------------------------------------------------------------------------------

@@ -1,0 +1,57 @@
+"""What `kvpage replay` does."""
+
+from __future__ import annotations
+
+import importlib
+from functools import partial
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from kvpage_server.replay.clairvoyant import clairvoyant
+from kvpage_server.replay.report import Replay, table, write_json, write_plot
+from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
+from kvpage_server.replay.trace import read_trace
+from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+
+CLAIRVOYANT = "clairvoyant"
+
+SIMULATIONS: dict[str, Simulation] = {  # a trace says nothing of expiry: there is nothing for volatile-ttl to choose
+    **{name: partial(simulate, make) for name, make in POLICIES.items() if name not in (NO_EVICTION, VOLATILE_TTL)},
+    NO_EVICTION: simulate_noeviction,
+    CLAIRVOYANT: clairvoyant,
+}
+USUAL = [name for name in SIMULATIONS if name != NO_EVICTION]
+CAPACITIES = [1_000, 5_000, 10_000, 50_000]
+
+
+def run(
+    trace: Path,
+    *,
+    policies: list[str],
+    capacities: list[int],
+    block_bytes: int,
+    json: Path | None,
+    plot: Path | None,
+    out: Console,
+) -> None:
+    """Replay a trace under each policy with each capacity; show what was found, and write it.
+
+    Raises TraceError, OSError, ModuleNotFoundError when there is nothing to plot with.
+    """
+    if plot:
+        importlib.import_module("matplotlib")
+    requests = read_trace(trace)
+    asked = [block for request in requests for block in request.blocks]
+    out.print(f"{len(requests):,} requests for {len(asked):,} blocks, {len(set(asked)):,} of them different\n")
+    pairs = [(policy, capacity) for policy in policies for capacity in capacities]
+    replays = [
+        Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))
+        for policy, capacity in track(pairs, console=out, transient=True)
+    ]
+    out.print(table(replays, block_bytes))
+    if json:
+        write_json(trace, replays, block_bytes, json)
+    if plot:
+        write_plot(trace.stem.replace("_", " "), replays, plot)

@@ -1,0 +1,87 @@
+"""A trace through a policy, as an engine would: read the prefix that is there, compute the rest and write it.
+
+A write makes room for all its blocks before it enters any, as KVPAGEMSET does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from kvpage_server.replay.trace import Request
+from kvpage_server.store.eviction import Policy
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of a trace, in blocks."""
+
+    asked: int = 0
+    hits: int = 0  # blocks of prompts up to the first that was not there
+    written: int = 0
+    evicted: int = 0
+
+    @property
+    def ratio(self) -> float:
+        """The share of all blocks asked for that need not be computed."""
+        return self.hits / self.asked if self.asked else 0.0
+
+
+Simulation = Callable[[Sequence[Request], int], Outcome]  # of a trace with room for so many blocks
+
+
+def simulate(make: Callable[[], Policy], trace: Sequence[Request], capacity: int) -> Outcome:
+    """What a policy makes of a trace with room for `capacity` blocks."""
+    policy, outcome = make(), Outcome()
+    there: set[bytes] = set()
+    for request in trace:
+        policy.now = request.second
+        blocks = request.blocks[:capacity]
+        _count(outcome, request, there)
+        for block in blocks:
+            if block in there:
+                policy.used(block)
+        outcome.evicted += _evict(policy, there, capacity - sum(block not in there for block in blocks))
+        for block in blocks:
+            if block not in there:
+                outcome.written += 1
+                there.add(block)
+                policy.used(block)
+        policy.follows(blocks)
+    return outcome
+
+
+def _evict(policy: Policy, there: set[bytes], most: int) -> int:
+    """Let blocks go until no more than `most` are there; how many went."""
+    before = len(there)
+    if before > most:
+        for victim in policy.victims():
+            assert isinstance(victim, bytes)
+            there.remove(victim)
+            policy.evicted(victim)
+            if len(there) <= most:
+                break
+    return before - len(there)
+
+
+def simulate_noeviction(trace: Sequence[Request], capacity: int) -> Outcome:
+    """What is left of a trace when nothing ever goes: blocks that have no room are refused, with all behind them."""
+    outcome = Outcome()
+    there: set[bytes] = set()
+    for request in trace:
+        _count(outcome, request, there)
+        for block in request.blocks:
+            if block not in there:
+                if len(there) == capacity:
+                    break
+                outcome.written += 1
+                there.add(block)
+    return outcome
+
+
+def _count(outcome: Outcome, request: Request, there: set[bytes]) -> None:
+    outcome.asked += len(request.blocks)
+    for block in request.blocks:
+        if block not in there:
+            break
+        outcome.hits += 1
