@@ -123,9 +123,9 @@ class BlockPoolBatchEngine:
         first of the `stop` strings. `sampler` picks each token; without one, the likeliest.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
-        IncompatibleBlocksError for another model's cache, ValueError for max_tokens below 1 or an empty stop
-        string, and PoolExhaustedError when the blocks the answer may need are not to be had (with `wait_for_blocks`,
-        when the pool is too small for them). Nothing is then queued or allocated.
+        IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1
+        or an empty stop string, and PoolExhaustedError when the blocks the answer may need are not to be had (with
+        `wait_for_blocks`, when the pool is too small for them). Nothing is then queued or allocated.
         """
         submitted = time.perf_counter()
         check_agent_id(agent_id)
@@ -153,14 +153,17 @@ class BlockPoolBatchEngine:
             detokenizer=self._tokenizer.detokenizer,
             submitted=submitted,
         )
+        self.pool.share((block.block_id for block in request.shared), agent_id)
         if self._may_wait(request):
-            self._hold_shared(request)
             self._waiting.append(request)
             self._admit_waiting()
-        else:
+            return request.uid
+        try:
             self._reserve(request)
-            self._hold_shared(request)
-            self._start(request)
+        except PoolExhaustedError:
+            self._release(request)
+            raise
+        self._start(request)
         return request.uid
 
     def cancel(self, uid: int) -> None:
@@ -240,9 +243,6 @@ class BlockPoolBatchEngine:
     def _may_wait(self, request: Request) -> bool:
         blocks, nbytes = self._needed(request)
         return self._wait_for_blocks and blocks <= self.pool.total_blocks and nbytes <= self.pool.total_bytes
-
-    def _hold_shared(self, request: Request) -> None:
-        self.pool.share((block.block_id for block in request.shared), request.agent_id)
 
     def _reserve(self, request: Request) -> None:
         """Raises PoolExhaustedError."""

@@ -292,6 +292,14 @@ def test_a_context_that_is_not_this_models_is_refused_at_the_door_and_the_right_
     free(batch, first, second)
 
 
+def test_a_context_that_was_freed_is_no_context(batch: BlockPoolBatchEngine) -> None:
+    first = complete(batch, PROMPT, max_tokens=1)
+    free(batch, first)
+    with pytest.raises(ValueError, match=r"blocks \[.*\] are not allocated"):
+        batch.submit("alice", list(first.blocks.tokens), first.blocks)
+    assert (batch.pending, batch.pool.used_blocks) == (0, 0)
+
+
 def test_an_answer_whose_context_cannot_be_kept_says_so_and_the_old_context_survives(
     batch: BlockPoolBatchEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
