@@ -37,6 +37,7 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
+from kvpage_server.store.index import Block
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
 
@@ -246,20 +247,24 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
     count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
     keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
-    names = {key: page_name(args[1 + i * NAME_ARGUMENTS :]) for i, key in enumerate(keys) if keyspace.find(key) is None}
+    for i in keyspace.without_entry(keys):
+        page_name(args[1 + i * NAME_ARGUMENTS :])
 
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
         for start in range(0, count, STEP):
             some = keys[start : start + STEP]
             yield from fetched(client, Tiered.cold_in, keys[start : start + _AHEAD], STEP)
-            entries = keyspace.read_all(some)
-            for key, entry in zip(some, entries, strict=True):
-                if entry is None:
-                    page_missed(client, names.get(key) or page_name(key.split(b":")[1:]))
             pieces: list[Piece] = []
-            for entry in entries:
-                pieces += spell_page(entry) if is_page(entry) else (absent,)
+            for key, entry in zip(some, keyspace.read_all(some), strict=True):
+                if type(entry) is Slot and type(entry.unit) is Block:
+                    pieces.append(entry)
+                elif is_page(entry):
+                    pieces += spell_page(entry)
+                else:
+                    pieces.append(absent)
+                    if entry is None:
+                        page_missed(client, page_name(key.split(b":")[1:]))
             yield (*pieces,)
 
     return Stream(count, bodies())

@@ -47,6 +47,7 @@ class SocketTransport:
         self.queued = 0  # bytes that wait
         self.bytes_out = 0
         self._reading = False
+        self._watched = False  # whether the loop tells when there is something to read
         self._writing = False
         self._closing = False
         self._over = False
@@ -57,17 +58,26 @@ class SocketTransport:
 
     def resume_reading(self) -> None:
         """Go on reading."""
-        if not self._reading and not self._closing:
+        if not self._closing:
             self._reading = True
-            self._loop.add_reader(self._sock, self._readable)
+            if not self._watched:
+                self._watched = True
+                self._loop.add_reader(self._sock, self._readable)
 
     def pause_reading(self) -> None:
-        """Leave what comes in the kernel: the peer will feel it."""
-        if self._reading:
-            self._reading = False
+        """Leave what comes in the kernel: the peer will feel it. The loop is told when something does come."""
+        self._reading = False
+
+    def _ignore_reading(self) -> None:
+        self._reading = False
+        if self._watched:
+            self._watched = False
             self._loop.remove_reader(self._sock)
 
     def _readable(self) -> None:
+        if not self._reading:
+            self._ignore_reading()
+            return
         left = READ_TURN
         while left > 0 and self._reading:
             buffers = self._reader.buffers()
@@ -155,7 +165,7 @@ class SocketTransport:
     def close(self) -> None:
         """Read no more; close once everything is sent."""
         self._closing = True
-        self.pause_reading()
+        self._ignore_reading()
         if not self._queue:
             self.abort()
 
@@ -164,7 +174,7 @@ class SocketTransport:
         if self._over:
             return
         self._over = self._closing = True
-        self.pause_reading()
+        self._ignore_reading()
         if self._writing:
             self._loop.remove_writer(self._sock)
         self._queue.clear()

@@ -61,6 +61,8 @@ UNAUTHENTICATED_BULK = 16384
 _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
+_FEW_WORDS_LINES = frozenset(line + b"\r\n" for line in _FEW_WORDS)
+_MANY = 64  # so many arguments are first tried to be taken all at once
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
@@ -213,7 +215,7 @@ class Parser:
         """
         self._looked = True
         limits = self.limits
-        if self._data[self._pos : self._pos + 2] not in _FEW_WORDS:
+        if self._data[self._pos : self._pos + 4] not in _FEW_WORDS_LINES:
             return False
         if limits.max_arguments < len(_FEW_WORDS) or limits.max_bulk < len(DECLARED):
             return False
@@ -326,20 +328,26 @@ class Parser:
 
         The split is believed only where every declared length is the length of what follows it.
         """
-        run = _SHORT_ONES.match(self._data, self._pos)
-        if run is None:
-            return self._pos
-        lines = run[0].split(b"\r\n", 2 * self._missing)
+        data, missing = self._data, self._missing
+        if missing >= _MANY and data.endswith(b"\r\n"):
+            lines = data[self._pos :].split(b"\r\n", 2 * missing)
+            if len(lines) > 2 * missing and (taken := self._take_lines(lines)):
+                return self._pos + taken
+        run = _SHORT_ONES.match(data, self._pos)
+        return self._pos if run is None else self._pos + self._take_lines(run[0].split(b"\r\n", 2 * missing))
+
+    def _take_lines(self, lines: list[bytes]) -> int:
+        """Take the arguments that lines are, length and value in turn; the bytes they had, 0 when they are not that."""
         values = lines[1 : 2 * self._missing : 2]
         lengths = lines[0 : 2 * len(values) : 2]
         sizes = list(map(len, values))
         if list(map(DECLARED.get, lengths)) != sizes:
-            return self._pos
+            return 0
         total = sum(sizes)
         self._args += values
         self._missing -= len(values)
         self._size += total
-        return self._pos + total + sum(map(len, lengths)) + 4 * len(values)
+        return total + sum(map(len, lengths)) + 4 * len(values)
 
     def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""

@@ -49,6 +49,8 @@ class Run:
         self._frame = b"\r\n$%d\r\n" % length
         self._view[: len(begun)] = begun
         self._filled = len(begun)
+        self._lengths: list[bytes] = []  # what the last group declared of its short arguments
+        self._sizes: list[int] = []  # and what they were
         self._pos = 0  # what is before it was taken
         self.is_over = False  # what comes next is not like the others
 
@@ -78,14 +80,13 @@ class Run:
                 self.is_over = len(head) == _HEAD
                 break
             lines = head[:end].split(CRLF)
-            words = lines[1::2]
-            if (
-                len(words) != short
-                or list(map(declared, lines[::2])) != list(map(len, words))
-                or end + 2 < LEAST_BEFORE
-            ):
-                self.is_over = True
-                break
+            lengths, words = lines[::2], lines[1::2]
+            sizes = list(map(len, words))
+            if lengths != self._lengths or sizes != self._sizes:
+                if len(words) != short or list(map(declared, lengths)) != sizes or end + 2 < LEAST_BEFORE:
+                    self.is_over = True
+                    break
+                self._lengths, self._sizes = lengths, sizes
             start = pos + end + len(frame)
             stop = start + length
             if stop + 2 > filled:

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import mmap
 from collections.abc import Iterator
+from functools import lru_cache
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
@@ -268,5 +269,6 @@ def _round_up(size: int, step: int) -> int:
     return -(-size // step) * step
 
 
+@lru_cache(maxsize=1024)
 def _frame_size(size: int) -> int:
     return len(str(size)) + 3

@@ -132,24 +132,31 @@ class Keyspace:
 
     def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
         """`read` of many keys; those of one block in a row are one use of it."""
-        now, get, counters = unix_ms(), self._catalogue.get, self.counters
+        now, get, touching = unix_ms(), self._catalogue.get, self._touching
         found: list[Entry | None] = []
+        missed = 0
         last: object = None
         for key in keys:
             entry = get(key)
             if entry is None or (entry.expires and entry.expires <= now and self.find(key) is None):
-                counters.misses += 1
+                missed += 1
                 self.tell("keymiss", key)
                 found.append(None)
                 continue
-            counters.hits += 1
-            unit = self._unit(key, entry)
-            if unit is not last:
-                last = unit
-                if self._touching:
-                    self._lru.used(unit)
             found.append(entry)
+            if type(entry) is Slot and entry.unit is last and last is not None:
+                continue
+            last = unit = self._unit(key, entry)
+            if touching:
+                self._lru.used(unit)
+        self.counters.hits += len(found) - missed
+        self.counters.misses += missed
         return found
+
+    def without_entry(self, keys: Sequence[bytes]) -> list[int]:
+        """The places of those keys that have no value, or that are pages of blocks which were stored whole."""
+        entries = self._catalogue.entries
+        return [i for i, key in enumerate(keys) if key not in entries]
 
     def expires_of(self, key: bytes) -> int:
         """A key's expiry in unix milliseconds; 0 when it has none or does not exist."""
