@@ -62,6 +62,22 @@ def test_what_was_dumped_comes_back(client: redis.Redis, store: Store, tmp_path:
     check_same(client, before)
 
 
+def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) -> None:
+    with start_server("--store", "tiered", "--maxmemory", "1mb") as server, server.client() as client:
+        client.set("string", random.Random(1).randbytes(300_000))
+        for page in range(30):
+            set_block(client, "large", page, block([(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)], page_size=32))
+        client.execute_command("SAVE")
+        assert client.info("kvpage")["disk_dropped_from_memory"] > 15
+        before = everything(client)
+        with Store(server.url) as store:
+            dumped = dump(store, tmp_path, EVERYTHING, file_bytes=500_000)
+            assert dumped.pages + dumped.strings == len(before[0])
+            client.flushall()
+            assert restore(store, tmp_path).pages == dumped.pages
+        check_same(client, before)
+
+
 def test_a_page_alone_and_a_string_come_back_to_the_byte_and_the_millisecond(
     client: redis.Redis, store: Store, tmp_path: Path
 ) -> None:
