@@ -149,6 +149,19 @@ def test_requests_are_dumped_and_restored_by_name(server: RunningServer, client:
     assert client.dbsize() == 5 * HALVES.pages
 
 
+def test_a_request_that_has_no_page_is_said(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    set_block(client, "r", 0, HALVES)
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    for command in (
+        ("dump", str(tmp_path / "new"), "--url", server.url),
+        ("restore", str(tmp_path), "--url", server.url),
+        ("inspect", str(tmp_path)),
+    ):
+        code, _, said = kvpage(*command, "--request", "nobody")
+        assert code == 2
+        assert "no page of what --request names" in said
+
+
 def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Store, tmp_path: Path) -> None:
     fill(client)
     dumped = dump(store, tmp_path, Selection(match=b"*:alice"))

@@ -32,19 +32,22 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
+    keys = _keys(server, selection)
+    if selection.requests and not keys:
+        raise DumpError("there is no page of what --request names")
     started = time.monotonic()
-    with Store(args.url) as store, _bar("dumping", None if args.match != "*" else _keys(server, selection)) as done:
+    with Store(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     out.print(f"{_counted(dumped)} in {dumped.files:,} files{kept}, {time.monotonic() - started:.1f} s")
     return _all_intact("are not what was stored, and were not dumped", dumped.corrupt)
 
 
-def _keys(server: redis.Redis, selection: Selection) -> int:
-    """How many keys there are to be dumped."""
-    if not selection.requests:
-        return server.dbsize()
-    return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
+def _keys(server: redis.Redis, selection: Selection) -> int | None:
+    """How many keys there are to be dumped; None when only a look at all of them would tell."""
+    if selection.requests:
+        return sum(server.scard(b"kv:%b:index" % req_id) for req_id in selection.requests)
+    return server.dbsize() if selection.match == b"*" else None
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
@@ -63,6 +66,8 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print(f"[red]{evicted:,} keys were evicted meanwhile: the dump may be larger than maxmemory[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
+    if args.request and not restored.pages + restored.there + restored.expired + len(restored.corrupt):
+        raise DumpError(f"{args.directory} has no page of what --request names")
     return _all_intact("are corrupt, and were not restored", restored.corrupt) and restored.finished
 
 
@@ -71,6 +76,8 @@ def run_inspect(args: argparse.Namespace) -> bool:
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     _show_head(args.path, found)
+    if requests and not found.planes and not found.corrupt:
+        raise DumpError(f"{args.path} has no page of what --request names")
     if requests:
         _show_planes(found.planes)
     else:
