@@ -93,12 +93,7 @@ class Case:
     def extract_graph(self) -> float:
         """The copies of every block, not evaluated."""
         started = time.perf_counter()
-        copies = [
-            layer.cut(held, at, min(at + BLOCK_TOKENS, self.tokens))
-            for at in range(0, self.tokens, BLOCK_TOKENS)
-            for layer, held in zip(self.spec.layers, self.cache, strict=True)
-            if isinstance(layer, FullLayer)
-        ]
+        copies = kvcache.cut(self.spec, self.cache, [*range(0, self.tokens, BLOCK_TOKENS), self.tokens])
         seconds = time.perf_counter() - started
         del copies
         return seconds

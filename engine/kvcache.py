@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate
+from itertools import accumulate, islice, pairwise
 from typing import Any
 
 import mlx.core as mx
 
 from engine.blocks import Arrays, BlockError, KVBlock
-from engine.caches import ArraysLayer, StateLayer, TokenLayer, assemble, describe, parts
+from engine.caches import ArraysLayer, StateLayer, TokenLayer, assemble, describe, parts, rows
 from engine.spec import ModelCacheSpec
 
 Cache = list[Any]  # a cache of mlx-lm's for each layer
@@ -82,16 +82,26 @@ def extract(
         raise BlockError(f"the layers of a cache of {end} tokens hold as many, got {sorted(offsets)}")
     if start % spec.block_tokens or start > end:
         raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
-    starts = range(start, end, spec.block_tokens)
-    if len(block_ids) != len(starts):
-        raise BlockError(f"{end - start} tokens take {len(starts)} blocks, got {len(block_ids)} ids")
+    edges = [*range(start, end, spec.block_tokens), end]
+    if len(block_ids) != len(edges) - 1:
+        raise BlockError(f"{end - start} tokens take {len(edges) - 1} blocks, got {len(block_ids)} ids")
     taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
-    blocks = []
-    for block_id, at in zip(block_ids, starts, strict=True):
-        stop = min(at + spec.block_tokens, end)
-        blocks.append(KVBlock(block_id, stop - at, _cut(spec, cache, at, stop), taken.get(stop)))
+    blocks = tuple(
+        KVBlock(block_id, stop - at, layers, taken.get(stop))
+        for block_id, (at, stop), layers in zip(block_ids, pairwise(edges), cut(spec, cache, edges), strict=True)
+    )
     mx.eval([block.layers for block in blocks])
-    return tuple(blocks)
+    return blocks
+
+
+def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> list[Arrays]:
+    """Copies of what the layers keep of the tokens between every two neighbours of `edges`. Lazy."""
+    held = [
+        layer.arrays(part) if isinstance(layer, TokenLayer) else ()
+        for layer, part in zip(spec.layers, parts(cache), strict=True)
+    ]
+    blocks = map(iter, rows.cut([array for arrays in held for array in arrays], edges))
+    return [tuple(tuple(islice(block, len(arrays))) for arrays in held) for block in blocks]
 
 
 def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:
@@ -101,10 +111,3 @@ def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:
     for i, (layer, part) in enumerate(zip(spec.layers, held, strict=True)):
         if (found := describe(i, part)) != layer:
             raise BlockError(f"layer {i} must be a {layer}, got a {found}")
-
-
-def _cut(spec: ModelCacheSpec, cache: Sequence[Any], start: int, end: int) -> Arrays:
-    return tuple(
-        layer.cut(held, start, end) if isinstance(layer, TokenLayer) else ()
-        for layer, held in zip(spec.layers, parts(cache), strict=True)
-    )

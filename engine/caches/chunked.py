@@ -13,8 +13,8 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
-from engine.caches.full import join
 from engine.caches.planes import CacheStateError, Matrices, plane_of
+from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
 
 

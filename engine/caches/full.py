@@ -10,6 +10,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
 from engine.caches.planes import Matrices, plane_of
+from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
 
 
@@ -37,9 +38,9 @@ class FullLayer:
         """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
 
-    def cut(self, cache: KVCache, start: int, end: int) -> tuple[mx.array, ...]:
-        """Copies of the tokens `start` to `end` of a cache that holds one sequence."""
-        return tuple(cut(array, start, end) for array in (cache.keys, cache.values)) if self.planes else ()
+    def arrays(self, cache: KVCache) -> tuple[mx.array, ...]:
+        """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
+        return (cache.keys, cache.values) if self.planes else ()
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> KVCache:
         """A cache with the first `tokens` tokens of the `pieces`."""
@@ -48,30 +49,3 @@ class FullLayer:
             cache.keys, cache.values = (join(plane, tokens) for plane in zip(*pieces, strict=True))
             cache.offset = tokens
         return cache
-
-
-def cut(array: mx.array, start: int, end: int) -> mx.array:
-    """``[heads, end - start, dim]``, a copy, of ``[1, heads, >= end, dim]``."""
-    return mx.contiguous(array.view(_word(array))[0, :, start:end]).view(array.dtype)
-
-
-def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """``[1, heads, capacity, dim]`` with the pieces' first `tokens` tokens, then zeros up to mlx-lm's next growth.
-
-    All the pieces but the last are used whole. Each byte is written once.
-    """
-    *full, last = pieces
-    heads, _, dim = last.shape
-    word = _word(last)
-    rest = tokens - sum(piece.shape[1] for piece in full)
-    parts = [*(piece.view(word) for piece in full), last.view(word)[:, :rest]]
-    if unused := -tokens % KVCache.step:
-        parts.append(mx.zeros((heads, unused, dim), last.dtype).view(word))
-    return mx.concatenate(parts, axis=1)[None].view(last.dtype)
-
-
-def _word(array: mx.array) -> mx.Dtype:
-    """The largest that rows can be copied in: on a CPU, MLX copies strided arrays a value at a time, whatever its
-    size."""
-    row = array.shape[-1] * array.itemsize
-    return next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row % word.size == 0), array.dtype)

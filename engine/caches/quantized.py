@@ -9,8 +9,8 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine.caches.full import cut, join
 from engine.caches.planes import Matrices, plane_of
+from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
 
 _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES, KVType.V_BIASES)
@@ -43,9 +43,9 @@ class QuantizedLayer:
         """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
 
-    def cut(self, cache: QuantizedKVCache, start: int, end: int) -> tuple[mx.array, ...]:
-        """Copies of the tokens `start` to `end` of a cache that holds one sequence."""
-        return tuple(cut(array, start, end) for array in _arrays(cache)) if self.planes else ()
+    def arrays(self, cache: QuantizedKVCache) -> tuple[mx.array, ...]:
+        """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
+        return _arrays(cache) if self.planes else ()
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> QuantizedKVCache:
         """A cache with the first `tokens` tokens of the `pieces`."""
