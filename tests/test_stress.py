@@ -17,7 +17,6 @@ from typing import Any
 import numpy as np
 import pytest
 import redis
-from page_batches import Array
 from servers import RunningServer, start_server
 
 from kvpage_server.client import Page, PageClient
@@ -52,7 +51,7 @@ class Client:
         self.issued[self.number] += CLIENTS
         return self.issued[self.number]
 
-    def body(self, nbytes: int) -> Array:
+    def body(self, nbytes: int) -> Any:
         return np.full(nbytes // 8, self.new_version(), np.uint64)
 
     def some_keys(self) -> list[PageKey]:
