@@ -35,7 +35,7 @@ _CATEGORIES = """keyspace read write set sortedset list hash string bitmap hyper
     blocking dangerous connection transaction scripting page"""
 CATEGORIES = tuple(_CATEGORIES.split())
 _FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy
-    skip_monitor skip_slowlog movablekeys may_replicate no_mandatory_keys"""
+    no_async_loading skip_monitor skip_slowlog movablekeys may_replicate no_mandatory_keys"""
 FLAGS = frozenset(_FLAGS.split())
 
 

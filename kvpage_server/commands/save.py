@@ -22,7 +22,7 @@ def _tiered(client: Client) -> Tiered:
 @command(
     "save",
     1,
-    "admin noscript no_multi",
+    "admin noscript no_async_loading no_multi dangerous",
     group="server",
     summary="Has everything that was stored on disk before it answers.",
 )
@@ -37,7 +37,7 @@ def save(client: Client, args: list[Argument]) -> Reply:
 @command(
     "bgsave",
     -1,
-    "admin noscript",
+    "admin noscript no_async_loading dangerous",
     group="server",
     usage="[SCHEDULE]",
     summary="Has what was stored go to disk now, and does not wait for it.",
@@ -55,6 +55,7 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     1,
     "loading stale fast admin dangerous",
     group="server",
+    tips="nondeterministic_output",
     summary="Returns the unix second of the last commit to disk; that of the start where there is none.",
 )
 def lastsave(client: Client, args: list[Argument]) -> Reply:

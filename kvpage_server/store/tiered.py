@@ -14,17 +14,18 @@ a time; what lies in memory too is passed over.
 
 from __future__ import annotations
 
+import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from kvpage_server.page import PageError, PageHeader, PageKey, unix_ms
+from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.behind import Batch, WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, Page, Text
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.fetch import Fetcher, Outcome
@@ -98,64 +99,57 @@ class Tiered(Keyspace):
 
     def load(self) -> None:
         """Know every value that is on disk. What has expired meanwhile, or cannot be read, is passed over."""
-        now, order = unix_ms(), []
-        for _, record in self.disk.records():
-            if isinstance(record, Damaged):
-                self.counts.corrupt += 1
-                continue
-            if 0 < record.expires <= now:
-                continue
-            try:
-                self._admit(record)
-            except Damaged as damage:
-                self.counts.corrupt += 1
-                log.warning("%r cannot be used: %s", record.name, damage)
-                continue
-            order.append((record.used, record.name, footprint(record.name, record.size)))
-        order.sort()
-        self._stored = {name: size for _, name, size in order}
+        now = unix_ms()
+        used: dict[bytes, int] = {}
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here is garbage, and there may be millions
+        try:
+            for _, record in self.disk.records():
+                if isinstance(record, Damaged):
+                    self.counts.corrupt += 1
+                elif not 0 < record.expires <= now:
+                    self._admit(record)
+                    self._stored[record.name] = footprint(record.name, record.size)
+                    used[record.name] = record.used
+        finally:
+            if collecting:
+                gc.enable()
+        self._stored = {name: self._stored[name] for name in sorted(used, key=used.__getitem__)}
         self.used_disk = sum(self._stored.values())
-        self.counters.writes = 0
-        self.any_cold = bool(order)
+        self.any_cold = bool(used)
 
     def _admit(self, record: Record) -> None:
-        if record.name[:1] == b"b":
-            req_id, _, page = record.name[1:].rpartition(b":")
+        """Know a value. Its record is what was written, and what was written was valid."""
+        name, expires = record.name, record.expires
+        if name[:1] == b"b":
+            req_id, _, page = name[1:].rpartition(b":")
             block = self.index.open(req_id, int(page))
-            extent = extent_of(record, block)
-            self._catalogue.fill(block, extent)
-            if extent.expires:
-                self._expiry.keys += block.pages
-                self._expiry.note(next(block.page_keys()), extent.expires)
-            return
-        key = record.name[1:]
-        if record.meta:
-            entry: Entry = self._cold_page(key, record)
-        elif not record.first:
-            entry = Text(record.inline)
-            self._texts += len(key) + record.size + TEXT_OVERHEAD
-            self._lru.used(key)
+            self._catalogue.fill(block, extent_of(record, block))
+            key, keys = next(block.page_keys()), block.pages
         else:
-            entry = Cold(record.name, record.size, used=record.used // 1000)
-        entry.expires = record.expires
-        self._catalogue.put(key, entry)
-        if not record.meta:
-            self._catalogue.note_stray(key)
-        if entry.expires:
-            self._expiry.keys += 1
-            self._expiry.note(key, entry.expires)
+            key, keys = name[1:], 1
+            self._catalogue.put(key, self._entry_of(key, record))
+        if expires:
+            self._expiry.keys += keys
+            self._expiry.note(key, expires)
 
-    def _cold_page(self, key: bytes, record: Record) -> Cold:
-        try:
-            name = PageKey.parse(key)
-            if not PageHeader.parse(record.meta).names(name):
-                raise PageError("its header names another page")
-        except PageError as error:
-            raise Damaged(str(error)) from None
-        block = self.index.open(name.req_id, name.page)
-        block.add(name.layer, name.head, name.kv_type)
-        block.expires_at(record.expires)
-        return Cold(record.name, record.size, header=record.meta, unit=block, used=record.used // 1000)
+    def _entry_of(self, key: bytes, record: Record) -> Entry:
+        expires, size = record.expires, record.size
+        if record.meta:
+            _, req_id, layer, head, page, kv_type = key.split(b":")
+            block = self.index.open(req_id, int(page))
+            block.add(int(layer), int(head), int(kv_type))
+            block.expires_at(expires)
+            used = record.used // 1000
+            return Cold(record.name, size, expires=expires, header=record.meta, unit=block, used=used)
+        self._catalogue.note_stray(key)
+        if record.first:
+            return Cold(record.name, size, expires=expires, used=record.used // 1000)
+        text = Text(record.inline)
+        text.expires = expires
+        self._texts += len(key) + size + TEXT_OVERHEAD
+        self._lru.used(key)
+        return text
 
     # -- every change goes to disk ---------------------------------------------------------------------------------
 
@@ -163,6 +157,14 @@ class Tiered(Keyspace):
         known = key in self._catalogue.entries
         super()._put(key, entry, event)
         self._offer(self._unit(key, entry), name_of_key(key), entry, known=known or isinstance(entry, Text))
+
+    def set_pages(self, pages: Iterable[NewPage]) -> None:
+        """Store pages, whose slots have their headers; the names have been validated."""
+        pages = list(pages)
+        known = [name.key in self._catalogue.entries for name, _, _ in pages]
+        super().set_pages(pages)
+        for (name, slot, _), was_known in zip(pages, known, strict=True):
+            self._offer(cast(Block, slot.unit), name_of_key(name.key), slot, known=was_known)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         super()._rewrite(key, text, value, expires, event)
@@ -323,6 +325,8 @@ class Tiered(Keyspace):
                 self._lru.used(unit)
                 if passed == _MOST_PASSED:
                     break
+            if self.arena.sparse:
+                self.gather()
             if self.used_memory <= self.maxmemory:
                 return
         self.behind.hurry()
