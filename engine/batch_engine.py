@@ -37,6 +37,7 @@ from engine.prefix import common_prefix
 from engine.request import (
     CompletedGeneration,
     EmptyPromptError,
+    EngineClosedError,
     PromptError,
     PromptTooLongError,
     Request,
@@ -93,6 +94,7 @@ class BlockPoolBatchEngine:
         self._waiting: deque[Request] = deque()  # for blocks
         self._running: dict[int, Request] = {}  # by the generator's uid
         self._completed: deque[CompletedGeneration] = deque()  # what a `step` that was left early has not handed out
+        self._closed = False
 
     @property
     def pending(self) -> int:
@@ -125,8 +127,11 @@ class BlockPoolBatchEngine:
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1
         or an empty stop string, and PoolExhaustedError when the blocks the answer may need are not to be had (with
-        `wait_for_blocks`, when the pool is too small for them). Nothing is then queued or allocated.
+        `wait_for_blocks`, when the pool is too small for them), and EngineClosedError. Nothing is then queued or
+        allocated.
         """
+        if self._closed:
+            raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
         submitted = time.perf_counter()
         check_agent_id(agent_id)
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
@@ -205,6 +210,21 @@ class BlockPoolBatchEngine:
             if prompt.end_of_segment and not prompt.end_of_prompt:
                 self._keep_state(prompt.uid)
         return [done for response in responses if (done := self._advance(response))]
+
+    def drain(self) -> Iterator[CompletedGeneration]:
+        """Take no more prompts, and finish those that were submitted, as `step` does."""
+        self._closed = True
+        return self.step()
+
+    def shutdown(self) -> None:
+        """Take no more prompts, and drop those that are not complete: their blocks are free at once.
+
+        What has completed can still be had from `step`. May be called again.
+        """
+        self._closed = True
+        for request in [*self._waiting, *self._running.values()]:
+            self.cancel(request.uid)
+        self._generator.close()
 
     def _check_prompt(self, tokens: Sequence[int]) -> None:
         if not tokens:
@@ -352,6 +372,7 @@ __all__ = [
     "BlockPoolBatchEngine",
     "CompletedGeneration",
     "EmptyPromptError",
+    "EngineClosedError",
     "PromptError",
     "PromptTooLongError",
     "Sampler",

@@ -16,6 +16,10 @@ class PromptError(ValueError):
     """A prompt that the model cannot be given."""
 
 
+class EngineClosedError(RuntimeError):
+    """The engine was drained or shut down and takes no more prompts."""
+
+
 class EmptyPromptError(PromptError):
     """A prompt without a token."""
 

@@ -108,6 +108,9 @@ class SingleGenerator:
         self._prompts = deque(sequence for sequence in self._prompts if sequence.uid not in uids)
         self._answers = [sequence for sequence in self._answers if sequence.uid not in uids]
 
+    def close(self) -> None:
+        """There is nothing to give back."""
+
     def _read(self, sequence: _Sequence) -> Progress:
         """Compute its next chunk, or sample the first token of its answer."""
         segment = sequence.segments[0]
