@@ -57,7 +57,7 @@ class DType:
 
     def number(self, value: bool | int | float) -> mx.array:
         """One number, an array without dimensions."""
-        if self.range:  # mx.array takes no integer above 2^63 from Python, but from numpy
+        if self.range and not -(2**31) <= value < 2**31:  # mx.array takes them from numpy alone
             return mx.array(np.array(value, dtype=str(self.mlx).removeprefix("mlx.core.")))
         return mx.array(value, dtype=self.mlx)
 

@@ -64,13 +64,13 @@ class Lane:
         """Write an entry."""
         self._reserve(index + 1)
         journal = self._journal
-        if journal.first((id(self), index)):
+        if journal.first((self, index)):
             before = self._copy(index) if self.written(index) else None
             journal.record(lambda: self._restore(index, before))
         self._changed_in = journal.step
         self._set(index, value)
         self._written[index] = 1
-        journal.pending(id(self), lambda: self._array)
+        journal.pending(self, self._current)
 
     def clear(self, index: int) -> None:
         """The entry is as if it had never been written."""
@@ -87,14 +87,17 @@ class Lane:
     def _fill(self, count: int) -> mx.array:
         return self._dtype.full((count, *self._shape), self._init)
 
+    def _current(self) -> mx.array:
+        return self._array
+
     def _copy(self, index: int) -> mx.array:
         """An entry that does not share the array's memory, computed now, so that the array can change in place."""
-        copy = mx.take(self._array, mx.array([index]), axis=0)[0]
+        copy = self._array[index]  # a gather, which copies
         mx.eval(copy)
         return copy
 
     def _set(self, index: int, value: mx.array) -> None:
-        self._array[index : index + 1] = value[None]
+        self._array[index : index + 1] = mx.expand_dims(value, 0)
 
     def _restore(self, index: int, before: mx.array | None) -> None:
         self._set(index, self._dtype.full(self._shape, self._init) if before is None else before)

@@ -62,7 +62,7 @@ class Scalar:
         self._journal.record(lambda: self.load(before))
         self._value = value
         if isinstance(value, mx.array):
-            self._journal.pending(id(self), lambda: self._value if isinstance(self._value, mx.array) else None)
+            self._journal.pending(self, lambda: self._value if isinstance(self._value, mx.array) else None)
 
 
 class Memory:

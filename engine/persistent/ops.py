@@ -54,9 +54,9 @@ def rope(x: mx.array, *, offset: int = 0, dims: int = 0, base: float = 10000.0, 
 
     `dims` of each head's elements are rotated, all for 0.
     """
-    by_head = x[:, None] if x.ndim == 2 else x.swapaxes(0, 1)  # [heads, tokens, dim]
+    by_head = mx.expand_dims(x, 1) if x.ndim == 2 else x.swapaxes(0, 1)  # [heads, tokens, dim]
     rotated = mx.fast.rope(by_head, dims or x.shape[-1], traditional=traditional, base=base, scale=1.0, offset=offset)
-    return rotated[:, 0] if x.ndim == 2 else rotated.swapaxes(0, 1)
+    return mx.squeeze(rotated, 1) if x.ndim == 2 else rotated.swapaxes(0, 1)
 
 
 def concat(*arrays: mx.array, axis: int = 0) -> mx.array:
@@ -99,15 +99,17 @@ def attn(
     attention. `scale` is ``1 / sqrt(dim)`` for 0. With `causal` the last query is the last key's.
     """
     if k.ndim == 2:
-        k, v = k[None], v[None]
-    queries = q if wq is None else (q @ wq).reshape(q.shape[0], -1, k.shape[-1])
-    if queries.ndim == 2:
-        queries = queries[None]
-    by_head = [array.astype(q.dtype).swapaxes(0, 1)[None] for array in (queries, k, v)]  # [1, heads, tokens, dim]
-    attended = mx.fast.scaled_dot_product_attention(
-        *by_head, scale=scale or k.shape[-1] ** -0.5, mask="causal" if causal else None
-    )
-    return attended[0].swapaxes(0, 1).reshape(q.shape)
+        k, v = mx.expand_dims(k, 0), mx.expand_dims(v, 0)
+    dim = k.shape[-1]
+    queries = q if wq is None else (q @ wq).reshape(q.shape[0], -1, dim)
+    one = queries.ndim == 2
+    by_head = (
+        mx.expand_dims(queries, (0, 2)) if one else mx.expand_dims(queries.swapaxes(0, 1), 0)
+    )  # [1, heads, n, dim]
+    keys, values = [mx.expand_dims(array.astype(q.dtype).swapaxes(0, 1), 0) for array in (k, v)]
+    mask = "causal" if causal else None
+    attended = mx.fast.scaled_dot_product_attention(by_head, keys, values, scale=scale or dim**-0.5, mask=mask)
+    return (attended if one else attended.swapaxes(1, 2)).reshape(q.shape)
 
 
 _ONE, _TWO = range(1, 2), range(2, 3)

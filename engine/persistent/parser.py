@@ -30,7 +30,6 @@ from engine.persistent.graph import (
     Reset,
     Return,
     Slice,
-    Statement,
     Transfer,
     Write,
 )
@@ -236,6 +235,9 @@ class _ToGraph(Transformer[Token, Any]):
             return Branch(None, str(first), None, self._at(meta))
         return Branch(first, then, otherwise, self._at(meta))
 
+    def ending(self, meta: Any, children: list[Any]) -> Return:
+        return Return(self._at(meta))
+
     def read(self, meta: Any, children: list[Any]) -> Read:
         return Read(children[0], str(children[1]), self._at(meta))
 
@@ -250,14 +252,6 @@ class _ToGraph(Transformer[Token, Any]):
 
     def reset(self, meta: Any, children: list[Any]) -> Reset:
         return Reset(children[0], self._at(meta))
-
-
-# `return` is a keyword of Python and cannot be the name of a method in a class body.
-def _return(self: _ToGraph, meta: Any, children: list[Any]) -> Statement:
-    return Return(self._at(meta))
-
-
-setattr(_ToGraph, "return", v_args(meta=True)(_return))
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:

@@ -104,16 +104,20 @@ class Table:
         Scalar indices make the table long enough, and scalar auto_dim indices the tensors large enough; slices don't.
         Raises RankError, NegativeIndexError, SliceRangeError or GrowthError.
         """
-        self.layout.check_count(len(selection))
-        rank = len(self.layout.indices)
+        layout = self.layout
+        layout.check_count(len(selection))
+        rank = len(layout.indices)
         table, auto = selection[:rank], selection[rank:]
         sizes = self._lengthened([index if isinstance(index, int) else None for index in table])
-        full = [slice(None)] * (rank - len(table))
-        axes = [self._within(*given) for given in zip(self.layout.indices, [*table, *full], sizes, strict=True)]
+        axes: list[int | slice] = [
+            index if isinstance(index, int) else self._within(layout.indices[i], index, sizes[i])
+            for i, index in enumerate(table)
+        ]
+        axes += [slice(0, size) for size in sizes[len(table) :]]
         if slice not in map(type, auto):
             self._set_lengths(sizes, self._grown(self._scalars(auto)))
             return self._gather(axes, ())
-        spans = tuple(self._within(*given) for given in zip(self.layout.auto, auto, self.shape, strict=False))
+        spans = tuple(self._within(*given) for given in zip(layout.auto, auto, self.shape, strict=False))
         self._set_lengths(sizes, self.counts)
         entries = self._gather(axes, ())
         return entries[(slice(None),) * (entries.ndim - len(self.shape)) + spans]
@@ -131,7 +135,7 @@ class Table:
         if value.dtype != layout.dtype.mlx:
             raise DTypeError(f"{layout.name} holds {layout.dtype.name}, got {value.dtype}")
         sizes, counts = self._lengthened(entry), self._grown(auto)
-        shape = self._shape(counts)
+        shape = self.shape if counts is self.counts else self._shape(counts)
         if value.shape != shape:
             of = f"an entry of {layout.name}" if layout.indices else layout.name
             raise ShapeError(f"{of} has the shape {list(shape)}, got {list(value.shape)}")
@@ -221,7 +225,7 @@ class Table:
         return [limit or 0 for limit in self._limits[: len(self.layout.indices)]]
 
     def _scalars(self, selection: Selection) -> Entry:
-        return tuple(index for index in selection if isinstance(index, int))
+        return tuple([index for index in selection if isinstance(index, int)])
 
     def _within(self, name: str, index: int | slice, size: int) -> int | slice:
         """An index with its ends filled in. Raises NegativeIndexError or SliceRangeError."""
@@ -248,22 +252,23 @@ class Table:
 
     def _lengthened(self, entry: Sequence[int | None]) -> list[int]:
         """The sizes with which there are such entries. Raises NegativeIndexError or GrowthError."""
-        sizes = list(self.sizes)
+        sizes = self.sizes
         for i, index in enumerate(entry):
-            if index is None:
+            if index is None or 0 <= index < sizes[i]:
                 continue
-            name = self.layout.indices[i]
+            name, limit = self.layout.indices[i], self._limits[i]
             self._check_positive(name, index)
+            if limit is not None:
+                raise GrowthError(f"index {name} of {self.layout.name} is @fixed to {limit} entries, got index {index}")
             if index >= MAX_DIM:
                 raise GrowthError(f"index {name} of {self.layout.name} is below {MAX_DIM}, got {index}")
-            limit = self._limits[i]
-            if limit is not None and index >= limit:
-                raise GrowthError(f"index {name} of {self.layout.name} is @fixed to {limit} entries, got index {index}")
-            sizes[i] = max(sizes[i], index + 1)
+            sizes = [*sizes[:i], index + 1, *sizes[i + 1 :]]
         return sizes
 
     def _grown(self, auto: Sequence[int]) -> list[int]:
         """The counts once scalars have been used. Raises NegativeIndexError or GrowthError."""
+        if not auto:
+            return self.counts
         counts = list(self.counts)
         for i, count in enumerate(auto):
             name = self.layout.auto[i]
@@ -281,7 +286,7 @@ class Table:
         return (*map(add, base, counts), *base[len(counts) :])
 
     def _set_lengths(self, sizes: list[int], counts: list[int]) -> None:
-        if sizes != self.sizes or counts != self.counts:
+        if sizes is not self.sizes or counts is not self.counts:
             before = self.sizes, self.counts
             self._journal.record(lambda: self.load_lengths(*before))
             self.load_lengths(sizes, counts)

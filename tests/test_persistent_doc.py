@@ -1,0 +1,45 @@
+"""docs/persistent.md: its program runs and prints what it says, and what it lists is what there is."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import re
+from pathlib import Path
+
+import pytest
+import redis
+from servers import RunningServer
+
+from engine.persistent import errors
+from engine.persistent.dtypes import DTYPES
+from engine.persistent.ops import OPS
+from engine.persistent.parser import ATTRIBUTES
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "persistent.md").read_text()
+PROGRAM = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
+
+
+def test_the_program_prints_what_the_page_says(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        exec(compile(PROGRAM.replace("redis://127.0.0.1:9221", server.url), "persistent.md", "exec"), {})
+    said = re.findall(r"^ *print\(.*?\)  # (.*)$|^    # (.*)$", PROGRAM, re.MULTILINE)
+    assert printed.getvalue().splitlines() == [after or below for after, below in said]
+    assert client.dbsize() == 0
+
+
+def test_everything_is_listed() -> None:
+    for name in OPS:
+        assert re.search(rf"`[^`]*\b{name}\b[^`]*`", DOCUMENT), name
+    for attribute in ATTRIBUTES:
+        assert f"`@{attribute}" in DOCUMENT
+    for dtype in ("f16", "bf16", "f32", "f64", "i8", "i64", "u8", "u64", "bool"):
+        assert dtype in DTYPES
+        assert f"`{dtype}`" in DOCUMENT
+    kinds = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, errors.GraphError)]
+    for kind in kinds:
+        assert kind is errors.GraphError or f"`{kind.__name__}`" in DOCUMENT
