@@ -10,6 +10,7 @@ its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -100,7 +101,7 @@ def write_whole(path: Path, pieces: list[memoryview]) -> None:
     try:
         with open(temporary, "wb", buffering=0) as file:
             _write(file.fileno(), [piece for piece in pieces if len(piece)])
-            os.fsync(file.fileno())
+            _flush(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
@@ -117,6 +118,14 @@ def _write(file: int, pieces: list[memoryview]) -> None:
             at += 1
         if written:
             pieces[at] = pieces[at][written:]
+
+
+def _flush(file: int) -> None:
+    """To the disk itself, which on macOS fsync does not promise."""
+    if hasattr(fcntl, "F_FULLFSYNC"):
+        fcntl.fcntl(file, fcntl.F_FULLFSYNC)
+    else:
+        os.fsync(file)
 
 
 def sync_directory(path: Path) -> None:
