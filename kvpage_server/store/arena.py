@@ -28,6 +28,7 @@ from functools import lru_cache
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
+from kvpage_server.store.ahead import Ahead
 
 FRAME = 64  # room for "$<n>\r\n", and what keeps the body aligned
 PREFIX = HEADER_SIZE + FRAME
@@ -57,10 +58,10 @@ class Chunk:
 
     __slots__ = ("arena", "free", "size_class", "slots", "view")
 
-    def __init__(self, arena: Arena, size_class: SizeClass) -> None:
+    def __init__(self, arena: Arena, size_class: SizeClass, memory: mmap.mmap) -> None:
         self.arena = arena
         self.size_class = size_class
-        self.view = memoryview(mmap.mmap(-1, size_class.chunk_size))
+        self.view = memoryview(memory)
         self.slots = size_class.slots
         self.free = [i * size_class.slot_size for i in reversed(range(self.slots))]
 
@@ -194,14 +195,20 @@ class Part:
 
 
 class Arena:
-    """Slots for values of any size. `used`, `held` and `spare` are bytes: of slots in use, of all, of empty chunks."""
+    """Slots for values of any size. `used` and `spare` are bytes: of slots in use, of empty chunks."""
 
     def __init__(self) -> None:
         self.used = 0
-        self.held = 0
+        self._mapped = 0
         self.spare = 0
         self.sparse: WeakSet[Slab] = WeakSet()  # slabs less than half in use
         self._classes: dict[int, SizeClass] = {}
+        self._ahead = Ahead()
+
+    @property
+    def held(self) -> int:
+        """Bytes that were taken from the system, those being made ready too."""
+        return self._mapped + self._ahead.bytes
 
     def allocate(self, size: int) -> Slot:
         """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
@@ -241,18 +248,22 @@ class Arena:
         return found
 
     def _map_chunk(self, size_class: SizeClass) -> None:
-        size_class.open.append(Chunk(self, size_class))
+        size = size_class.chunk_size
+        size_class.open.append(Chunk(self, size_class, self._ahead.take(size) or mmap.mmap(-1, size)))
         size_class.chunks += 1
-        self.held += size_class.chunk_size
-        self.spare += size_class.chunk_size
+        self._mapped += size
+        self.spare += size
+        if size_class.chunks > 2 and size <= _LARGEST_CHUNK:  # it grows, and a chunk more is little
+            self._ahead.want(size)
 
     def _unmap_chunk(self, chunk: Chunk) -> None:
         """Give an empty chunk back; its mapping goes with the last reference to it."""
         size_class = chunk.size_class
         size_class.open.remove(chunk)
         size_class.chunks -= 1
-        self.held -= size_class.chunk_size
+        self._mapped -= size_class.chunk_size
         self.spare -= size_class.chunk_size
+        self._ahead.drop()
 
     def classes(self) -> Iterator[SizeClass]:
         """The size classes in use."""
