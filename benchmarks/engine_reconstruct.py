@@ -14,21 +14,22 @@ import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from statistics import median
+from types import SimpleNamespace
 from typing import Any
 
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
 
 # isort: split
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.models import llama
 from numpy.typing import NDArray
 
 from benchmarks.findings import Finding, show, write
 from engine import kvcache
 from engine.blocks import KVBlock
-from engine.caches import FullLayer
 from engine.spec import BLOCK_TOKENS, ModelCacheSpec
-from kvpage_server.page import DType, Plane
 
 HEADS, HEAD_DIM = 8, 256  # of Gemma 3 12B, which has 48 layers
 SIZES = ((1, 12), (4, 24), (8, 30), (16, 30), (32, 48))  # blocks, layers
@@ -43,13 +44,20 @@ INTRO = (
 Timed = Callable[[], float]  # seconds that it took
 
 
+def hollow_model(layers: int) -> nn.Module:
+    """One that keeps what Gemma 3 12B does, were all its layers global, and has hardly any weights."""
+    small = {"hidden_size": 8, "intermediate_size": 8, "vocab_size": 8, "rms_norm_eps": 1e-6}
+    heads = {"num_attention_heads": HEADS, "num_key_value_heads": HEADS, "head_dim": HEAD_DIM}
+    model = llama.Model(llama.ModelArgs("llama", num_hidden_layers=layers, **small, **heads))
+    model.set_dtype(mx.float16)
+    return model
+
+
 class Case:
     """A context of so many blocks in so many layers."""
 
     def __init__(self, blocks: int, layers: int) -> None:
-        planes = tuple(Plane(kv_type, DType.FLOAT16, HEAD_DIM) for kv_type in (0, 1))
-        layer = FullLayer((HEADS, HEADS), planes)
-        self.spec = ModelCacheSpec("Gemma 3 12B", BLOCK_TOKENS, (layer,) * layers, (None,) * layers, 1, None, 0)
+        self.spec = ModelCacheSpec.probe(hollow_model(layers), SimpleNamespace(get_vocab=dict))
         self.tokens = blocks * BLOCK_TOKENS - UNUSED
         self.blocks = [self._block(i, min(BLOCK_TOKENS, self.tokens - i * BLOCK_TOKENS), layers) for i in range(blocks)]
         self.cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
