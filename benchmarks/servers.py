@@ -42,6 +42,8 @@ class Server:
     name: str
     port: int
     admin: Any  # redis.Redis, whose execute_command has no types
+    process: subprocess.Popen[bytes]
+    directory: Path
 
     @property
     def url(self) -> str:
@@ -65,17 +67,17 @@ class Server:
 
 
 @contextmanager
-def _run(kind: str, version: str, *command: str) -> Iterator[Server]:
+def _run(kind: str, version: str, *command: str, more: tuple[str, ...] = ()) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
-        options = ["--port", str(port), "--dir", directory, "--maxmemory", _MAXMEMORY, "--save", ""]
+        options = ["--port", str(port), "--dir", directory, "--maxmemory", _MAXMEMORY, "--save", "", *more]
         log = Path(directory, "log")
         with log.open("wb") as out:
             process = subprocess.Popen([*PINNED, *command, *options], stdout=out, stderr=out)
         try:
             with redis.Redis(port=port, socket_timeout=60) as admin:
-                yield Server(f"{kind} {_answer(admin, process)[version]}", port, admin)
+                yield Server(f"{kind} {_answer(admin, process)[version]}", port, admin, process, Path(directory))
         finally:
             if process.poll() is not None:
                 print(f"{kind} ended by itself:\n{log.read_text()}", file=sys.stderr)
@@ -95,9 +97,10 @@ def _answer(admin: redis.Redis, process: subprocess.Popen[bytes]) -> dict[str, A
             time.sleep(0.05)
 
 
-def start_kvpage() -> AbstractContextManager[Server]:
-    """Ours."""
-    return _run("kvpage-server", "kvpage_version", sys.executable, "-m", "kvpage_server.app")
+def start_kvpage(*options: str) -> AbstractContextManager[Server]:
+    """Ours, in memory unless `options` say otherwise."""
+    more = ("--store", "memory", *options)
+    return _run("kvpage-server", "kvpage_version", sys.executable, "-m", "kvpage_server.app", more=more)
 
 
 def start_valkey() -> AbstractContextManager[Server]:

@@ -226,7 +226,7 @@ class Config:
     )
     maxdisk: int = option(memory(), 0, "bytes of the store on disk; 0 is no limit")
     write_behind_limit: int = option(
-        memory(1024**2), 128 * 1024**2, "bytes that may wait to be written to disk, before writers do"
+        memory(1024**2), 256 * 1024**2, "bytes that may wait to be written to disk, before writers do"
     )
     scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second of the disk that are checked for damage")
     page_checksums: bool = option(yes_no, True, "hash the bodies of pages when they are written", mutable=True)

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kvpage_server.commands.arguments import batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import fetched
+from kvpage_server.commands.disk import fetch_ahead, fetched
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.registry import command
@@ -37,7 +37,7 @@ from kvpage_server.store.extent import Extent
 from kvpage_server.store.tiered import Tiered
 
 _PLANE = 3  # type dtype head_dim
-_AHEAD = 4  # blocks that are fetched from disk at once
+_AHEAD = 2  # blocks that are sent while as many are fetched from disk
 
 
 @command(
@@ -132,7 +132,9 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
 
     def bodies() -> Iterator[Reply]:
         for i, (req_id, page) in enumerate(names):
-            yield from fetched(client, Tiered.cold_in_blocks, names[i : i + _AHEAD])
+            if i % _AHEAD == 0:
+                fetch_ahead(client, Tiered.cold_of_blocks, names[i : i + 2 * _AHEAD])
+            yield from fetched(client, Tiered.cold_of_block, req_id, page)
             yield _read(client, req_id, page)
 
     return Stream(len(names), bodies())

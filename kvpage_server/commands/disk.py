@@ -76,6 +76,15 @@ def _keys(spec: Spec, args: Sequence[Argument]) -> list[bytes]:
     return [key for key, _ in spec.uses_of(args) if not isinstance(key, Prefix)]
 
 
+def fetch_ahead(
+    client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
+) -> None:
+    """Have what `find`, asked with those arguments, finds missing fetched; nobody waits for it yet."""
+    tiered = client.server.tiered
+    if tiered is not None and tiered.any_cold and (values := find(tiered, *args, **kwargs)):
+        tiered.fetch_some(values)
+
+
 def fetched(
     client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
 ) -> Iterator[Reply]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import fetched
+from kvpage_server.commands.disk import fetch_ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
@@ -44,7 +44,7 @@ from kvpage_server.store.tiered import Tiered
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed or sent before other clients may have their turn
-_AHEAD = 256  # pages that are fetched from disk at once
+_AHEAD = 4 * STEP  # pages that are sent while as many are fetched from disk
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 _NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
@@ -254,7 +254,9 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
         for start in range(0, count, STEP):
             some = keys[start : start + STEP]
-            yield from fetched(client, Tiered.cold_in, keys[start : start + _AHEAD], STEP)
+            if start % _AHEAD == 0:
+                fetch_ahead(client, Tiered.cold_of, keys[start : start + 2 * _AHEAD])
+            yield from fetched(client, Tiered.cold_of, some)
             pieces: list[Piece] = []
             for key, entry in zip(some, keyspace.read_all(some), strict=True):
                 if type(entry) is Slot and type(entry.unit) is Block:

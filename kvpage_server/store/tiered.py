@@ -18,6 +18,7 @@ import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate
 from typing import cast
 
 from kvpage_server.page import unix_ms
@@ -37,6 +38,7 @@ from kvpage_server.store.spelling import Spoilt, Value, change_of, extent_of
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
 _MOST_PASSED = 4096  # units that are not dropped, before no more are looked at
+_MOST_AHEAD = 16 * 1024**2  # bytes that are fetched before somebody waits for them
 _AT_ONCE = 32  # values that one reader fetches before it looks for other work
 
 log = logging.getLogger("kvpage")
@@ -88,9 +90,13 @@ class Tiered(Keyspace):
 
     async def close(self) -> None:
         """Write what is not on disk, and let go of it."""
-        for unit in list(self._unproven):
-            self._prove(unit)
         await self.scrubber.close()
+        while self._unproven and not self.behind.failing:
+            for unit in list(self._unproven):
+                if self.behind.full:
+                    break
+                self._prove(unit)
+            await self.behind.settle()
         await self.behind.close()
         await self._fetcher.close()
         self.disk.close()
@@ -402,16 +408,6 @@ class Tiered(Keyspace):
         """How many values there are on disk."""
         return len(self._stored)
 
-    def cold_in(self, keys: Sequence[bytes], first: int) -> list[Cold]:
-        """All cold values of some keys, if one of the `first` is cold: what is asked for soon comes with it."""
-        return self.cold_of(keys) if self.cold_of(keys[:first]) else []
-
-    def cold_in_blocks(self, names: Sequence[tuple[bytes, int]]) -> list[Cold]:
-        """All cold values of some blocks, if the first is cold."""
-        if not self.cold_of_block(*names[0]):
-            return []
-        return [cold for name in names for cold in self.cold_of_block(*name)]
-
     def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""
         return [cold for cold in self.cold_of(keys) if cold.name[:1] == b"b"]
@@ -425,8 +421,20 @@ class Tiered(Keyspace):
             return [block.extent.slot] if type(block.extent.slot) is Cold else []
         return self.cold_of(block.page_keys())
 
+    def cold_of_blocks(self, names: Iterable[tuple[bytes, int]]) -> list[Cold]:
+        """The values that have to be fetched before some blocks can be read whole."""
+        return [cold for name in names for cold in self.cold_of_block(*name)]
+
+    def fetch_some(self, values: Sequence[Cold]) -> None:
+        """Have the first of some values in memory soon, as many as `_MOST_AHEAD` bytes."""
+        sizes = accumulate(value.size for value in values)
+        self.fetch([value for value, size in zip(values, sizes, strict=True) if size <= _MOST_AHEAD], _nothing)
+
     def fetch(self, values: Sequence[Cold], then: Callable[[], None]) -> None:
         """Have values in memory, those at least that are intact; then call `then`."""
+        if not values:
+            then()
+            return
         group = _Group(len(values), then)
         new = [value for value in values if value not in self._fetching]
         for value in values:
@@ -566,6 +574,10 @@ class Tiered(Keyspace):
         names = list(self._names_of(cast(Unit, unit))) if isinstance(unit, Block) else [name]
         self.evict(unit if isinstance(unit, Block) else name[1:])
         return names
+
+
+def _nothing() -> None:
+    """Nobody waits."""
 
 
 class _Group:

@@ -1,0 +1,115 @@
+"""The tiered store beside the one in memory: what the disk costs when it is not needed, and what it gives when it is.
+
+Servers have one core, the client the other. Ratios are medians of the ratios of each round.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from benchmarks.findings import Finding, show, write
+from benchmarks.pairs import Contestant, compare, cpu_ratio, speed, speed_ratio
+from benchmarks.servers import pin_client, start_kvpage
+from benchmarks.stores import PageStore
+from kvpage_server.bench.measure import GB
+from kvpage_server.bench.work import LLAMA3_16, Blocks, Pages, Work
+
+KIB = 1024
+GENERATIONS = 4
+INTRO = "tiered / memory; ratios are medians of the ratios of each round"
+MEMORY, TIERED, DISK = "memory", "tiered", "disk"
+
+
+def _paths(rounds: int) -> list[Finding]:
+    """Reads and writes with the working set in memory, and reads of what is on disk alone."""
+    findings: list[Finding] = []
+    with ExitStack() as stack:
+        memory, tiered, disk = (
+            stack.enter_context(start_kvpage(*options))
+            for options in ((), ("--store", "tiered"), ("--store", "tiered", "--maxmemory", "24mb"))
+        )
+        contestants = {
+            name: Contestant(name, PageStore(server.url), server)
+            for name, server in ((MEMORY, memory), (TIERED, tiered), (DISK, disk))
+        }
+        works: list[tuple[str, Work]] = [
+            ("pages of 64 KiB", Pages(256, 64 * KIB, GENERATIONS)),
+            ("blocks of 2 MiB", Blocks(8, LLAMA3_16, GENERATIONS)),
+        ]
+        for name, work in works:
+            print(f"{name} ...", flush=True)
+            pair = [contestants[MEMORY], contestants[TIERED]]
+            findings.append(_finding(f"write {name}", TIERED, compare(pair, "write", work, rounds=rounds), 0.7))
+            findings.append(_finding(f"read {name}", TIERED, compare(pair, "read", work, rounds=rounds), 0.9))
+            for step in contestants[DISK].store.writes(work):
+                step()
+            disk.admin.execute_command("SAVE")
+            pair = [contestants[MEMORY], contestants[DISK]]
+            findings.append(_finding(f"read {name} from disk", DISK, compare(pair, "read", work, rounds=rounds), 0.5))
+            for server in (memory, tiered, disk):
+                server.admin.flushall()
+    return findings
+
+
+def _finding(work: str, name: str, passes: dict[str, list[Any]], target: float) -> Finding:
+    measured = f"{speed(passes, name):.2f} / {speed(passes, MEMORY):.2f}"
+    ratio = speed_ratio(passes, name, MEMORY)
+    note = f"server's CPU time {cpu_ratio(passes, name, MEMORY):.2f}"
+    return Finding(work, MEMORY, "GB/s", measured, ratio, at_least=target, note=note)
+
+
+def _end(size: int) -> Finding:
+    """What SIGTERM takes, when everything has yet to be written, beside a file of as many bytes."""
+    with start_kvpage("--store", "tiered", "--appendfsync", "no") as server:
+        work = Blocks(8, LLAMA3_16, size // (8 * LLAMA3_16.nbytes))
+        for step in PageStore(server.url).writes(work):
+            step()
+        sequential = [_sequential(server.directory / "sequential", size)]
+        began = time.perf_counter()
+        server.process.terminate()
+        server.process.wait()
+        took = time.perf_counter() - began
+        sequential.append(_sequential(server.directory / "sequential", size))
+        stored = (server.directory / "kvpage.lmdb").stat().st_size
+    assert stored >= size, "not everything was written"
+    ours, disks = size / took / GB, size / median(sequential) / GB
+    return Finding(
+        f"SIGTERM with {size // KIB**2} MiB to write", "a file", "GB/s", f"{ours:.2f} / {disks:.2f}", ours / disks, 0.5
+    )
+
+
+def _sequential(path: Path, size: int) -> float:
+    """Seconds that a file of `size` bytes takes until it is on disk."""
+    piece = os.urandom(4 * KIB**2)
+    began = time.perf_counter()
+    with path.open("wb") as file:
+        for _ in range(size // len(piece)):
+            file.write(piece)
+        file.flush()
+        os.fsync(file.fileno())
+    took = time.perf_counter() - began
+    path.unlink()
+    return took
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; write results/tiered.json and .md, unless --quick is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks tiered")
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    rounds = 3 if quick else 9
+    pin_client()
+    findings = [*_paths(rounds), _end((256 if quick else 768) * KIB**2)]
+    show(findings, INTRO)
+    if not quick:
+        write(findings, "tiered", {"rounds": rounds, "generations": GENERATIONS}, intro=INTRO)
+
+
+if __name__ == "__main__":
+    main()
