@@ -8,7 +8,11 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from persistent_models import EXAMPLES
 
+from benchmarks.decoder import decoder
 from engine.persistent import Device, Executor, Model, Simulator, parse
 from engine.persistent import errors as e
 
@@ -65,6 +69,50 @@ def test_the_caret_stands_right_after_tabs_too() -> None:
     with pytest.raises(e.ParseError) as caught:
         parse("block entry {\n\t\tcache.read K[ >> k;\n}")
     assert str(caught.value).split("\n")[1:] == ["\t\tcache.read K[ >> k;", "\t\t" + " " * 14 + "^"]
+
+
+def test_what_is_nested_too_deeply_or_counts_too_far() -> None:
+    assert parse(f"persistent {{ a: f32[{'(' * 3000}D{')' * 3000}]; }}") == parse("persistent { a: f32[D]; }")
+    for expression in ("D" + "+1" * 3000, "-" * 3000 + "D"):
+        with pytest.raises(e.ParseError, match="nested too deeply"):
+            parse(f"persistent {{ a: f32[{expression}]; }}")
+    for text in ("persistent { a: i32 @init(-9", "persistent { a: i32[9", "block entry { cache.increment 9"):
+        with pytest.raises(e.ParseError, match=r"an integer has at most 20 digits|unexpected"):
+            parse(f"{text}{'9' * 5000}")
+    with pytest.raises(e.ParseError, match="an integer has at most 20 digits"):
+        parse(f"block entry {{ cache.increment {'9' * 5000} n; }}")
+
+
+PIECES = ["K", "[", "]", "..", "-1", "0", "(", ")", ";", "{", "}", ">>", "@table", "@auto_dim(t)", "@init(1.5)", "f16"]
+PIECES += [
+    "u8",
+    " t ",
+    " l ",
+    "cache.read ",
+    "cache.reset ",
+    "branch entry;",
+    "op ",
+    "loop a (t in 0..2) {",
+    "%",
+    "9" * 21,
+]
+
+
+@settings(max_examples=100)
+@given(st.lists(st.tuples(st.floats(0, 1), st.integers(0, 12), st.sampled_from(PIECES)), min_size=1, max_size=3))
+def test_whatever_stands_in_a_text_it_is_a_graph_or_an_error_of_ours(edits: list[tuple[float, int, str]]) -> None:
+    text = (EXAMPLES / "attention.oinf.txt").read_text()
+    for place, removed, piece in edits:
+        at = int(place * len(text))
+        text = text[:at] + piece + text[at + removed :]
+    said = None
+    try:
+        Simulator(decoder(), parse(text))
+    except e.PersistentError as error:
+        said = error
+    if isinstance(said, e.GraphError) and "no block entry" not in str(said):
+        assert said.at is not None
+        assert str(said).count("\n") == 2
 
 
 DECLARATIONS = [

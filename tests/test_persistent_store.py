@@ -15,6 +15,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from safetensors import safe_open
 
 from engine.persistent import Executor, Model, PersistentStore, Simulator, parse
@@ -131,6 +133,63 @@ def test_only_what_changed_is_written_and_what_was_replaced_is_deleted(
     assert run.save().pages == 0
     assert advance(run, 1).save().pages == 5
     assert state(simulator(store).resume("ring")) == reference(8)
+
+
+ACTIONS = {
+    "write": "cache.write x >> K[l, t];",
+    "look": "cache.read K[l, t] >> k;",
+    "forget": "cache.reset K[l, t];",
+    "forget_lane": "cache.reset K[l];",
+    "forget_all": "cache.reset K; cache.reset C;",
+    "grow": "cache.read M[t] >> m; op fill(m, value=2.0) >> m; cache.write m >> M;",
+    "shrink": "cache.reset M;",
+    "cell": "cache.read C[l, t] >> c; op add(c, one) >> c; cache.write c >> C[l];",
+    "count": "cache.increment 100 n; cache.decrement 3 f;",
+}
+ANYTHING = f"""
+dynamic {{ l: i32; t: i32; x: f32[D]; {"".join(f"is_{name}: bool; " for name in ACTIONS)} }}
+volatile {{ k: f32[D]; m: f32[D, 2]; c: u16[1]; one: u16 @init(1); }}
+persistent {{
+    K(l, t): f32[D] @table;
+    M(r): f32[D, 2] @auto_dim(r);
+    C(l, r): u16[1] @table @auto_dim(r) @init(3);
+    n: u8;
+    f: f16;
+}}
+block nothing {{ return; }}
+block entry {{ {"".join(f"branch is_{name} {name} nothing; " for name in ACTIONS)} }}
+{"".join(f"block {name} {{ {statements} }} " for name, statements in ACTIONS.items())}
+"""
+histories = st.lists(
+    st.tuples(st.sampled_from([*ACTIONS, "save", "resume"]), st.integers(0, 2), st.integers(0, 5), st.integers(0, 9)),
+    max_size=20,
+)
+
+
+@settings(max_examples=30)
+@given(histories)
+def test_whatever_was_done_between_saves_is_what_is_resumed(
+    server: RunningServer, history: list[tuple[str, int, int, int]]
+) -> None:
+    with server.client() as direct:
+        direct.flushall()
+        store = PersistentStore(server.url)
+        stopped = simulator(store, ANYTHING)
+        run, never_stopped = stopped.make_executor("any"), simulator(None, ANYTHING).make_executor()
+        run.save()
+        for action, lane, index, value in history:
+            if action in ("save", "resume"):
+                run.save()
+                run = stopped.resume("any") if action == "resume" else run
+                written = sum(1 for table in run.memory.tables.values() for _ in table.entries())
+                assert len(pages(direct)) == written
+            else:
+                for executor in (run, never_stopped):
+                    executor.insert({f"is_{name}": name == action for name in ACTIONS})
+                    executor.insert(l=lane, t=index, x=mx.full(D, float(value)))
+                    executor.step()
+            assert state(run) == state(never_stopped)
+        store.close()
 
 
 def test_rewriting_the_same_bytes_is_no_change(store: PersistentStore, client: redis.Redis) -> None:
@@ -298,7 +357,7 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
             broken.close()
             if saved:
                 break
-            cut += 150
+            cut += 250
 
 
 def test_autosave_goes_on_without_a_server_and_makes_up_for_it(

@@ -34,6 +34,7 @@ from engine.persistent.graph import (
     Write,
 )
 
+MAX_DIGITS = 20  # as many as 2^64 has
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
@@ -77,6 +78,8 @@ def _parse(text: str, name: str, start: str) -> Any:
         if isinstance(error.orig_exc, GraphError):
             raise error.orig_exc from None
         raise
+    except RecursionError:
+        raise ParseError(f"{name} is nested too deeply") from None
 
 
 def _refuse(error: UnexpectedInput, source: Source) -> NoReturn:
@@ -161,7 +164,12 @@ class _ToGraph(Transformer[Token, Any]):
         return (None if children[0] is None else str(children[0])), children[1]
 
     def integer(self, meta: Any, children: list[Token]) -> int:
-        return int(children[0])
+        return self._int(children[0])
+
+    def _int(self, token: Token) -> int:
+        if len(token) > MAX_DIGITS:
+            raise ParseError(f"an integer has at most {MAX_DIGITS} digits", self._at(token))
+        return int(token)
 
     def real(self, meta: Any, children: list[Token]) -> float:
         return float(children[0])
@@ -179,7 +187,7 @@ class _ToGraph(Transformer[Token, Any]):
             return -WORDS[text]
         if not text[0].isdigit():
             raise ParseError(f"a number belongs after -, got {text}", self._at(children[0]))
-        return -float(text) if not text.isdigit() else -int(text)
+        return -self._int(children[0]) if text.isdigit() else -float(text)
 
     def values(self, meta: Any, children: list[Any]) -> tuple[Any, ...]:
         return tuple(child for child in children if child is not None)
@@ -245,10 +253,10 @@ class _ToGraph(Transformer[Token, Any]):
         return Write(children[0], children[1], self._at(meta))
 
     def increment(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), int(children[0] or 1), self._at(meta))
+        return Increment(str(children[1]), self._int(children[0]) if children[0] else 1, self._at(meta))
 
     def decrement(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), -int(children[0] or 1), self._at(meta))
+        return Increment(str(children[1]), -self._int(children[0]) if children[0] else -1, self._at(meta))
 
     def reset(self, meta: Any, children: list[Any]) -> Reset:
         return Reset(children[0], self._at(meta))

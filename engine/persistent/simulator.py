@@ -6,6 +6,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from enum import Enum
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +74,13 @@ class Simulator:
             self.actions = compile_graph(graph, self.variables, model.sizes, self.tensors)
         declared = {declaration.name for declaration in graph.declarations}
         self.temporary = [name for name in self.variables if name not in declared]  # those that `assign` declares
-        self.fingerprint = fingerprint(graph, model)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """64 bits of everything that makes two instances interchangeable: the graph, whatever its layout and comments,
+        the sizes and the model's tensors."""
+        identity = [FORMAT, repr(self.graph), sorted(self.model.sizes.items()), self.model.digest()]
+        return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
 
     def make_executor(self, instance: str | None = None, *, autosave: int = 0, trace: bool = False) -> Executor:
         """An executor whose persistent memory is new.
@@ -136,7 +143,8 @@ class Executor:
         """Run the graph's entry block once; dynamic variables are empty again afterwards.
 
         Raises InputError when one has not been inserted, a GraphError with the place of a statement that went wrong,
-        BrokenExecutorError when MLX could not compute what the step asked for.
+        BrokenExecutorError when MLX could not compute what the step asked for. An autosave, after the step, raises
+        ConflictError when somebody else has saved the instance.
         """
         if self._broken:
             raise BrokenExecutorError("an earlier step could not be computed; resume the instance, or start anew")
@@ -163,6 +171,7 @@ class Executor:
             for name in self.simulator.temporary:
                 frame.values.pop(name, None)  # what nobody refers to MLX computes in place
             self._evaluate(lambda: mx.eval(journal.arrays(), list(frame.values.values())))
+        journal.begin()  # nothing of this step is taken back any more
         self._frame = frame
         self.steps += 1
         if self._autosave and self.steps % self._autosave == 0:
@@ -262,10 +271,3 @@ class Executor:
         except RuntimeError as error:
             raise InputError(f"{name} could not be computed: {error}") from error
         return value
-
-
-def fingerprint(graph: Graph, model: Model) -> int:
-    """64 bits of everything that makes two instances interchangeable: the graph, whatever its layout and comments, the
-    sizes and the model's tensors."""
-    identity = [FORMAT, repr(graph), sorted(model.sizes.items()), model.digest()]
-    return int.from_bytes(hashlib.blake2b(json.dumps(identity).encode(), digest_size=8).digest(), "little")
