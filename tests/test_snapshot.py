@@ -246,7 +246,7 @@ with Store({!r}) as store:
 """
 
 
-@pytest.mark.parametrize("times", [2, pytest.param(50, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("times", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
     server: RunningServer, client: redis.Redis, store: Store, tmp_path: Path, times: int
 ) -> None:
