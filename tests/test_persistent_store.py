@@ -245,6 +245,19 @@ def test_every_dtype_comes_back_to_the_bit(store: PersistentStore, client: redis
             assert mx.array_equal(found.view(mx.uint8), wanted.view(mx.uint8)), name
 
 
+def test_tensors_without_elements_need_no_page(store: PersistentStore, client: redis.Redis) -> None:
+    text = """
+    dynamic { x: f32[0, D]; }
+    persistent { A(i): f32[0, D] @table; W: f32[0, D]; }
+    block entry { cache.write x >> A[2]; cache.write x >> W; }
+    """
+    run = simulator(store, text).make_executor("empty")
+    run.insert(x=mx.zeros((0, D)))
+    run.step()
+    assert run.save().pages == 0
+    assert state(simulator(store, text).resume("empty")) == state(run)
+
+
 def test_nothing_is_stored_of_an_unknown_instance(store: PersistentStore, client: redis.Redis) -> None:
     with pytest.raises(NoInstanceError, match="nothing is stored of instance nobody"):
         simulator(store).resume("nobody")

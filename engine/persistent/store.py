@@ -191,8 +191,8 @@ class StoredInstance:
                 version.slots[index], version.digests[index] = slot, digest
                 if table.layout.auto:
                     version.shapes[index] = tensors.shape[1:]
+                key = self._page_key(self._number(stored, prefix), index, slot)
                 if len(body):
-                    key = self._page_key(self._number(stored, prefix), index, slot)
                     yield Page(key, body, table.layout.dtype.page, *_matrix(table.layout, tensors.shape[1:]))
 
     def _number(self, stored: StoredTable, prefix: Entry) -> int:
