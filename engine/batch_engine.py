@@ -61,8 +61,9 @@ class BlockPoolBatchEngine:
     Where layers carry a state (windows, recurrences), a context can be taken up at the end of an answer and at
     checkpoints: blocks' ends, spread evenly over the prompt, as many as `state_budget` bytes a prompt allow.
 
-    Kinds of cache that mlx-lm cannot merge are run in turns, a sequence at a time. A model whose kind of cache nobody
-    knows is run so too, and its contexts are not kept: `spec.refusal` says why, and every completion's `not_kept`.
+    Where mlx-lm has no batches for a model, or wrong ones, prompts run in turns, a sequence at a time. A model whose
+    kind of cache nobody knows is run so too, and its contexts are not kept: `spec.refusal` says why, and every
+    completion's `not_kept`.
     """
 
     def __init__(
@@ -361,8 +362,8 @@ class BlockPoolBatchEngine:
 
 
 def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:
-    """mlx-lm's own, where it merges all that the layers keep."""
-    if spec.refusal or not all(hasattr(layer.KIND, "merge") for layer in spec.layers):
+    """mlx-lm's own, where its batches are right."""
+    if not spec.batches:
         return SingleGenerator(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
     stop = [[token] for token in stop_tokens]
     return BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_chunk)

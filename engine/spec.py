@@ -23,10 +23,12 @@ from engine.caches import (
     StateLayer,
     TokenLayer,
     UnsupportedCacheError,
+    assemble,
     describe,
     nesting,
     parts,
 )
+from engine.ragged import batches_rightly
 from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
@@ -72,6 +74,7 @@ class ModelCacheSpec:
     vocab_size: int
     context: int | None  # tokens the model was made for; None when it does not say
     fingerprint: int  # 64 bits; caches with equal fingerprints are interchangeable
+    batches: bool  # whether mlx-lm's batches of the model say what it says alone
     refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
 
     @classmethod
@@ -84,7 +87,7 @@ class ModelCacheSpec:
         block_tokens: int = BLOCK_TOKENS,
         cache: Sequence[Any] | None = None,
     ) -> ModelCacheSpec:
-        """Run one token through `model` and describe the cache it leaves.
+        """Run one token through `model` and describe the cache it leaves, and a few more to see whether it batches.
 
         `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one. One that is not
         understood raises UnsupportedCacheError; if the model makes it for itself, the spec says so in its `refusal`.
@@ -93,21 +96,26 @@ class ModelCacheSpec:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
         probed = make_prompt_cache(model) if cache is None else cache
         logits = model(mx.array([[0]]), cache=probed)
+        layers: tuple[Layer, ...] = ()
+        nestings: tuple[Nesting, ...] = ()
         refusal = None
         try:
-            layers = _describe_all(probed)
+            layers, nestings = _describe_all(model, probed)
         except UnsupportedCacheError as error:
             if cache is not None:
                 raise
-            layers, refusal = (), str(error)
+            refusal = str(error)
         return cls(
             model_id=model_id,
             block_tokens=block_tokens,
             layers=layers,
-            nesting=tuple(nesting(layer) for layer in probed) if layers else (),
+            nesting=nestings,
             vocab_size=logits.shape[-1],
             context=_context(model),
             fingerprint=fingerprint(model, tokenizer, layers, block_tokens),
+            batches=bool(layers)
+            and all(hasattr(layer.KIND, "merge") for layer in layers)
+            and batches_rightly(model, lambda: assemble(nestings, (layer.empty() for layer in layers))),
             refusal=refusal,
         )
 
@@ -155,19 +163,23 @@ def pages(shapes: Shapes) -> list[PageAt]:
     ]
 
 
-def _describe_all(cache: Sequence[Any]) -> tuple[Layer, ...]:
+def _describe_all(model: nn.Module, cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nesting, ...]]:
     layers = tuple(describe(i, part) for i, layer in enumerate(cache) for part in parts([layer]))
     if not any(layer.planes for layer in layers):
         raise UnsupportedCacheError("the model caches nothing that could be reused")
-    return layers
+    if not _configuration(model):
+        raise UnsupportedCacheError("the model has no configuration that would tell it from others")
+    return layers, tuple(nesting(layer) for layer in cache)
 
 
 def _context(model: nn.Module) -> int | None:
     """From the configuration, or, of a model that also does other things, from that of its language."""
-    args = getattr(model, "args", None)
-    language = getattr(args, "text_config", None) or args
-    configured = language if isinstance(language, dict) else vars(language) if language else {}
-    return configured.get("max_position_embeddings")
+    for args in _configuration(model).values():
+        language = args.get("text_config") or args
+        length: int | None = (language if isinstance(language, dict) else vars(language)).get("max_position_embeddings")
+        if length:
+            return length
+    return None
 
 
 def _nbytes(shapes: Shapes) -> int:
@@ -194,7 +206,8 @@ def fingerprint(model: nn.Module, tokenizer: Any, layers: Sequence[Layer], block
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    return dict(vars(model.args))
+    """What the model was made with, by the names it has it under: args, or config."""
+    return {name: vars(value) for name, value in vars(model).items() if dataclasses.is_dataclass(value)}
 
 
 def _weights_digest(model: nn.Module) -> str:

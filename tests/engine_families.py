@@ -22,8 +22,9 @@ TOKENS = np.random.default_rng(6).integers(0, 96, 300).tolist()
 TOKENIZER = letter_tokenizer()
 QUANTIZED = [f"llama q{bits}/{group}" for bits in (4, 8) for group in (32, 64)]
 KINDS = [*FAMILIES, *QUANTIZED]
-WITH_STATE = ["llama4", "gemma3_text", "gpt_oss", "cohere2", "lfm2", "qwen3_next", "falcon_h1", "mamba2"]
-WITHOUT_OFFSET = ["mamba2"]
+WINDOWS = ["llama4", "gemma3_text", "gpt_oss", "cohere2"]
+WITH_STATE = [*WINDOWS, "lfm2", "qwen3_next", "falcon_h1", "baichuan_m1", "jamba", "rwkv7", "mamba2"]
+WITHOUT_OFFSET = ["rwkv7", "mamba2"]
 
 Logits = npt.NDArray[np.float32]
 

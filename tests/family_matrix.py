@@ -74,7 +74,7 @@ def _kept(caches: Iterable[Any]) -> str:
 
 
 def _batched(spec: ModelCacheSpec) -> str:
-    return "in one batch" if all(hasattr(layer.KIND, "merge") for layer in spec.layers) else "in turns"
+    return "in one batch" if spec.batches else "in turns"
 
 
 def documented() -> str:

@@ -199,6 +199,17 @@ def test_checkpoints_stay_within_their_budget(budget: int, kept: list[int]) -> N
     assert [end for block, end in held if block.state] == [*kept, 201]
 
 
+@pytest.mark.parametrize("kind", ["llama", "mamba2", "jamba", "rwkv7"])
+def test_a_model_runs_in_one_batch_exactly_if_its_batches_are_right(kind: str) -> None:
+    """Padding gets into what the layers of some carry. They are put into one batch here, to see whether it is so."""
+    bench = Bench(kind)
+    forced = replace(bench.of.spec, batches=True)
+    bench.batch = BlockPoolBatchEngine(bench.of.model, TOKENIZER, forced, bench.pool)
+    asked = {bench.submit(prompt): prompt for prompt in PROMPTS}
+    right = [close(bench.said(done), MlxLm(bench.of).said(asked[done.uid], 6)) for done in bench.batch.step()]
+    assert all(right) == bench.of.spec.batches
+
+
 def unknown(family: str) -> tuple[Any, str]:
     """A model that keeps a kind of cache without a codec, and how the kind is refused."""
     model = tiny(family)

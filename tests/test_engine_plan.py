@@ -22,7 +22,7 @@ CARRIED = ArraysLayer((Plane(0, DType.FLOAT32, 2),), ((1, 2),))
 
 
 def spec_of(*layers: FullLayer | ArraysLayer) -> ModelCacheSpec:
-    return ModelCacheSpec("planned", SIZE, layers, (None,) * len(layers), 97, None, 1)
+    return ModelCacheSpec("planned", SIZE, layers, (None,) * len(layers), 97, None, 1, True)
 
 
 @dataclass(frozen=True)
