@@ -5,10 +5,14 @@ from __future__ import annotations
 import contextlib
 import io
 import re
+import shlex
+import subprocess
 from pathlib import Path
 
+import mlx.core as mx
 import pytest
 import redis
+from documents import ROOT, blocks, check, commands, entry_point
 from servers import RunningServer
 
 from engine.persistent import errors
@@ -16,8 +20,9 @@ from engine.persistent.dtypes import DTYPES
 from engine.persistent.ops import OPS
 from engine.persistent.parser import ATTRIBUTES
 
-DOCUMENT = (Path(__file__).parent.parent / "docs" / "persistent.md").read_text()
-PROGRAM = "\n".join(re.findall(r"```python\n(.*?)```", DOCUMENT, re.DOTALL))
+NAME = "docs/persistent.md"
+DOCUMENT = (ROOT / NAME).read_text()
+PROGRAM = "\n".join(blocks(NAME, "python"))
 
 
 def test_the_program_prints_what_the_page_says(
@@ -30,6 +35,17 @@ def test_the_program_prints_what_the_page_says(
     said = re.findall(r"^ *print\(.*?\)  # (.*)$|^    # (.*)$", PROGRAM, re.MULTILINE)
     assert printed.getvalue().splitlines() == [after or below for after, below in said]
     assert client.dbsize() == 0
+
+
+def test_the_command_prints_what_the_page_shows(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    ((typed, shown),) = commands(NAME)
+    program, *words = shlex.split(typed)
+    mx.save_safetensors(str(tmp_path / "x.safetensors"), {"x": mx.ones((2, 3))})
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    command = [*entry_point(program), *words, "--url", server.url]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    check("\n".join(line.rstrip() for line in done.stdout.splitlines()), shown)
 
 
 def test_everything_is_listed() -> None:
