@@ -13,6 +13,7 @@ import mmap
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from statistics import median
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,9 @@ HEADS, HEAD_DIM = 8, 256  # of Gemma 3 12B, which has 48 layers
 SIZES = ((1, 12), (4, 24), (8, 30), (16, 30), (32, 48))  # blocks, layers
 UNUSED = 1  # rows of the last block: a prompt that is known entirely is restored but for its last token
 GRAPH_MS, COPIES = 5.0, 1.5  # the targets
-RING = 256 << 20  # bytes of the copy's destination: more than any CPU's cache
+MOVED = 8 << 30  # bytes, about so many in the rounds of a size
+ROUNDS_WITH_NEW_MEMORY = 3  # they take long
+RING = 512 << 20  # bytes: more than any CPU's cache
 INTRO = (
     f"{HEADS} KV heads of {HEAD_DIM}, float16, blocks of {BLOCK_TOKENS} tokens; "
     "time beside a plain copy of the same bytes, medians of the ratios of each round"
@@ -60,7 +63,6 @@ class Case:
         self.spec = ModelCacheSpec.probe(hollow_model(layers), SimpleNamespace(get_vocab=dict))
         self.tokens = blocks * BLOCK_TOKENS - UNUSED
         self.blocks = [self._block(i, min(BLOCK_TOKENS, self.tokens - i * BLOCK_TOKENS), layers) for i in range(blocks)]
-        self.cache = kvcache.reconstruct(self.spec, self.blocks, self.tokens)
         self.name = f"{blocks} x {layers}"
 
     def _block(self, block_id: int, tokens: int, layers: int) -> KVBlock:
@@ -68,6 +70,11 @@ class Case:
         arrays = tuple(tuple(mx.array(values + i * 7 + kv).view(mx.float16) for kv in (0, 1)) for i in range(layers))
         mx.eval(arrays)
         return KVBlock(block_id, tokens, arrays)
+
+    @cached_property
+    def cache(self) -> kvcache.Cache:
+        """With the blocks' tokens; made when it is first asked for, since it takes as much memory as they do."""
+        return kvcache.reconstruct(self.spec, self.blocks, self.tokens)
 
     @property
     def nbytes(self) -> int:
@@ -124,15 +131,21 @@ class Case:
         return seconds
 
 
-def copy(sources: Sequence[NDArray[np.uint8]], target: NDArray[np.uint8]) -> float:
-    """All of them into `target`, again from its beginning when it is full."""
-    started = time.perf_counter()
-    at = 0
-    for source in sources:
-        at = at if at + len(source) <= len(target) else 0
-        target[at : at + len(source)] = source
-        at += len(source)
-    return time.perf_counter() - started
+class Ring:
+    """Memory to copy to: what is written to it goes to the machine's memory and doesn't stay in the CPU's cache."""
+
+    def __init__(self) -> None:
+        self._memory = np.ones(RING, np.uint8)  # of zeros, the system would provide nothing yet
+        self._at = 0
+
+    def copy(self, sources: Sequence[NDArray[np.uint8]]) -> float:
+        """All of them, to where the last copy ended."""
+        started = time.perf_counter()
+        for source in sources:
+            self._at = self._at if self._at + len(source) <= RING else 0
+            self._memory[self._at : self._at + len(source)] = source
+            self._at += len(source)
+        return time.perf_counter() - started
 
 
 def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> float:
@@ -140,7 +153,10 @@ def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> f
     started = time.perf_counter()
     with mmap.mmap(-1, nbytes) as memory:
         target = np.frombuffer(memory, np.uint8)
-        copy(sources, target)
+        at = 0
+        for source in sources:
+            target[at : at + len(source)] = source
+            at += len(source)
         del target
     return time.perf_counter() - started
 
@@ -148,21 +164,22 @@ def copy_into_new_memory(sources: Sequence[NDArray[np.uint8]], nbytes: int) -> f
 def measure(case: Case, *, rounds: int, graphs: int) -> Iterator[Finding]:
     """What one size has to say."""
     moved = f"{case.name}, {case.nbytes / 1e9:.2f} GB"
-    eager: dict[str, Timed] = {"reconstruct": case.reconstruct_eager, "extract": case.extract_eager}
-    graph: dict[str, Timed] = {"reconstruct": case.reconstruct_graph, "extract": case.extract_graph}
-    for name, build in graph.items():
+    sources = case.sources()
+    ring = Ring()
+    work: dict[str, tuple[Timed, Timed]] = {
+        "reconstruct": (case.reconstruct_graph, case.reconstruct_eager),
+        "extract": (case.extract_graph, case.extract_eager),
+    }
+    for name, (build, run) in work.items():
+        build()
         taken = [build() * 1e3 for _ in range(graphs)]
         p50, p95 = np.percentile(taken, [50, 95])
         yield Finding(f"{name} {moved}", "", "graph, ms", f"p50 {p50:.2f}, p95 {p95:.2f}", p95, at_most=GRAPH_MS)
-    sources = case.sources()
-    ring = np.zeros(min(RING, case.nbytes), np.uint8)
-    for name, run in eager.items():
         run()
-        used = [(run(), copy(sources, ring)) for _ in range(rounds)]
+        used = [(run(), ring.copy(sources)) for _ in range(rounds)]
         yield _beside_a_copy(f"{name} {moved}", "copy, used memory", used, case.nbytes)
-    for name, run in eager.items():
         fresh = []
-        for _ in range(rounds):
+        for _ in range(min(rounds, ROUNDS_WITH_NEW_MEMORY)):
             mx.clear_cache()
             fresh.append((run(), copy_into_new_memory(sources, case.nbytes)))
         yield _beside_a_copy(f"{name} {moved}", "copy, new memory", fresh, case.nbytes)
@@ -190,9 +207,10 @@ def main(arguments: list[str] | None = None) -> None:
             if 4 * case.nbytes > memory:
                 print(f"{case.name} is left out: four times {case.nbytes / 1e9:.1f} GB are more than this machine has")
                 continue
-            case.check()
             print(f"{case.name} ...", flush=True)
-            findings += measure(case, rounds=4 if quick else 12, graphs=20 if quick else 100)
+            rounds = 4 if quick else max(5, min(15, MOVED // case.nbytes))
+            findings += measure(case, rounds=rounds, graphs=20 if quick else 100)
+            case.check()
             del case
             mx.clear_cache()
     finally:
