@@ -135,7 +135,8 @@ def test_alone_it_says_what_mlx_lm_says_to_the_bit(bench: Bench, kind: str) -> N
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(bench: Bench, kind: str) -> None:
-    """The first three are submitted together and end one after the other; the fourth comes when one has ended."""
+    """The first three are submitted together and end one after the other; the fourth comes when one has ended. Beside
+    their second turns runs a first one."""
     theirs = [MlxLm(bench.of) for _ in PROMPTS]
     asked = {bench.submit(prompt, count=4 + i): i for i, prompt in enumerate(PROMPTS[:3])}
     first: dict[int, CompletedGeneration] = {}
@@ -148,13 +149,14 @@ def test_in_a_ragged_batch_each_says_what_it_says_alone_and_goes_on_from_there(b
             assert close(bench.said(done), theirs[i].said(PROMPTS[i], 4 + i))
 
     asked = {bench.submit([*done.blocks.tokens, *NEW], done.blocks, 4): i for i, done in first.items()}
-    second = list(bench.batch.step())
-    for done in second:
-        i = asked[done.uid]
-        assert done.tokens_reused == len(first[i].blocks)
+    newcomer = bench.submit(TOKENS[20:95], count=4)
+    second = {done.uid: done for done in bench.batch.step()}
+    for uid, i in asked.items():
+        assert second[uid].tokens_reused == len(first[i].blocks)
         with covers(kind, SECOND_TURN):
-            assert close(bench.said(done), theirs[i].said(NEW, 4))
-    bench.free(*first.values(), *second)
+            assert close(bench.said(second[uid]), theirs[i].said(NEW, 4))
+    assert close(bench.said(second[newcomer]), MlxLm(bench.of).said(TOKENS[20:95], 4))
+    bench.free(*first.values(), *second.values())
 
 
 @pytest.mark.parametrize("kind", WITH_STATE)
