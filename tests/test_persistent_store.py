@@ -3,6 +3,8 @@ two saves is ever seen."""
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -371,6 +373,37 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
             if saved:
                 break
             cut += 250
+
+
+def test_who_reads_while_another_saves_gets_one_whole_step(
+    server: RunningServer, client: redis.Redis, store: PersistentStore
+) -> None:
+    steps, seen = 40, set()
+    advance(simulator(store).make_executor("busy"), 1).save()
+
+    def keep_saving() -> None:
+        mine = PersistentStore(server.url)
+        run = simulator(mine).resume("busy", autosave=1)
+        for step in range(1, steps):
+            advance(run, 1)
+            time.sleep(step % 4 / 50)  # a reader may come to its end, or be overtaken
+        mine.close()
+
+    wanted = {}
+    undisturbed = simulator(None).make_executor()
+    for step in range(1, steps + 1):
+        wanted[step] = state(advance(undisturbed, 1))
+    writer = threading.Thread(target=keep_saving)
+    writer.start()
+    while steps not in seen:
+        try:
+            run = simulator(store).resume("busy")
+        except ConflictError:
+            continue
+        assert state(run) == wanted[run.steps]
+        seen.add(run.steps)
+    writer.join()
+    assert len(seen) > 2
 
 
 def test_autosave_goes_on_without_a_server_and_makes_up_for_it(

@@ -41,8 +41,11 @@ from kvpage_server.client import Page, PageClient
 from kvpage_server.page import MAX_HEAD, PageKey
 
 CHUNK = 8 << 20  # bytes of pages in one command, at most, but for one page
-TRIES = 3  # to read an instance that somebody else keeps saving
+TRIES = 10  # to read an instance that somebody else keeps saving
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
+
+
+_Received = tuple[str, Entry, mx.array]  # of which table, from which entry on, [n, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,25 +114,26 @@ class StoredInstance:
         self._stale: list[PageKey] = []
 
     def load(self, memory: Memory) -> int | None:
-        """Fill a new memory; how many steps had been done. None when nothing is stored.
+        """Fill a new memory; how many steps had been done. None, and nothing filled, when nothing is stored.
 
-        Raises WrongProgramError or DamagedError.
+        Raises WrongProgramError, DamagedError, and ConflictError where somebody else saves it faster than it is read.
         """
-        for left in reversed(range(TRIES)):
+        for _ in range(TRIES):
             manifest = self._store.manifest(self.name)
             if manifest is None:
                 return None
             self._check(manifest)
             try:
-                self._fill(memory, manifest)
+                received = list(self._receive(memory, manifest))
             except DamagedError:
                 now = self._store.manifest(self.name)
-                if left and now is not None and now.token != manifest.token:
-                    continue  # it was saved while it was read
-                raise
+                if now is None or now.token == manifest.token:
+                    raise
+                continue  # it was saved while it was read
+            self._fill(memory, manifest, received)
             self._known = manifest
             return manifest.steps
-        raise AssertionError("the last try returns or raises")
+        raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
 
     def save(self, memory: Memory, steps: int) -> Saved:
         """Write the entries that changed, then the manifest, then delete what it replaced.
@@ -247,36 +251,25 @@ class StoredInstance:
                 f"{self._fingerprint:016x}: another graph, other sizes or another model"
             )
 
-    def _fill(self, memory: Memory, manifest: Manifest) -> None:
+    def _receive(self, memory: Memory, manifest: Manifest) -> Iterator[_Received]:
+        """All tensors. Raises DamagedError, at the latest after the last, when they are not those that were saved."""
         digest = 0
         for name, stored in manifest.tables.items():
-            table = memory.tables[name]
-            table.load_lengths(stored.sizes, stored.counts)
+            layout = memory.tables[name].layout
             for prefix, lane in stored.lanes.items():
-                digest += self._fill_lane(name, table, prefix, lane)
+                for run, shape in _runs(lane, layout):
+                    rows = np.empty((len(run), prod(shape) * layout.dtype.itemsize), np.uint8)
+                    self._receive_rows(name, prefix, lane, run, rows)
+                    for index, row in zip(run, rows, strict=True):
+                        lane.digests[index] = _digest(name, _entry(layout, prefix, index), row)
+                        digest += lane.digests[index]
+                    yield name, _entry(layout, prefix, run[0]), _tensors(rows, layout, shape)
         if digest % 2**64 != manifest.digest:
             raise DamagedError(f"instance {self.name}: its pages are not those that its manifest was written for")
-        for name, value in manifest.scalars.items():
-            scalar = memory.scalars[name]
-            scalar.load(value if isinstance(value, int) else _float(value, scalar.layout))
 
-    def _fill_lane(self, name: str, table: Table, prefix: Entry, lane: StoredLane) -> int:
-        """Receive a lane's entries; the sum of their digests."""
-        layout, digest = table.layout, 0
-        indices = sorted(lane.slots)
-        runs = groupby(enumerate(indices), lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape)))
-        for (_, shape), members in runs:
-            run = [index for _, index in members]
-            rows = np.empty((len(run), prod(shape) * layout.dtype.itemsize), np.uint8)
-            if rows.shape[1]:
-                self._receive(name, prefix, lane, run, rows)
-            for index, row in zip(run, rows, strict=True):
-                lane.digests[index] = _digest(name, _entry(table, prefix, index), row)
-                digest += lane.digests[index]
-            table.load(_entry(table, prefix, run[0]), _tensors(rows, layout, shape))
-        return digest
-
-    def _receive(self, name: str, prefix: Entry, lane: StoredLane, run: list[int], rows: Any) -> None:
+    def _receive_rows(self, name: str, prefix: Entry, lane: StoredLane, run: list[int], rows: Any) -> None:
+        if not rows.size:
+            return
         step = max(1, CHUNK // rows.shape[1])
         for start in range(0, len(run), step):
             indices = run[start : start + step]
@@ -285,6 +278,15 @@ class StoredInstance:
             if not all(found):
                 lost = [*prefix, indices[found.index(False)]]
                 raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
+
+    def _fill(self, memory: Memory, manifest: Manifest, received: list[_Received]) -> None:
+        for name, stored in manifest.tables.items():
+            memory.tables[name].load_lengths(stored.sizes, stored.counts)
+        for name, first, tensors in received:
+            memory.tables[name].load(first, tensors)
+        for name, value in manifest.scalars.items():
+            scalar = memory.scalars[name]
+            scalar.load(value if isinstance(value, int) else _float(value, scalar.layout))
 
     def _page_key(self, lane: int, index: int, slot: int) -> PageKey:
         layer, head = divmod(lane, MAX_HEAD + 1)
@@ -304,8 +306,15 @@ def _place(entry: Entry) -> tuple[Entry, int]:
     return (entry[:-1], entry[-1]) if entry else ((), 0)
 
 
-def _entry(table: Table, prefix: Entry, index: int) -> Entry:
-    return (*prefix, index) if table.layout.indices else ()
+def _entry(layout: Layout, prefix: Entry, index: int) -> Entry:
+    return (*prefix, index) if layout.indices else ()
+
+
+def _runs(lane: StoredLane, layout: Layout) -> Iterator[tuple[list[int], Shape]]:
+    """A lane's entries, those together that follow one another and have one shape."""
+    indices = enumerate(sorted(lane.slots))
+    for (_, shape), run in groupby(indices, lambda at: (at[1] - at[0], lane.shapes.get(at[1], layout.shape))):
+        yield [index for _, index in run], shape
 
 
 def _bodies(tensors: mx.array) -> list[Any]:
