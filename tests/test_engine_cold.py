@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
 from itertools import pairwise
@@ -124,6 +125,22 @@ def test_an_engine_goes_on_from_a_file_with_the_same_tokens(cold: SafetensorsCac
     assert resumed.tokens_reused == 709
     assert (*prompt, *resumed.tokens) == whole.blocks.tokens
     pool.free(resumed.blocks.block_ids)
+
+
+def test_another_thread_may_save_and_load(cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
+    """What the thread that owns MLX is given is evaluated."""
+    batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)
+    batch.submit("alice", TOKENS[:300], max_tokens=5)
+    (first,) = batch.step()
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(cold.save, first.blocks).result()
+        found = thread.submit(cold.load, "alice", first.blocks.tokens).result()
+    assert bits(found) == bits(first.blocks)
+    batch.submit("alice", [*found.tokens, 7], found, max_tokens=5)
+    (second,) = batch.step()
+    assert second.tokens_reused == len(found)
+    for context in (first.blocks, found, second.blocks):
+        pool.free(context.block_ids, "alice")
 
 
 @pytest.mark.parametrize("common", [1, 255, 256, 300, 512, 699])
