@@ -11,7 +11,6 @@ follows from that. Whatever a server says after it was killed is held against wh
 from __future__ import annotations
 
 import random
-import signal
 import subprocess
 import sys
 import threading
@@ -126,32 +125,45 @@ class Harness:
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
+        self._promised = 0.0  # what was acknowledged by then has to be there
+        self._may_be_evicted = False
         self._units = [
             [Unit(kind, f"{kind}-{writer}-{i}") for kind in ("strings", "pages", "block") for i in range(UNITS)]
             for writer in range(WRITERS)
         ]
 
-    def round(self, mode: str, *options: str, may_be_evicted: bool = False, at_start: bool = False) -> None:
-        """Have a server live for a moment and die; what the next one finds has to be what was promised."""
-        with self._server("--appendfsync", mode, *options) as (process, port):
-            if at_start:
-                time.sleep(self._rng.uniform(0, 0.6))
-            else:
-                self._wait(process, port)
-                self._write_and_kill(process, port)
-            process.send_signal(signal.SIGKILL)
-            process.wait()
-            died = time.monotonic()
-        self.kills += 1
+    def live_and_die(self, mode: str, *options: str, may_evict: bool = False) -> None:
+        """A server finds what was promised, is written to for a moment, and dies."""
         with self._server("--appendfsync", mode, *options) as (process, port):
             self._wait(process, port)
-            promised = died - (EVERY_SECOND if mode == "everysec" else 0)
-            with redis.Redis(port=port, **CLIENT_OPTIONS) as client:
-                for units in self._units:
-                    for unit in units:
-                        unit.check(client, promised, may_be_evicted=may_be_evicted)
+            self._check(port)
+            self._write_and_kill(process, port)
+            process.wait()
+        self._promised = time.monotonic() - (EVERY_SECOND if mode == "everysec" else 0)
+        self._may_be_evicted = may_evict
+        self.kills += 1
+
+    def die_at_the_start(self, *options: str) -> None:
+        """A server dies before it serves, or soon after."""
+        with self._server(*options) as (process, _):
+            time.sleep(self._rng.uniform(0, 0.6))
+            process.kill()
+            process.wait()
+        self.kills += 1
+
+    def live(self) -> None:
+        """A server finds what was promised, and ends in order."""
+        with self._server() as (process, port):
+            self._wait(process, port)
+            self._check(port)
             process.terminate()
             assert process.wait(30) == 0, self._log()
+
+    def _check(self, port: int) -> None:
+        with redis.Redis(port=port, **CLIENT_OPTIONS) as client:
+            for units in self._units:
+                for unit in units:
+                    unit.check(client, self._promised, may_be_evicted=self._may_be_evicted)
 
     @contextmanager
     def _server(self, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
@@ -200,7 +212,7 @@ class Harness:
         for thread in threads:
             thread.start()
         time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
-        process.send_signal(signal.SIGKILL)
+        process.kill()
         for thread in threads:
             thread.join()
         if failures:
@@ -213,8 +225,12 @@ def crash(directory: Path, kills: int, seed: int) -> Harness:
     for i in range(kills):
         mode = ("always", "everysec")[i % 2]
         memory = ("--maxmemory", "4mb") if i % 4 < 2 else ()
-        disk = ("--maxdisk", "16mb") if i % 10 >= 8 else ()
-        harness.round(mode, *memory, *disk, may_be_evicted=bool(disk), at_start=i % 5 == 4)
+        disk = ("--maxdisk", "16mb") if i % 10 == 7 else ()
+        if i % 5 == 4:
+            harness.die_at_the_start(*memory)
+        else:
+            harness.live_and_die(mode, *memory, *disk, may_evict=bool(disk))
+    harness.live()
     return harness
 
 

@@ -81,6 +81,7 @@ class WriteBehind(Generic[T]):
         self._now: Batch[T] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._hurry = False  # somebody waits for all that there is, or much waits
+        self._making_room = False
         self._made_room = False  # since the last commit failed
         self._took = 0.0  # seconds of the last commit
         self._waiting: list[tuple[int, Callable[[], None]]] = []
@@ -155,6 +156,8 @@ class WriteBehind(Generic[T]):
 
     def _plan(self) -> None:
         """Have the next batch begin in time."""
+        if self._making_room or self._now is not None:
+            return  # it is planned when that is done
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._loop.call_later(self._delay(), self._begin)
@@ -186,9 +189,8 @@ class WriteBehind(Generic[T]):
         try:
             if isinstance(batch, Batch):
                 self._disk.write(self._changes(batch))
-            else:  # LMDB uses again what was freed two commits ago
-                for names in (batch[::2], batch[1::2]):
-                    self._disk.write(map(Delete, names))
+            else:
+                self._disk.make_room(batch)
         except DiskFull as error:
             return DiskFull(str(error))
         except DiskError as error:
@@ -205,7 +207,9 @@ class WriteBehind(Generic[T]):
             yield Delete(name) if value is None else self._spell(name, value)
 
     def _room_is_made(self, error: DiskError | DiskFull | None) -> None:
-        self._made_room = error is None
+        self._making_room, self._made_room = False, error is None
+        if error is not None:
+            self._fail(error)
         self._plan()
 
     def _committed(self, error: DiskError | DiskFull | None) -> None:
@@ -237,20 +241,26 @@ class WriteBehind(Generic[T]):
     def _failed(self, batch: Batch[T], error: DiskError | DiskFull) -> None:
         """Take a batch back. Where the disk is full, what is worth least is removed before the next try."""
         self.errors += 1
-        if not self.failing:
-            log.error("writing to disk fails, it will be tried again: %s", error)
-        self.failing = str(error)
         newer = self._next
         if newer.clears:
             batch.changes.clear()
-            return
-        batch.changes.update(newer.changes)
-        batch.size = sum(size for _, size in batch.changes.values())
-        self._next = batch
-        if isinstance(error, DiskFull):
-            names = self._make_room(batch.size)
-            if names:
-                self._batches.put(names)
+        else:
+            batch.changes.update(newer.changes)
+            batch.size = sum(size for _, size in batch.changes.values())
+            self._next = batch
+        self._making_room = True  # whatever is changed by that
+        names = self._make_room(batch.size) if isinstance(error, DiskFull) else []
+        self._making_room = bool(names)
+        if names:
+            log.info("%s: %d values are removed to make room", error, len(names))
+            self._batches.put(names)
+        else:
+            self._fail(error)
+
+    def _fail(self, error: DiskError | DiskFull) -> None:
+        if not self.failing:
+            log.error("writing to disk fails, it will be tried again: %s", error)
+        self.failing = str(error)
 
     async def settle(self) -> None:
         """Write what there is, if that can be done."""

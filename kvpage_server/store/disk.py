@@ -17,9 +17,10 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import struct
 import uuid
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,6 +39,7 @@ FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 _LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
 _SMALLEST_MAP = 1 << 30
+_RESERVE = 1 << 20  # bytes
 _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _NUMBER = struct.Struct(">Q")
@@ -98,6 +100,7 @@ class Disk:
     def __init__(self, directory: Path, *, maxdisk: int = 0) -> None:
         self.path = directory / FILE
         self._clean = directory / f"{FILE}.clean"
+        self._reserve = directory / f"{FILE}.reserve"
         with _told(self.path):
             self._lock = _lock(directory / _LOCK)
         try:
@@ -114,6 +117,7 @@ class Disk:
         self._env = _map(self.path, maxdisk)
         try:
             self._attach()
+            self._keep_reserve()
         except BaseException:
             self._env.close()
             raise
@@ -164,9 +168,11 @@ class Disk:
 
     def close(self) -> None:
         """Let go of the file; it was closed properly."""
-        self._env.sync(True)
         self._env.close()
-        self._clean.write_text(self._touched())
+        try:
+            self._clean.write_text(self._touched())
+        except OSError:  # then the next start looks through the file
+            self._clean.unlink(missing_ok=True)
         self._lock.close()
 
     @property
@@ -185,6 +191,26 @@ class Disk:
             return txn.stat(self._records)["entries"]
 
     # -- writing ---------------------------------------------------------------------------------------------------
+
+    def make_room(self, names: Sequence[bytes]) -> None:
+        """Remove values where there is no room for anything else. Raises DiskFull, DiskError.
+
+        To remove something, LMDB needs room, too: that is what the reserve is for. It uses again what was freed two
+        commits ago.
+        """
+        self._reserve.unlink(missing_ok=True)
+        for some in (names[::2], names[1::2]):
+            self.write(map(Delete, some))
+        self._keep_reserve()
+
+    def _keep_reserve(self) -> None:
+        """Take a little of the disk while there is some."""
+        if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 2 * _RESERVE:
+            return
+        try:
+            self._reserve.write_bytes(bytes(_RESERVE))
+        except OSError:
+            self._reserve.unlink(missing_ok=True)
 
     def write(self, changes: Iterable[Change]) -> None:
         """Make changes, in their order: all or none. They are durable when it returns. Raises DiskFull, DiskError."""
@@ -394,6 +420,8 @@ def _told(path: Path) -> Iterator[None]:
     except lmdb.Error as error:
         if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
             raise DiskFull(str(error)) from None
+        if _says(error, errno.EIO) and shutil.disk_usage(path.parent).free < _RESERVE:  # it could write a part
+            raise DiskFull(os.strerror(errno.ENOSPC)) from None
         raise DiskError(f"{path}: {error}") from None
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
