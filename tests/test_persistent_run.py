@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 from servers import RunningServer, free_port
@@ -47,25 +45,23 @@ def test_steps_go_on_where_they_were_left(
     assert "x has inputs for 6 steps, none for step 6" in capsys.readouterr().err
 
 
-def test_the_decoder_from_a_shell(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_model_file_has_all_that_a_decoder_needs(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = decoder()
-    path = tmp_path / "decoder.safetensors"
-    mx.save_safetensors(str(path), dict(model.tensors), {name: str(size) for name, size in SIZES.items()})
-    graph = str(EXAMPLES / "attention.oinf.txt")
-    program = str(Path(sys.executable).with_name("kvpage-engine"))
-    command = [program, "run", graph, "--instance", "d", "--model", str(path)]
+    path = str(tmp_path / "decoder.safetensors")
+    mx.save_safetensors(path, dict(model.tensors), {name: str(size) for name, size in SIZES.items()})
+    command = ["run", str(EXAMPLES / "attention.oinf.txt"), "--instance", "d", "--model", path, "--url", server.url]
     for steps in ("5", "3"):
-        found = subprocess.run(
-            [*command, "--steps", steps, "--url", server.url], check=True, capture_output=True, text=True, timeout=60
-        )
-    assert "d after step 8" in found.stdout
+        assert main([*command, "--steps", steps]) == 0
+    printed = capsys.readouterr().out
+    assert "d after step 8" in printed
     plain = Plain(model)
     for _ in range(8):
         plain.step()
-    cells = {
-        line.split("│")[1].strip(): line.split("│")[-2].strip() for line in found.stdout.splitlines() if "│" in line
-    }
-    assert (cells["t"], cells["last"]) == ("8", str(plain.word.item()))
+    rows = [line.split("│") for line in printed.splitlines() if "│" in line]
+    values = {row[1].strip(): row[-2].strip() for row in rows}
+    assert (values["t"], values["last"]) == ("8", str(plain.word.item()))
 
 
 def test_what_is_wrong_is_said_in_one_place(

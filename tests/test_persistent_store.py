@@ -168,7 +168,7 @@ histories = st.lists(
 )
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(histories)
 def test_whatever_was_done_between_saves_is_what_is_resumed(
     server: RunningServer, history: list[tuple[str, int, int, int]]
