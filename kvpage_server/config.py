@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpage_server.resp.parser import split_words
-from kvpage_server.store.eviction import POLICIES
+from kvpage_server.store.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
 _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
@@ -217,7 +217,7 @@ class Config:
     )
     dir: str = option(text, ".", "the directory the server works in")
     maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
-    maxmemory_policy: str = option(choice(*POLICIES), "allkeys-lru", "what goes when memory is full", mutable=True)
+    maxmemory_policy: str = option(choice(*POLICIES), "allkeys-prefix", "what goes when memory is full", mutable=True)
     store: str = option(choice("memory", "tiered"), "memory", "where values lie: in memory, or there and on disk")
     appendfsync: str = option(
         choice("always", "everysec", "no"),

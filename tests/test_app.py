@@ -15,7 +15,7 @@ from servers import RunningServer, free_port, start_server
 
 from kvpage_server import __version__
 from kvpage_server.config import ConfigError, from_arguments
-from kvpage_server.store.eviction import POLICIES
+from kvpage_server.store.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf" / "kvpage.conf"
@@ -167,7 +167,7 @@ class TestLog:
         assert f"kvpage-server {__version__}, pid {server.pid}" in log
         assert f"ready on 127.0.0.1:{server.port}" in log
         assert "store" in log
-        assert "memory, limit 64.00M, allkeys-lru" in log
+        assert "memory, limit 64.00M, allkeys-prefix" in log
         assert "bye" in log
 
     def test_json_lines(self) -> None:

@@ -48,7 +48,7 @@ def test_status_tells_how_a_store_is_doing() -> None:
         code, shown, _ = kvpage("status", url=server.url)
     assert code == 0
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
-    assert "of 1.1 GB (0%), allkeys-lru" in shown
+    assert "of 1.1 GB (0%), allkeys-prefix" in shown
     assert "1 requests, 1 blocks, 12 keys" in shown
     assert "12 keys will expire, 0 did, 0 were evicted" in shown
     assert "protected  1 blocks, " in shown

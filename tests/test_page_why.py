@@ -44,7 +44,7 @@ def test_why_tells_eviction_when_and_by_which_policy() -> None:
         set_block(client, "r", 0)
         fill(client)
         why = ask(client, "KVPAGEWHY", "r", 0, 1, 0, 1)
-        assert (why["reason"], why["policy"]) == ("evicted", "allkeys-lru")
+        assert (why["reason"], why["policy"]) == ("evicted", "allkeys-prefix")
         assert unix_ms() - 60_000 < why["at"] <= unix_ms()
         assert ask(client, "KVPAGEWHY", "r")["reason"] == "evicted"
         assert ask(client, "KVPAGEWHY", "r", 0, 2, 0, 1)["reason"] == "never stored"

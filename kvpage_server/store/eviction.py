@@ -14,8 +14,6 @@ from kvpage_server.store.index import Block
 
 Unit = Block | bytes
 
-POLICIES = ("noeviction", "allkeys-lru")
-
 BURST = 2  # seconds: uses that come closer together count as one, since a block is written and read page by page
 
 
@@ -26,6 +24,9 @@ class Policy(Protocol):
 
     def __len__(self) -> int:
         """How many units it knows."""
+
+    def __iter__(self) -> Iterator[Unit]:
+        """Every unit; of those last used in one second, the first first, if that is known."""
 
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
@@ -40,7 +41,7 @@ class Policy(Protocol):
         """The unit, if it is known, is gone and not missed: it was deleted or has expired."""
 
     def evicted(self, unit: Unit) -> None:
-        """The unit is gone for want of room."""
+        """The unit, if it is known, is gone for want of room."""
 
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go. One that is still there when the next is asked for is spared."""
@@ -58,6 +59,9 @@ class LRU:
 
     def __len__(self) -> int:
         return len(self._units)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
 
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""

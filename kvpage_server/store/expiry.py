@@ -46,6 +46,25 @@ class Expiry:
                     yield key
             del self._buckets[heapq.heappop(self._seconds)]
 
+    def nearest(self) -> Iterator[bytes]:
+        """The keys that expire, by the second in which they do. One that is still there afterwards is kept in mind."""
+        stay = []
+        try:
+            while self._seconds:
+                second = self._seconds[0]
+                bucket = self._buckets[second]
+                while bucket:
+                    key = bucket.pop()
+                    self._notes -= 1
+                    if self._expires_of(key) // 1000 == second:
+                        stay.append(key)
+                        yield key
+                del self._buckets[heapq.heappop(self._seconds)]
+        finally:
+            for key in stay:
+                if expires := self._expires_of(key):
+                    self.note(key, expires)
+
     def _drop_stale(self) -> None:
         self._notes = 0
         for second in list(self._buckets):

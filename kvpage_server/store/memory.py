@@ -12,12 +12,13 @@ from kvpage_server.page import PageKey, unix_ms
 from kvpage_server.store.arena import Arena, Slab, Slot
 from kvpage_server.store.catalogue import Catalogue
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, Page, PageName, Text
-from kvpage_server.store.eviction import LRU, Unit
+from kvpage_server.store.eviction import Unit
 from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block, rows_of
 from kvpage_server.store.lease import SHARE, Guards
+from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
 
 LONGEST_TEXT = 1024  # longer strings lie in the arena
 PROMISE = 10_000  # milliseconds
@@ -27,7 +28,7 @@ _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expir
 
 
 class OutOfMemory(Exception):
-    """The policy forbids eviction and memory is full."""
+    """Memory is full, and there is nothing that the policy may evict."""
 
 
 @dataclass(slots=True)
@@ -61,9 +62,9 @@ class Fallen:
 class Keyspace:
     """Every key and value. `maxmemory` is in bytes, 0 for no limit."""
 
-    def __init__(self, *, maxmemory: int = 0, policy: str = "allkeys-lru") -> None:
+    def __init__(self, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
         self.maxmemory = maxmemory
-        self.policy = policy
+        self._policy = policy
         self.arena = Arena()
         self._catalogue = Catalogue()
         self.index = self._catalogue.index
@@ -72,7 +73,7 @@ class Keyspace:
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
         self._expiry = Expiry(self.expires_of)
-        self._lru = LRU()
+        self._units = POLICIES[policy]()
         self._touching = True  # whether reading counts as a use
         self._texts = 0  # bytes of short strings
 
@@ -83,6 +84,26 @@ class Keyspace:
     def used_memory(self) -> int:
         """Bytes that count against maxmemory: slots in use, those being received too, and short strings."""
         return self.arena.used + self._texts
+
+    @property
+    def policy(self) -> str:
+        """What decides which unit goes when memory is full."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, name: str) -> None:
+        """Let another policy decide. It learns what there is, and when that was used last. O(n log n)."""
+        old, new = self._units, POLICIES[name]()
+        self._policy = name
+        if type(new) is type(old):
+            return
+        for unit in sorted(old, key=old.idle, reverse=True):
+            new.now = old.now - old.idle(unit)
+            new.used(unit)
+        new.now = old.now
+        self._units = new
+        for block in self.index:
+            self._join(block)
 
     @property
     def volatile(self) -> int:
@@ -118,7 +139,7 @@ class Keyspace:
             return None
         self.counters.hits += 1
         if self._touching:
-            self._lru.used(self._unit(key, entry))
+            self._units.used(self._unit(key, entry))
         return entry
 
     @contextmanager
@@ -148,7 +169,7 @@ class Keyspace:
                 continue
             last = unit = self._unit(key, entry)
             if touching:
-                self._lru.used(unit)
+                self._units.used(unit)
         self.counters.hits += len(found) - missed
         self.counters.misses += missed
         return found
@@ -194,7 +215,7 @@ class Keyspace:
         """Seconds since a living key, or its block, was last used."""
         entry = self._catalogue.get(key)
         assert entry is not None
-        return self._lru.idle(self._unit(key, entry))
+        return self._units.idle(self._unit(key, entry))
 
     @staticmethod
     def _unit(key: bytes, entry: Entry) -> Unit:
@@ -254,8 +275,19 @@ class Keyspace:
         block = self.index.open(req_id, page)
         if block.extent is not None:
             self._split(block)
-        self._lru.used(block)
+        self._units.used(block)
+        self._join(block)
         return block
+
+    def _join(self, block: Block) -> None:
+        """Say that the pages of a request follow each other."""
+        around = (self.index.block(block.req_id, page) for page in range(block.page - 1, block.page + 2))
+        self.chain([block for block in around if block is not None])
+
+    def chain(self, blocks: Sequence[Block]) -> None:
+        """Each of these extends the one before it, and is worth nothing to an engine without that."""
+        if len(blocks) > 1:
+            self._units.follows(blocks)
 
     def _tell_of_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
         if old is None:
@@ -277,7 +309,8 @@ class Keyspace:
             self._expiry.keys += block.pages
             self._expiry.note(next(block.page_keys()), extent.expires)  # one stands for all
         self.counters.writes += 1
-        self._lru.used(block)
+        self._units.used(block)
+        self._join(block)
         if self.on_event is not None:
             for key in block.page_keys():
                 if key not in had:
@@ -346,7 +379,7 @@ class Keyspace:
             if expires:
                 self._expiry.note(key, expires)
         self.counters.writes += 1
-        self._lru.used(key)
+        self._units.used(key)
         if self.on_event is not None:
             self.on_event(event, key)
             if expires and changed:
@@ -367,7 +400,7 @@ class Keyspace:
             self._expiry.keys += 1
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
-        self._lru.used(self._unit(key, entry))
+        self._units.used(self._unit(key, entry))
         if self.on_event is not None:
             self._tell_of_write(key, old, entry, event)
 
@@ -384,7 +417,7 @@ class Keyspace:
             self._texts -= len(key) + old.size + TEXT_OVERHEAD
             stays = new is not None and self._unit(key, new) == key
             if not stays:
-                self._lru.removed(key)
+                self._units.removed(key)
             return
         unit = self._unit(key, old)
         if isinstance(unit, Block):
@@ -399,10 +432,10 @@ class Keyspace:
             unit.discard(name.layer, name.head, name.kv_type)
             if not unit.pages:
                 self.index.remove(unit)
-                self._lru.removed(unit)
+                self._units.removed(unit)
                 self.guards.removed(unit)
         elif new is None or self._unit(key, new) != key:
-            self._lru.removed(key)
+            self._units.removed(key)
 
     def delete(self, key: bytes, event: str = "del") -> bool:
         """Remove a key; whether it was there and alive."""
@@ -439,7 +472,7 @@ class Keyspace:
     def flush(self) -> Fallen:
         """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
         self.tell("flush", b"")
-        fallen = Fallen(*self._catalogue.clear(), self._lru.clear())
+        fallen = Fallen(*self._catalogue.clear(), self._units.clear())
         self._expiry.clear()
         self.guards.clear()
         self.ghosts.clear()
@@ -464,7 +497,7 @@ class Keyspace:
 
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due; how many it removed."""
-        self._lru.now = now // 1000
+        self._units.now = now // 1000
         self.guards.settle(now)
         self._catalogue.rest(now)
         self.gather()
@@ -490,22 +523,26 @@ class Keyspace:
         """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
         if not self.maxmemory or self.used_memory <= self.maxmemory:
             return
-        if self.policy == "noeviction":
+        if self.policy == NO_EVICTION:
             raise OutOfMemory
-        now, spared = unix_ms(), 0
+        now = unix_ms()
         self.guards.settle(now)
-        for unit in self._lru.victims():
+        for unit in self._victims():
             if self.guards.spares(unit, now):
-                spared += 1
-                if spared > len(self.guards):  # nothing else is left
-                    return
-                self._lru.used(unit)
                 continue
             self.evict(unit)
             if self.arena.sparse:
                 self.gather()
             if self.used_memory <= self.maxmemory:
                 return
+        if self.policy == VOLATILE_TTL:
+            raise OutOfMemory
+
+    def _victims(self) -> Iterator[Unit]:
+        if self.policy != VOLATILE_TTL:
+            return self._units.victims()
+        get = self._catalogue.get
+        return (self._unit(key, cast(Entry, get(key))) for key in self._expiry.nearest())
 
     def gather(self) -> None:
         """Move what is left in sparse slabs to slots of its own, so that their memory is free again."""
@@ -528,6 +565,7 @@ class Keyspace:
 
     def evict(self, unit: Block | bytes) -> None:
         """Remove a unit whole."""
+        self._units.evicted(unit)
         if isinstance(unit, Block):
             self.counters.evicted += self.remove_block(unit, "evicted")
         else:
@@ -573,7 +611,7 @@ class Keyspace:
         """A block is read whole: a use of it, and a hit."""
         self.counters.hits += 1
         if self._touching:
-            self._lru.used(block)
+            self._units.used(block)
 
     def remove_corrupt(self, key: bytes) -> None:
         """Remove a page that is not what was stored."""
@@ -584,7 +622,7 @@ class Keyspace:
     def remove_block(self, block: Block, event: str, reason: str = "") -> int:
         """Remove every page of a block; how many it had. `reason`: what is remembered, if the event does not tell."""
         self.index.remove(block)
-        self._lru.removed(block)
+        self._units.removed(block)
         self.guards.removed(block)
         self.ghosts.block_went(block, reason or _REASONS[event], self.policy if event == "evicted" else "")
         keys = list(block.page_keys()) if self.on_event is not None else []

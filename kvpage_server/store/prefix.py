@@ -2,7 +2,8 @@
 
 **Kinds.** Units are of five kinds, each a queue by last use: ends of a chain that were used once, others used once,
 and those used 2 or 3, 4 to 7, 8 or more times. Among the first of each queue the victim is the one with the lowest
-``last use + bonus of its kind``. Time is counted in units that came, so nothing ages while nothing comes.
+``last use + bonus of its kind``. Time is counted in units that came, so nothing ages while nothing comes. What came
+last stays, as long as there is anything else: who writes a chain may not be through.
 
 **Bonuses** are learned. A unit that leaves is a ghost: its name, kind and last use are remembered. If ghosts of one
 kind come back more often, each for the time it was one, than those of units used once, that kind left too early and its
@@ -11,8 +12,10 @@ long enough for the next use, and not much longer, whatever the size of the stor
 learns from ghosts how to share memory between what was used once and more often; LHD, Beckmann et al., NSDI '18, ranks
 by how often a kind is hit for the time it takes up.)
 
-**Prefixes.** The owner says which units extend which (`follows`). Units that something extends are set aside when their
-turn comes, and are the next to go when nothing does any more: chains go from their ends.
+**Prefixes.** The owner says which units extend which (`follows`). Units that something extends leave the queue when
+their turn comes, and are the next to go when nothing does any more: chains go from their ends. While the end of one is
+spared, so is all before it, unless nothing else is left. Spared units are not looked at again before as many others
+have gone.
 
 Every operation is O(1), amortised. A unit takes some 150 bytes: its fields lie in columns, at the place that `_places`
 tells; the first places are the queues themselves. A ghost takes some 150 bytes too.
@@ -32,17 +35,18 @@ _END, _ONCE, _OFTEN = 0, 1, 4
 _KINDS = 5
 _NOBODY = -1
 
-_NEWCOMERS = 0.02  # of all units used once: so many stay, however little they are worth
+_FRESH = 8  # units that came since
 _GHOSTS = 4  # for each unit
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-_FIRST_BONUS = (-4.0, 0.0, 2.0, 2.0, 2.0)  # times the mean time between uses, and for the last two once and twice more
+_FIRST_BONUS = (-4.0, 0.0, 3.0, 3.0, 3.0)  # times the mean time between uses, and for the last two once and twice more
 _LOWEST, _HIGHEST = (-4.0, 0.0, -1.0, -1.0, -1.0), (1.0, 0.0, 4.0, 4.0, 4.0)
 _TIMES = (1, 0, 1, 2, 3)
-_LEARN = 0.3  # of a doubling, in the mean time between uses
+_LEARN = 0.6  # of a doubling, in the mean time between uses
 _MEMORY = 4  # times as many units as there are: how much time what was learned is worth
 _DOUBT = 8  # comebacks a kind is taken to have had at the mean rate
 _LEARN_EVERY = 64  # units that came
 _MEAN_OVER = 256  # uses
+_MOST_STEPS = 4096  # up a chain, to see that it does not bite its tail
 _USES_BITS, _KIND_BITS = 8, 3
 
 
@@ -67,8 +71,9 @@ class Prefix:
         self._counted = array("q", [0] * _KINDS)  # last use that counted, in seconds
         self._parent = array("i", [_NOBODY] * _KINDS)
         self._children = array("i", [0] * _KINDS)
-        self._once = 0  # units of that kind
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
+        self._aside: list[tuple[Unit, int, int]] = []  # units that were spared, with their places and their parents'
+        self._gone = 0  # so many were evicted since the last of them were queued again
         self._between = 0.0  # two uses of a unit, on average
         self._seen = 0  # so many uses went into it
         self._factor = list(_FIRST_BONUS)
@@ -80,6 +85,9 @@ class Prefix:
 
     def __len__(self) -> int:
         return len(self._places)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._places)
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
@@ -94,7 +102,7 @@ class Prefix:
             self._counted[place] = self.now
             self._note_time_between(self._time - self._last[place])
             uses = self._uses[place] = min(self._uses[place] + 1, 255)
-            self._set_kind(place, min(uses.bit_length(), _OFTEN))
+            self._kind[place] = min(uses.bit_length(), _OFTEN)
         self._at[place] = self.now
         self._last[place] = self._time
         self._link(place, self._before[self._kind[place]])
@@ -115,8 +123,7 @@ class Prefix:
         self._at[place] = self._counted[place] = self.now
         self._last[place] = self._time
         self._parent[place], self._children[place] = _NOBODY, 0
-        self._kind[place] = _END
-        self._set_kind(place, min(uses.bit_length(), _OFTEN))
+        self._kind[place] = min(uses.bit_length(), _OFTEN)
         self._link(place, self._before[self._kind[place]])
         if self._time - self._learned >= _LEARN_EVERY:
             self._learn()
@@ -132,10 +139,6 @@ class Prefix:
             numbers.append(0)
         return place
 
-    def _set_kind(self, place: int, kind: int) -> None:
-        self._once += (kind == _ONCE) - (self._kind[place] == _ONCE)
-        self._kind[place] = kind
-
     def idle(self, unit: Unit) -> int:
         """Seconds since a unit's last use."""
         return self.now - self._at[self._places[unit]]
@@ -143,11 +146,11 @@ class Prefix:
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def follows(self, units: Sequence[Unit]) -> None:
-        """Each of these extends the one before it. A unit that is extended already stays where it is: no circles."""
+        """Each of these extends the one before it."""
         before = _NOBODY
         for unit in units:
             place = self._places.get(unit, _NOBODY)
-            if _NOBODY not in (before, place) and not self._children[place] and self._is_orphan(place):
+            if _NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
                 self._adopt(before, place)
             before = place
         if before != _NOBODY and self._kind[before] == _ONCE and not self._children[before]:
@@ -157,9 +160,19 @@ class Prefix:
         parent = self._parent[place]
         return parent == _NOBODY or self._units[parent] is None
 
+    def _descends(self, place: int, ancestor: int) -> bool:
+        """Whether a unit extends another, in any number of steps; taken for granted when there are too many."""
+        if not self._children[ancestor]:
+            return place == ancestor
+        for _ in range(_MOST_STEPS):
+            if place == ancestor:
+                return True
+            place = self._parent[place]
+            if place == _NOBODY:
+                return False
+        return True
+
     def _adopt(self, parent: int, child: int) -> None:
-        if parent == child:
-            return
         self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
@@ -182,7 +195,7 @@ class Prefix:
 
     def _requeue(self, place: int, kind: int) -> None:
         self._unlink(place)
-        self._set_kind(place, kind)
+        self._kind[place] = kind
         self._link(place, self._before[kind])
 
     # -- queues ----------------------------------------------------------------------------------------------------
@@ -206,20 +219,22 @@ class Prefix:
             return
         self._unlink(place)
         self._units[place] = None
-        self._set_kind(place, _END)
         self._abandon(place)
         if not self._children[place]:
             self._free.append(place)
 
     def evicted(self, unit: Unit) -> None:
         """The unit is gone for want of room."""
-        place = self._places[unit]
+        place = self._places.get(unit)
+        if place is None:
+            return
         kind = self._kind[place]
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
             self._absent[_unpacked(old)[2]] -= 1
         self._ghosts[name] = _packed(self._last[place], self._uses[place], kind)
         self._absent[kind] += 1
+        self._gone += 1
         self.removed(unit)
         most = min(max(_GHOSTS * len(self), _FEWEST_GHOSTS), _MOST_GHOSTS)
         while len(self._ghosts) > most:
@@ -228,39 +243,59 @@ class Prefix:
 
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go."""
-        stay = []
-        try:
-            while (place := self._next()) is not None:
+        if self._gone >= len(self._aside):
+            self._bring_back(len(self._aside))
+        before, cut = len(self._aside), 0
+        while True:
+            place = self._next()
+            if place is not None:
                 unit = self._units[place]
                 assert unit is not None
                 yield unit
                 if self._places.get(unit) == place:
                     self._unlink(place)
-                    stay.append((unit, place))
-        finally:
-            for unit, place in stay:
-                if self._places.get(unit) == place and self._after[place] == place:
-                    self._link(place, self._before[self._kind[place]])
+                    self._aside.append((unit, place, self._parent[place]))
+            elif before:  # what was spared in earlier rounds may go by now
+                self._bring_back(before)
+                before = 0
+            elif cut < len(self._aside):  # nothing else is left than what comes before what is spared
+                unit, place, _ = self._aside[cut]
+                cut += 1
+                if self._places.get(unit) == place:
+                    self._abandon(place)
+            else:
+                return
+
+    def _bring_back(self, count: int) -> None:
+        """Queue the first of those again that were spared."""
+        some, self._aside = self._aside[:count], self._aside[count:]
+        self._gone = 0
+        for unit, place, parent in some:
+            if self._places.get(unit) != place:
+                continue
+            if self._after[place] == place and not self._children[place]:
+                self._link(place, self._before[self._kind[place]])
+            before = self._units[parent] if parent != _NOBODY and self._parent[place] == _NOBODY else None
+            if before is not None:
+                self.follows((before, unit))
 
     def _next(self) -> int | None:
         """The place of the unit to go next, which nothing extends."""
         while True:
-            found, lowest, newcomer = None, 0.0, None
-            for kind in range(_KINDS):
-                first = self._after[kind]
-                if first == kind:
-                    continue
-                if kind == _ONCE and self._once < _NEWCOMERS * len(self._places):
-                    newcomer = first
-                    continue
-                rank = self._last[first] + self._bonus[kind]
-                if found is None or rank < lowest:
-                    found, lowest = first, rank
+            places = [first for kind in range(_KINDS) if (first := self._after[kind]) != kind]
+            found = min(filter(self._is_settled, places), key=self._rank, default=None)
             if found is None:
-                found = newcomer
+                found = min(places, key=self._rank, default=None)
             if found is None or not self._children[found]:
                 return found
             self._unlink(found)
+
+    def _rank(self, place: int) -> float:
+        return self._last[place] + self._bonus[self._kind[place]]
+
+    def _is_settled(self, place: int) -> bool:
+        """Whether a unit has had the time to be extended, since who writes a chain may not be through."""
+        return self._kind[place] > _ONCE or self._time - self._last[place] >= _FRESH
 
     # -- learning --------------------------------------------------------------------------------------------------
 
@@ -270,12 +305,12 @@ class Prefix:
 
     def _learn(self) -> None:
         passed, self._learned = self._time - self._learned, self._time
-        kept = exp(-passed / (_MEMORY * len(self._places)))
+        kept = exp(-passed / (_MEMORY * max(len(self._places), 1)))
         for kind in range(_KINDS):
             self._back[kind] *= kept
             self._away[kind] = self._away[kind] * kept + self._absent[kind] * passed
         came_back, away = sum(self._back), sum(self._away)
-        if came_back:
+        if came_back and away:
             doubt = _DOUBT / (came_back / away)
             rates = [(self._back[kind] + _DOUBT) / (self._away[kind] + doubt) for kind in range(_KINDS)]
             step = _LEARN * passed / max(self._between, 1.0)

@@ -39,6 +39,10 @@ class S3FIFO:
     def __len__(self) -> int:
         return len(self._small) + len(self._main)
 
+    def __iter__(self) -> Iterator[Unit]:
+        yield from self._main
+        yield from self._small
+
     def _find(self, unit: Unit) -> _Uses | None:
         return self._main.get(unit) or self._small.get(unit)
 

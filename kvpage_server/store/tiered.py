@@ -32,6 +32,7 @@ from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.fetch import Fetcher, Outcome
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import Fallen, Keyspace, OutOfMemory
+from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.record import Damaged, Record, footprint, name_of_block, name_of_key
 from kvpage_server.store.scrub import Scrubber
 from kvpage_server.store.spelling import Spoilt, Value, change_of, extent_of
@@ -58,7 +59,7 @@ class DiskCounters:
 class Tiered(Keyspace):
     """Every key and value. `maxdisk` is in bytes, 0 for no limit. `load`, then `connect` once the loop runs."""
 
-    def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-lru", maxdisk: int = 0) -> None:
+    def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix", maxdisk: int = 0) -> None:
         super().__init__(maxmemory=maxmemory, policy=policy)
         self.disk = disk
         self.maxdisk = maxdisk
@@ -154,7 +155,7 @@ class Tiered(Keyspace):
         text = Text(record.inline)
         text.expires = expires
         self._texts += len(key) + size + TEXT_OVERHEAD
-        self._lru.used(key)
+        self._units.used(key)
         return text
 
     # -- every change goes to disk ---------------------------------------------------------------------------------
@@ -312,7 +313,7 @@ class Tiered(Keyspace):
     def idle(self, key: bytes) -> int:
         """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
         cold = self.cold_of([key])
-        return max(self._lru.now - cold[0].used, 0) if cold else super().idle(key)
+        return max(self._units.now - cold[0].used, 0) if cold else super().idle(key)
 
     # -- from memory to disk alone ---------------------------------------------------------------------------------
 
@@ -325,10 +326,9 @@ class Tiered(Keyspace):
             return
         now, passed = unix_ms(), 0
         self.guards.settle(now)
-        for unit in self._lru.victims():
+        for unit in self._units.victims():
             if self.guards.spares(unit, now) or not self._leaves(unit):
                 passed += 1
-                self._lru.used(unit)
                 if passed == _MOST_PASSED:
                     break
             if self.arena.sparse:
@@ -336,7 +336,7 @@ class Tiered(Keyspace):
             if self.used_memory <= self.maxmemory:
                 return
         self.behind.hurry()
-        if self.policy == "noeviction":
+        if self.policy in (NO_EVICTION, VOLATILE_TTL):
             raise OutOfMemory
 
     def _leaves(self, unit: Unit) -> bool:
@@ -344,10 +344,15 @@ class Tiered(Keyspace):
         names = list(self._names_of(unit))
         if all(name in self._stored and not self.behind.waits(name) for name in names):
             return self._drop(unit)
-        if self.policy == "noeviction" or (any(map(self.behind.waits, names)) and not self.behind.failing):
+        if not self._may_evict(unit) or (any(map(self.behind.waits, names)) and not self.behind.failing):
             return False
         self.evict(unit)
         return True
+
+    def _may_evict(self, unit: Unit) -> bool:
+        if self.policy == VOLATILE_TTL:
+            return bool(unit.soonest if isinstance(unit, Block) else self.expires_of(unit))
+        return self.policy != NO_EVICTION
 
     def _drop(self, unit: Unit) -> bool:
         """Let go of a unit's bytes in memory. Those of a short string stay: they take less than what is known of it."""
@@ -361,7 +366,7 @@ class Tiered(Keyspace):
         else:
             for key in unit.page_keys():
                 self._cool(key, cast(Page, self._catalogue.entries[key]))
-        self._lru.removed(unit)
+        self._units.evicted(unit)
         self.any_cold = True
         return True
 
@@ -370,7 +375,7 @@ class Tiered(Keyspace):
             return
         name, unit = name_of_key(key), entry.unit
         header = bytes(entry.header) if isinstance(unit, Block) else b""
-        used = self._lru.now - self._lru.idle(unit if isinstance(unit, Block) else key)
+        used = self._units.now - self._units.idle(unit if isinstance(unit, Block) else key)
         cold = Cold(name, entry.size, expires=entry.expires, header=header, unit=unit, used=used)
         self._catalogue.entries[key] = cold
         self._dropped(name, unit, entry.footprint)
@@ -380,7 +385,7 @@ class Tiered(Keyspace):
         if isinstance(slot, Cold):
             return
         name = name_of_block(block.req_id, block.page)
-        extent.slot = Cold(name, slot.size, unit=block, used=self._lru.now - self._lru.idle(block))
+        extent.slot = Cold(name, slot.size, unit=block, used=self._units.now - self._units.idle(block))
         self._dropped(name, block, slot.footprint)
 
     def _dropped(self, name: bytes, unit: object, size: int) -> None:
@@ -478,7 +483,7 @@ class Tiered(Keyspace):
             self._catalogue.entries[place] = slot
         if isinstance(value.unit, Block):
             self._grow(value.unit, slot.footprint)
-        self._lru.used(value.unit if isinstance(value.unit, Block) else value.name[1:])
+        self._units.used(value.unit if isinstance(value.unit, Block) else value.name[1:])
         if value.name in self._stored:
             self._stored[value.name] = self._stored.pop(value.name)
 
