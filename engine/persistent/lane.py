@@ -33,10 +33,6 @@ class Lane:
         self._written = bytearray()  # a byte an entry, as many as the array has room for
         self._changed_in = -1  # the journal's step
 
-    def __len__(self) -> int:
-        """How far it has been written."""
-        return self._written.rfind(1) + 1
-
     def written(self, index: int) -> bool:
         """Whether there is an entry."""
         return index < len(self._written) and bool(self._written[index])
