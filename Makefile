@@ -10,8 +10,9 @@ MODEL := models/smollm2/model.safetensors
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
-run: $(VENV)/server.stamp  ## the server with its embedded store, on port 9221
-	$(BIN)/kvpage-server conf/kvpage.conf
+run: $(VENV)/server.stamp  ## the server with its embedded store, in data/, on port 9221
+	mkdir -p data
+	$(BIN)/kvpage-server conf/kvpage.conf --dir data
 
 demo: $(VENV)/dev.stamp $(MODEL)  ## a conversation that moves between two engines
 	$(BIN)/kvpage-engine demo
