@@ -230,7 +230,7 @@ def test_when_one_page_expires_the_block_is_not_there(client: redis.Redis) -> No
 
 def test_blocks_are_evicted_whole_the_longest_unused_first() -> None:
     shape = BlockShape(layers=4, heads=4, page_size=16, planes=both(DType.FLOAT16, 64))
-    with start_server("--maxmemory", "1mb") as server, server.client() as client:
+    with start_server("--maxmemory", "1mb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
         for page in range(30):
             set_block(client, "r", page, shape, noise(shape.nbytes, page))
             assert get_block(client, "r", 0) == noise(shape.nbytes, 0)  # it is used, so it stays

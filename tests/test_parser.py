@@ -105,6 +105,14 @@ class TestSplits:
         data[at : at + 1] = noise
         assert parse(cut(bytes(data), positions)) == parse([bytes(data)]) == parse([bytes(data)], Parser(Buffer))
 
+    @pytest.mark.parametrize("last", [b"", b"short", bytes(5000), bytes(70_000)])
+    def test_a_batch_may_end_in_another_way_than_it_began(self, last: bytes) -> None:
+        """And nothing waits for what will not come."""
+        pairs = [word for i in range(20) for word in (b"key:%050d" % i, bytes(4096))]
+        for end in ([b"key", last], [last], [b"key", last, last]):
+            words = [b"MSET", *pairs, *end]
+            assert parse(cut(spell(words), range(0, 2**17, 10_000))) == ([words], False)
+
     def test_a_batch_is_received_into_few_pieces_of_memory(self) -> None:
         made: list[int] = []
         arena = Arena()

@@ -376,7 +376,7 @@ class Parser:
         ):
             return
         every = here - at
-        if every <= _MOST_SHORT and self._missing > 2 * every:
+        if 2 <= every <= _MOST_SHORT and self._missing > 2 * every:
             self._every = every
 
     def _begin_run(self) -> None:

@@ -77,7 +77,7 @@ class Run:
             head = bytes(view[pos : min(pos + _HEAD, filled)])
             end = head.find(frame)
             if end < 0:
-                self.is_over = len(head) == _HEAD
+                self.is_over = len(head) == _HEAD or head.count(CRLF) > 2 * short  # another length is there
                 break
             lines = head[:end].split(CRLF)
             lengths, words = lines[::2], lines[1::2]

@@ -9,7 +9,7 @@ The header is a page's, unused for plain strings; the body's CRLF is where the c
 Most slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
 its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for the next value
 of its class, as long as those that are kept take no more than `MOST_SPARE` together: new memory costs the system more
-than filling it does. Bodies are 64-byte aligned there.
+than filling it does. Bodies of some kilobytes and more are 64-byte aligned there.
 
 The pages of a batch are received together into a slab and stay where they arrived, slots of its memory: the arguments
 that stood before a body make room for its header. A slab that is less than half in use is sparse: the owner moves what
@@ -30,10 +30,11 @@ from weakref import WeakSet
 from kvpage_server.page import HEADER_SIZE
 from kvpage_server.store.ahead import Ahead
 
-FRAME = 64  # room for "$<n>\r\n", and what keeps the body aligned
-PREFIX = HEADER_SIZE + FRAME
 _SUFFIX = 2
-_ALIGN = 64
+_SMALL = 4096  # bytes of a body; what is shorter is packed closer
+_CLOSE = 16, HEADER_SIZE + 16  # alignment, and room before a body for header and frame
+_WIDE = 64, HEADER_SIZE + 64
+_BESIDE = HEADER_SIZE + 16  # bytes of a slab that a body takes beside its own
 _CHUNK_SLOTS = 64
 _LARGEST_CHUNK = 4 * 1024 * 1024
 MOST_SPARE = 64 * 1024 * 1024
@@ -42,19 +43,21 @@ MOST_SPARE = 64 * 1024 * 1024
 class SizeClass:
     """Slots of one size and the chunks they are cut from."""
 
-    __slots__ = ("capacity", "chunk_size", "chunks", "open", "slot_size", "slots")
+    __slots__ = ("capacity", "chunk_size", "chunks", "offsets", "open", "slot_size", "slots")
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity  # bytes of the longest body
-        self.slot_size = _round_up(PREFIX + capacity + _SUFFIX, _ALIGN)
+        align, before = _CLOSE if capacity < _SMALL else _WIDE
+        self.slot_size = _round_up(before + capacity + _SUFFIX, align)
         self.slots = max(min(_CHUNK_SLOTS, _LARGEST_CHUNK // self.slot_size), 1)  # a chunk
         self.chunk_size = _round_up(self.slots * self.slot_size, mmap.PAGESIZE)
+        self.offsets = [i * self.slot_size + before for i in reversed(range(self.slots))]  # of a chunk's bodies
         self.chunks = 0
         self.open: list[Chunk] = []  # chunks with a free slot; the last is cut first
 
 
 class Chunk:
-    """One mapping. `free` are the offsets of its free slots, the lowest last."""
+    """One mapping. `free` are the offsets that bodies of new values can have, the lowest last."""
 
     __slots__ = ("arena", "free", "size_class", "slots", "view")
 
@@ -63,7 +66,7 @@ class Chunk:
         self.size_class = size_class
         self.view = memoryview(memory)
         self.slots = size_class.slots
-        self.free = [i * size_class.slot_size for i in reversed(range(self.slots))]
+        self.free = size_class.offsets.copy()
 
     def release(self, slot: Slot) -> None:
         """Take a slot back."""
@@ -89,8 +92,8 @@ class Slab:
 
     def cut(self, start: int, size: int) -> Slot:
         """The slot of a body that was received there, with its CRLF, and its length before it."""
-        self.live += size + PREFIX
-        return Slot(self, start - PREFIX, size)
+        self.live += size + _BESIDE
+        return Slot(self, start, size)
 
     def close(self) -> None:
         """Nothing more is cut from it."""
@@ -99,13 +102,13 @@ class Slab:
 
     def release(self, slot: Slot) -> None:
         """Take a slot back."""
-        self.live -= slot.size + PREFIX
+        self.live -= slot.size + _BESIDE
         if self.live < self._sparse_from:
             self._note_if_sparse()
 
     def footprint(self, slot: Slot) -> int:
         """Bytes that a slot occupies."""
-        return slot.size + PREFIX
+        return slot.size + _BESIDE
 
     def _note_if_sparse(self) -> None:
         if 0 < self.live < self._sparse_from:
@@ -131,13 +134,13 @@ class Slot:
     @property
     def room(self) -> memoryview:
         """Writable: body and CRLF."""
-        start = self.offset + PREFIX
+        start = self.offset
         return self.chunk.view[start : start + self.size + _SUFFIX]
 
     @property
     def body(self) -> memoryview:
         """The value's bytes, 64-byte aligned."""
-        start = self.offset + PREFIX
+        start = self.offset
         return self.chunk.view[start : start + self.size]
 
     @property
@@ -149,7 +152,7 @@ class Slot:
     @property
     def header_at(self) -> tuple[memoryview, int]:
         """Where the header belongs: memory, and the place in it."""
-        return self.chunk.view, self.offset + FRAME - _frame_size(self.size)
+        return self.chunk.view, self.offset - _frame_size(self.size) - HEADER_SIZE
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
@@ -158,7 +161,7 @@ class Slot:
     @property
     def view(self) -> memoryview:
         """The body as a bulk string: frame, bytes, CRLF. Only after `seal`."""
-        start = self.offset + PREFIX
+        start = self.offset
         return self.chunk.view[start - _frame_size(self.size) : start + self.size + _SUFFIX]
 
     @property
@@ -171,7 +174,7 @@ class Slot:
         if type(self.chunk) is Slab:
             return
         frame = b"$%d\r\n" % self.size
-        start = self.offset + PREFIX
+        start = self.offset
         view = self.chunk.view
         view[start - len(frame) : start] = frame
         view[start + self.size : start + self.size + _SUFFIX] = b"\r\n"
@@ -190,7 +193,7 @@ class Part:
     @property
     def view(self) -> memoryview:
         """The bytes."""
-        start = self.slot.offset + PREFIX
+        start = self.slot.offset
         return self.slot.chunk.view[start + self.start : start + self.stop]
 
 
@@ -273,7 +276,7 @@ class Arena:
 def _capacity_for(size: int) -> int:
     """The smallest of 4 steps a doubling that holds `size`: powers of two, as pages are, fit without waste."""
     step = 1 << max((size - 1).bit_length() - 3, 4)
-    return max(_round_up(size, step), _ALIGN)
+    return max(_round_up(size, step), 64)
 
 
 def _round_up(size: int, step: int) -> int:
