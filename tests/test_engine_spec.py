@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from engine_models import letter_tokenizer, tiny_llama
+from engine_models import letter_tokenizer, tiny, tiny_llama
 
 # isort: split
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 from hypothesis import given
@@ -86,6 +87,31 @@ def half(model: Model) -> Model:
 )
 def test_the_fingerprint_changes_with_whatever_changes_the_cache(other: Callable[[], Model]) -> None:
     assert probe(other()).fingerprint != probe(tiny_llama()).fingerprint
+
+
+def test_a_configuration_counts_by_whatever_name_the_model_has_it() -> None:
+    spec, other = (probe(tiny("baichuan_m1", rope_theta=theta)) for theta in (1e4, 5e5))
+    assert spec.fingerprint != other.fingerprint
+    assert probe(tiny("llama4")).context == 8192
+
+
+class Nameless(nn.Module):
+    """A model that doesn't say what it was made with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = tiny_llama()
+        self.layers = self.inner.layers
+
+    def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:
+        logits: mx.array = self.inner(tokens, cache=cache)
+        return logits
+
+
+def test_a_model_without_a_configuration_could_be_taken_for_another_and_keeps_nothing() -> None:
+    spec = probe(Nameless())
+    assert spec.refusal == "the model has no configuration that would tell it from others"
+    assert (spec.layers, spec.batches, spec.tag) == ((), False, ModelTag("", 0, 0, 0, 256))
 
 
 def test_the_fingerprint_changes_with_the_block_size_and_the_vocabulary() -> None:
