@@ -269,7 +269,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
 
 TestKeyspace = KeyspaceMachine.TestCase
-TestKeyspace.settings = settings(max_examples=100, stateful_step_count=40)
+TestKeyspace.settings = settings(max_examples=40, stateful_step_count=40)
 
 
 # -- expiry by the real clock --------------------------------------------------------------------------------------
