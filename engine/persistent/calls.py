@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
+
+import mlx.core as mx
 
 from engine.persistent.counting import Counting, Scope
 from engine.persistent.dtypes import DTYPES, WORDS, DType
@@ -11,6 +15,7 @@ from engine.persistent.errors import DTypeError, UnknownNameError
 from engine.persistent.frame import Frame
 from engine.persistent.graph import Arithmetic, Name, Operation, Value
 from engine.persistent.ops import Op
+from engine.persistent.variables import constant
 
 
 def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DType) -> DType:
@@ -29,10 +34,16 @@ def result_dtype(statement: Operation, op: Op, dtypes: list[DType], target: DTyp
     return dtypes[0]
 
 
-def parameters_of(
-    statement: Operation, op: Op, scope: Scope, counting: Counting
-) -> list[tuple[str, Callable[[Frame], Any]]]:
-    """How each parameter that is given is had. Raises UnknownNameError or DTypeError for one that is wrong."""
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """Those that are the same in every step, and how the others are had."""
+
+    fixed: dict[str, Any]
+    counted: dict[str, Callable[[Frame], Any]]
+
+
+def parameters_of(statement: Operation, op: Op, scope: Scope, counting: Counting) -> Parameters:
+    """The parameters that are given. Raises UnknownNameError or DTypeError for one that is wrong."""
     given = dict(statement.parameters)
     unknown = [name for name in given if name not in op.parameters]
     if unknown or len(given) < len(statement.parameters):
@@ -41,23 +52,55 @@ def parameters_of(
         raise UnknownNameError(f"{statement.name} {what}", statement.at)
     if missing := op.required - set(given):
         raise UnknownNameError(f"{statement.name} needs the parameter {', '.join(sorted(missing))}", statement.at)
-    return [
-        (key, _parameter(statement, key, value, op.parameters[key], scope, counting)) for key, value in given.items()
-    ]
+    parameters = Parameters({}, {})
+    for key, value in given.items():
+        _add(parameters, statement, key, value, op.parameters[key], scope, counting)
+    return parameters
 
 
-def _parameter(
-    statement: Operation, key: str, value: Value, kind: type, scope: Scope, counting: Counting
-) -> Callable[[Frame], Any]:
+def call(
+    compute: Callable[..., mx.array], gets: Sequence[Callable[[Frame], mx.array]], parameters: Parameters
+) -> Callable[[Frame], mx.array]:
+    """The operation as a function of the step alone, and the usual ones a short one."""
+    counted = parameters.counted
+    computed = partial(compute, **parameters.fixed) if parameters.fixed else compute
+    if counted:
+        return lambda frame: computed(
+            *[get(frame) for get in gets], **{key: count(frame) for key, count in counted.items()}
+        )
+    match gets:
+        case [only]:
+            return lambda frame: computed(only(frame))
+        case [first, second]:
+            return lambda frame: computed(first(frame), second(frame))
+    return lambda frame: computed(*[get(frame) for get in gets])
+
+
+def _add(
+    parameters: Parameters,
+    statement: Operation,
+    key: str,
+    value: Value,
+    kind: type,
+    scope: Scope,
+    counting: Counting,
+) -> None:
     if isinstance(value, Name) and value.text in WORDS:
         value = WORDS[value.text]
     if kind is tuple and isinstance(value, tuple):
-        counts = [counting.count(item, scope) for item in value if isinstance(item, int | Name | Arithmetic)]
-        if len(counts) == len(value):
-            return lambda frame: tuple(count(frame) for count in counts)
+        items = [item for item in value if isinstance(item, int | Name | Arithmetic)]
+        if len(items) == len(value):
+            counts = [counting.count(item, scope) for item in items]
+            if all(counting.is_known(item, scope) for item in items):
+                parameters.fixed[key] = tuple(constant(item, counting.sizes) for item in items)
+            else:
+                parameters.counted[key] = lambda frame: tuple([count(frame) for count in counts])
+            return
     elif type(value) is kind or (kind is float and isinstance(value, int)):
-        return lambda frame: value
+        parameters.fixed[key] = value
+        return
     elif kind in (int, float) and isinstance(value, Name | Arithmetic):
-        return counting.count(value, scope)
+        parameters.counted[key] = counting.count(value, scope)
+        return
     shown = {int: "an integer", float: "a number", bool: "true or false", tuple: "a list of integers"}[kind]
     raise DTypeError(f"the parameter {key} of {statement.name} is {shown}", statement.at)

@@ -9,7 +9,7 @@ from typing import assert_never
 
 import mlx.core as mx
 
-from engine.persistent.calls import parameters_of, result_dtype
+from engine.persistent.calls import call, parameters_of, result_dtype
 from engine.persistent.counting import Counting, Scope
 from engine.persistent.dtypes import DType, named
 from engine.persistent.elastic import elastic_variables, selected_rank
@@ -154,22 +154,17 @@ class _Compiler:
         self._same_dtype(statement.name, result, target, statement.at)
         parameters = parameters_of(statement, op, scope, self._counting)
         gets = [get for get, _ in getters]
-        one = gets[0] if len(gets) == 1 else None
-        compute, put, name = op.compute, self._putter(target), statement.name
+        compute, put, name = call(op.compute, gets, parameters), self._putter(target), statement.name
         casts = target.dtype.mlx if op.result == "target" else None
 
         def run(frame: Frame) -> None:
-            arguments = [one(frame)] if one else [get(frame) for get in gets]
             try:
-                if parameters:
-                    value = compute(*arguments, **{key: given(frame) for key, given in parameters})
-                else:
-                    value = compute(*arguments)
+                value = compute(frame)
                 put(frame, value if casts is None else value.astype(casts))
             except (ValueError, TypeError, IndexError, RuntimeError) as error:
                 if isinstance(error, GraphError):
                     raise
-                shapes = ", ".join(str(list(argument.shape)) for argument in arguments)
+                shapes = ", ".join(str(list(get(frame).shape)) for get in gets)
                 raise OperationError(f"{name} of {shapes}: {error}") from None
 
         return Action(run, f"op {name}", statement.to, statement.at)

@@ -60,6 +60,16 @@ class Counting:
         right = self.count(operation.right, scope, layout)
         return lambda frame: arithmetic(operation, left(frame), right(frame))
 
+    def is_known(self, expression: Expression, scope: Scope) -> bool:
+        """Whether it is the same in every step: made of numbers and sizes."""
+        if isinstance(expression, Name):
+            variable = self.variables.get(expression.text)
+            hidden = expression.text in scope or (variable is not None and variable.is_index)
+            return expression.text in self.sizes and not hidden
+        if isinstance(expression, int):
+            return True
+        return self.is_known(expression.left, scope) and self.is_known(expression.right, scope)
+
     def _named(self, name: Name, scope: Scope, layout: Layout | None) -> Count:
         text = name.text
         if text in scope:
