@@ -127,6 +127,15 @@ def test_an_engine_goes_on_from_a_file_with_the_same_tokens(cold: SafetensorsCac
     pool.free(resumed.blocks.block_ids)
 
 
+def test_what_was_not_kept_leaves_what_is_stored(cold: SafetensorsCacheAdapter) -> None:
+    cold.save(context(TOKENS[:40]))
+    assert cold.save(AgentBlocks("alice", (), (), SPEC.fingerprint)) == 0
+    assert cold.save(AgentBlocks("bob", (), (), SPEC.fingerprint)) == 0
+    assert cold.agents() == ["alice"]
+    with loaded(cold) as found:
+        assert found.tokens == TOKENS[:40]
+
+
 def test_another_thread_may_save_and_load(cold: SafetensorsCacheAdapter, pool: BlockPool) -> None:
     """What the thread that owns MLX is given is evaluated."""
     batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool)

@@ -117,9 +117,12 @@ class SafetensorsCacheAdapter:
     def save(self, context: AgentBlocks) -> int | None:
         """Write a context, in place of the agent's last one. The file's size; None when it failed.
 
+        An empty one, of an answer whose context was not kept, leaves the last one as it is: 0.
         Raises IncompatibleBlocksError for blocks of another model.
         """
         context.validate(self._spec)
+        if not context.blocks:
+            return 0
         states = [end for block, end in zip(context.blocks, context.ends, strict=True) if block.state is not None]
         places = _places(self._spec, len(context), states)
         try:
