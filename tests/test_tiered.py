@@ -263,17 +263,30 @@ def test_under_everysec_what_is_older_than_a_second_survives_a_kill(tmp_path: Pa
 
 
 def test_without_fsync_only_what_was_used_again_goes_to_disk_until_the_end(tmp_path: Path) -> None:
-    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+    options = (*TIERED, "--appendfsync", "no", "--write-behind-limit", "1mb")
+    with start_server(*options, directory=tmp_path, killed=True) as server, server.client() as client:
         for seed in range(50):
             set_page(client, seed)
         set_block(client, 0)
-        for seed in (0, 5):
+        for seed in range(0, 40, 4):
             get_page(client, seed)
-        settle(client)
-        assert disk_info(client)["disk_values"] == 8  # their blocks, of four pages each
+        until = time.monotonic() + 10
+        while disk_info(client)["disk_values"] == 0:
+            assert time.monotonic() < until
+            time.sleep(0.02)
+        server.stop(signal.SIGKILL)
+    with tiered(tmp_path, "--appendfsync", "no") as (_, client):
+        assert 20 < client.dbsize() <= 40
+        assert set(client.keys()) <= {b"kv:r:0:%d:%d:0" % (seed % 4, seed // 4) for seed in range(40)}
+        for seed in range(50):
+            set_page(client, seed)
+        set_block(client, 0)
     with tiered(tmp_path, "--appendfsync", "no") as (_, client):
         assert disk_info(client)["disk_values"] == 51
         assert client.dbsize() == 54
+        set_page(client, 100)
+        assert client.execute_command("SAVE")
+        assert disk_info(client)["disk_values"] == 52
 
 
 def test_save_bgsave_and_lastsave(tmp_path: Path) -> None:

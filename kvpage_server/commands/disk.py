@@ -62,7 +62,7 @@ def _wanted(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Co
         return [cold for block in blocks for cold in tiered.cold_of_block(block.req_id, block.page)]
     if spec.name in _READ_VALUES or spec.name == "kvpagemget":
         return tiered.cold_of(_keys(spec, args))
-    if "write" in spec.flags:
+    if "write" in spec.flags or spec.name == "kvpagestat":
         return tiered.cold_blocks_of(_keys(spec, args))
     return ()
 

@@ -154,6 +154,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for key in list(block.page_keys()):
+                yield from fetched(client, Tiered.cold_of, [key])
                 page = keyspace.find(key)
                 if not is_page(page):
                     continue
@@ -185,7 +186,8 @@ def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
     """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
     if not extent.digest:
         return None
-    return (yield from hash_in_steps(extent.slot.body)) == extent.digest
+    slot = extent.slot  # keeps its memory, should the block be dropped from it meanwhile
+    return (yield from hash_in_steps(slot.body)) == extent.digest
 
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:
@@ -198,7 +200,8 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
         return False
     if not header.checksum:
         return None
-    return (yield from hash_in_steps(page.body)) == header.checksum
+    body = page.part(0, page.size)  # keeps its memory, should the page be dropped from it meanwhile
+    return (yield from hash_in_steps(body.view)) == header.checksum
 
 
 def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, simple
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.tiered import Tiered
 
 
@@ -28,10 +30,15 @@ def _tiered(client: Client) -> Tiered:
 )
 def save(client: Client, args: list[Argument]) -> Reply:
     """OK, once it is there. Others do not wait."""
-    behind = _tiered(client).behind
-    behind.hurry()
-    client.owes = behind.position
-    return OK
+    tiered = _tiered(client)
+    saving = tiered.begin_save()
+
+    def steps() -> Iterator[Reply]:
+        yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
+        failing = tiered.behind.failing
+        yield ReplyError(f"ERR Errors writing to disk: {failing}") if failing else OK
+
+    return Stream(None, steps())
 
 
 @command(
@@ -46,7 +53,7 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     """A simple string, as Redis words it."""
     if [word.upper() for word in plain_all(args)] not in ([], [b"SCHEDULE"]):
         raise ReplyError(SYNTAX_ERROR)
-    _tiered(client).behind.hurry()
+    _tiered(client).begin_save()
     return simple("Background saving started")
 
 

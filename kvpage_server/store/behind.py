@@ -263,15 +263,16 @@ class WriteBehind(Generic[T]):
         self.failing = str(error)
 
     async def settle(self) -> None:
-        """Write what there is, if that can be done."""
+        """Write what there is by now, if that can be done."""
+        position = self.position
         for _ in range(_LAST_TRIES):
-            if self.durable >= self.position:
-                break
+            if self.durable >= position:
+                return
             done = asyncio.Event()
-            self.when_durable(self.position, done.set)
+            self.when_durable(position, done.set)
             self.hurry()
             await done.wait()
-        if self.durable < self.position:
+        if self.durable < position:
             log.error("%d changes could not be written to disk: %s", len(self._next.changes), self.failing)
 
     async def close(self) -> None:

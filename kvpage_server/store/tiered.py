@@ -14,6 +14,7 @@ a time; what lies in memory too is passed over.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -68,6 +69,7 @@ class Tiered(Keyspace):
         self.any_cold = False  # whether there may be a cold value
         self._stored: dict[bytes, int] = {}  # what is on disk, with its footprint; what should go first is first
         self._unproven: set[Unit] = set()  # written and not used since: not for the disk yet
+        self._saves: set[asyncio.Task[None]] = set()
         self._fetching: dict[Cold, list[_Group]] = {}
         self.behind: WriteBehind[Value]
         self.scrubber: Scrubber
@@ -89,15 +91,26 @@ class Tiered(Keyspace):
         """Have everything on disk that was promised to be."""
         await self.behind.settle()
 
+    async def save(self) -> None:
+        """Have everything on disk, what is not promised to be there too. In waves: the queue is no longer than ever."""
+        waiting = list(self._unproven)
+        while waiting and not self.behind.failing:
+            while waiting and not self.behind.full:
+                self._prove(waiting.pop())
+            await self.behind.settle()
+        await self.behind.settle()
+
+    def begin_save(self) -> asyncio.Task[None]:
+        """Begin to `save`, now."""
+        task = asyncio.create_task(self.save())
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        return task
+
     async def close(self) -> None:
         """Write what is not on disk, and let go of it."""
         await self.scrubber.close()
-        while self._unproven and not self.behind.failing:
-            for unit in list(self._unproven):
-                if self.behind.full:
-                    break
-                self._prove(unit)
-            await self.behind.settle()
+        await self.save()
         await self.behind.close()
         await self._fetcher.close()
         self.disk.close()
@@ -224,16 +237,19 @@ class Tiered(Keyspace):
             self._store(name_of_key(key), self._catalogue.entries[key])
 
     def _remove(self, key: bytes, event: str) -> None:
+        unit = self._unit(key, self._catalogue.entries[key])
         super()._remove(key, event)
-        self._gone(key)
+        self._gone(key, unit)
 
     def remove_corrupt(self, key: bytes) -> None:
         """Remove a page that is not what was stored."""
+        unit = self._unit(key, cast(Entry, self._own(key)))
         super().remove_corrupt(key)
-        self._gone(key)
+        self._gone(key, unit)
 
-    def _gone(self, key: bytes) -> None:
-        self._unproven.discard(key)
+    def _gone(self, key: bytes, unit: Unit) -> None:
+        if not isinstance(unit, Block) or not unit.pages:
+            self._unproven.discard(unit)
         self._unstore(name_of_key(key))
 
     def remove_block(self, block: Block, event: str, reason: str = "") -> int:
