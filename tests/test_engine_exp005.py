@@ -27,7 +27,7 @@ from engine.tiers.pages import PageTier
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
 PROMPTS = ["The quick brown fox", "Write a story about a robot", "Explain quantum computing in detail"]
-TOKENS, TOKENS_OF_8_BITS = 100, 24
+TOKENS, TOKENS_OF_8_BITS = 100, 16
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
