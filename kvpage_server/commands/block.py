@@ -127,8 +127,10 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     summary="Returns N blocks' bytes, null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
-    """An array of bulk strings, each block looked up as the reply comes to it."""
+    """Bulk strings, each block looked up as the reply comes to it; each is taken to extend the one before it."""
     names = [(request_name(req), page_id(page)) for req, page in batch("KVBLOCKMGET", args, 2, "block")]
+    found = (client.keyspace.index.block(req_id, page) for req_id, page in names)
+    client.keyspace.chain([block for block in found if block is not None])
 
     def bodies() -> Iterator[Reply]:
         for i, (req_id, page) in enumerate(names):

@@ -44,16 +44,17 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
     milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
     names = [(request_name(req), page_id(page)) for req, page in batch("KVPAGEPREFIX", args[2:], 2, "block")]
     keyspace.guards.settle(unix_ms())
-    found = 0
+    found: list[Block] = []
     for req_id, page in names:
         block = keyspace.block(req_id, page)
         if block is None or block.pages != pages_per_block:
-            _count_misses(client, names[found:], pages_per_block)
+            _count_misses(client, names[len(found) :], pages_per_block)
             break
         if milliseconds and not _lease(keyspace, block, milliseconds):
             break
-        found += 1
-    return found
+        found.append(block)
+    keyspace.chain(found)
+    return len(found)
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> None:

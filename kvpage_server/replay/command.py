@@ -44,7 +44,7 @@ def run(
         importlib.import_module("matplotlib")
     requests = read_trace(trace)
     asked = [block for request in requests for block in request.blocks]
-    out.print(f"{len(requests):,} requests for {len(asked):,} blocks, {len(set(asked)):,} of them different\n")
+    out.print(f"{len(requests):,} requests for {len(asked):,} blocks, {len(set(asked)):,} of them different")
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
     replays = [
         Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))

@@ -1,0 +1,321 @@
+"""What goes when memory is full: each policy alone, and all of them in the keyspace."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+from collections.abc import Callable
+from itertools import islice
+
+import pytest
+import redis
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from servers import start_server
+from stored_pages import set_block
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.eviction import LRU, Policy, Unit
+from kvpage_server.store.memory import Keyspace, OutOfMemory
+from kvpage_server.store.policies import POLICIES
+from kvpage_server.store.prefix import Prefix
+from kvpage_server.store.s3fifo import S3FIFO
+
+KINDS: list[Callable[[], Policy]] = [LRU, S3FIFO, Prefix]
+
+
+def evict(policy: Policy, count: int = 1) -> list[Unit]:
+    """Let so many go, in the order the policy wants."""
+    gone = []
+    for unit in islice(policy.victims(), max(count, 0)):
+        policy.evicted(unit)
+        gone.append(unit)
+    return gone
+
+
+def write(policy: Policy, *units: bytes) -> None:
+    for unit in units:
+        policy.used(unit)
+    policy.follows(units)
+
+
+class PolicyMachine(RuleBasedStateMachine):
+    """Any policy, beside a plain set of what there is and when it was used."""
+
+    @initialize(make=st.sampled_from(KINDS))
+    def start(self, make: Callable[[], Policy]) -> None:
+        self.policy, self.used = make(), dict[bytes, int]()
+
+    @rule(numbers=st.lists(st.integers(0, 30), max_size=6, unique=True), seconds=st.integers(0, 5))
+    def use(self, numbers: list[int], seconds: int) -> None:
+        self.policy.now += seconds
+        for unit in (b"%d" % number for number in numbers):
+            self.policy.used(unit)
+            self.used[unit] = self.policy.now
+
+    @rule(numbers=st.lists(st.integers(0, 30), max_size=6))
+    def follow(self, numbers: list[int]) -> None:
+        self.policy.follows([b"%d" % number for number in numbers])
+
+    @rule(number=st.integers(0, 30))
+    def remove(self, number: int) -> None:
+        self.policy.removed(b"%d" % number)
+        self.used.pop(b"%d" % number, None)
+
+    @rule(count=st.integers(1, 5), guarded=st.sets(st.integers(0, 30)))
+    def evict_what_is_not_guarded(self, count: int, guarded: set[int]) -> None:
+        spared = {b"%d" % number for number in guarded}
+        free = self.used.keys() - spared
+        gone: set[Unit] = set()
+        for unit in self.policy.victims():
+            assert unit in self.used, "a victim that is not there"
+            if unit not in spared:
+                self.policy.evicted(unit)
+                gone.add(unit)
+                del self.used[unit]  # type: ignore[arg-type]
+                if len(gone) == count:
+                    break
+        assert len(gone) == min(count, len(free)), "a unit that could have gone was not found"
+
+    @precondition(lambda self: hasattr(self, "policy"))
+    @invariant()
+    def it_knows_what_there_is_and_since_when(self) -> None:
+        assert set(self.policy) == self.used.keys()
+        assert len(self.policy) == len(self.used)
+        assert all(self.policy.idle(unit) == self.policy.now - at for unit, at in self.used.items())
+
+    def teardown(self) -> None:
+        if hasattr(self, "policy"):
+            assert set(evict(self.policy, 100)) == self.used.keys()
+            assert len(self.policy) == 0
+
+
+PolicyMachine.TestCase.settings = settings(
+    max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+TestEveryPolicy = PolicyMachine.TestCase
+
+
+# -- S3-FIFO -------------------------------------------------------------------------------------------------------
+
+
+def test_s3fifo_keeps_what_was_used_twice_through_a_scan() -> None:
+    policy = S3FIFO()
+    for second in (0, 10, 20):
+        policy.now = second
+        policy.used(b"hot")
+    for number in range(100):
+        policy.used(b"%d" % number)
+    assert evict(policy, 95) == [b"%d" % number for number in range(95)]
+    assert b"hot" in set(policy)
+
+
+def test_s3fifo_takes_what_comes_back_soon_into_the_main_queue() -> None:
+    policy = S3FIFO()
+    for number in range(20):
+        policy.used(b"%d" % number)
+    assert evict(policy) == [b"0"]
+    policy.used(b"0")
+    assert evict(policy, 18) == [b"%d" % number for number in range(1, 19)]
+    assert set(policy) == {b"0", b"19"}
+
+
+# -- allkeys-prefix ------------------------------------------------------------------------------------------------
+
+
+def test_a_chain_goes_from_its_end() -> None:
+    policy = Prefix()
+    write(policy, *(b"%d" % number for number in range(50)))
+    assert evict(policy, 50) == [b"%d" % number for number in reversed(range(50))]
+
+
+def test_what_two_chains_share_outlives_both_their_ends() -> None:
+    policy = Prefix()
+    write(policy, b"a", b"b", b"c1", b"d1")
+    write(policy, b"a", b"b", b"c2", b"d2")
+    gone = evict(policy, 6)
+    assert gone.index(b"d1") < gone.index(b"c1") < gone.index(b"b") < gone.index(b"a")
+    assert gone.index(b"d2") < gone.index(b"c2") < gone.index(b"b")
+
+
+def test_who_writes_a_chain_block_by_block_does_not_lose_its_beginning() -> None:
+    policy = Prefix()
+    for number in range(200):
+        policy.used(b"old %d" % number)
+    chain = [b"%d" % number for number in range(20)]
+    for before, block in zip([None, *chain], chain, strict=False):
+        evict(policy)
+        policy.used(block)
+        policy.follows([before, block] if before is not None else [block])
+    assert set(chain) <= set(policy)
+
+
+def test_while_the_end_is_spared_so_is_all_before_it_unless_nothing_else_is_left() -> None:
+    policy = Prefix()
+    write(policy, b"a", b"b", b"c")
+    write(policy, b"x", b"y")
+    gone = []
+    for unit in policy.victims():
+        if unit != b"c":
+            policy.evicted(unit)
+            gone.append(unit)
+    assert gone == [b"y", b"x", b"b", b"a"]
+
+
+def test_a_circle_of_names_keeps_nothing_for_ever() -> None:
+    policy = Prefix()
+    for unit in (b"a", b"b", b"c"):
+        policy.used(unit)
+    for pair in ((b"a", b"b"), (b"b", b"c"), (b"c", b"a"), (b"a", b"a")):
+        policy.follows(pair)
+    assert len(evict(policy, 3)) == 3
+
+
+def test_what_is_asked_for_again_and_again_outlives_a_flood_of_what_is_not() -> None:
+    policy = Prefix()
+    hot = [b"hot %d" % number for number in range(10)]
+    for turn in range(30):
+        policy.now += 10
+        write(policy, *hot)
+        write(policy, *(b"%d %d" % (turn, number) for number in range(30)))
+        evict(policy, len(policy) - 100)
+    policy.now += 10
+    for number in range(0, 200, 10):
+        write(policy, *(b"flood %d" % number for number in range(number, number + 10)))
+    evict(policy, 200)
+    assert set(hot) <= set(policy)
+
+
+def test_what_was_hot_goes_when_it_is_no_more() -> None:
+    policy = Prefix()
+    for _ in range(10):
+        policy.now += 10
+        write(policy, *(b"was hot %d" % number for number in range(50)))
+    for turn in range(200):
+        policy.now += 10
+        for _ in range(2):
+            policy.now += 10
+            write(policy, *(b"%d %d" % (turn, number) for number in range(20)))
+        evict(policy, len(policy) - 100)
+    assert not any(isinstance(unit, bytes) and unit.startswith(b"was hot") for unit in policy)
+
+
+def test_pages_of_a_block_that_come_one_by_one_are_one_use() -> None:
+    once, paged = Prefix(), Prefix()
+    for number in range(20):
+        once.used(b"%d" % number)
+        for _ in range(64):
+            paged.used(b"%d" % number)
+    assert evict(once, 20) == evict(paged, 20)
+
+
+def test_a_unit_takes_few_bytes() -> None:
+    names = [b"%d" % number for number in range(100_000)]
+    policy = Prefix()
+    tracemalloc.start()
+    try:
+        for name in names:
+            policy.used(name)
+        used, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert used / len(names) < 200
+
+
+# -- in the keyspace -----------------------------------------------------------------------------------------------
+
+
+def text(key: int) -> bytes:
+    return b"key %05d" % key
+
+
+@pytest.mark.parametrize("policy", ["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo"])
+def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None:
+    keys = Keyspace(maxmemory=100_000, policy=policy)
+    for number in range(1000):
+        keys.set_string(text(number), b"x" * 300)
+        keys.make_room()
+        assert keys.used_memory <= 100_000
+    assert keys.counters.evicted == 1000 - len(keys)
+    assert keys.find(text(999)) is not None
+
+
+def test_volatile_ttl_takes_what_expires_soonest_and_nothing_that_does_not() -> None:
+    keys = Keyspace(maxmemory=0, policy="volatile-ttl")
+    now = unix_ms()
+    order = random.Random(1).sample(range(50), 50)
+    for number in order:
+        keys.set_string(text(number), b"x" * 300, now + 100_000 + number * 5_000)
+    for number in range(50, 60):
+        keys.set_string(text(number), b"x" * 300)
+    keys.maxmemory = keys.used_memory * 40 // 60
+    keys.make_room()
+    assert sorted(keys.keys()) == [text(number) for number in range(20, 60)]
+    keys.maxmemory = keys.used_memory * 11 // 40
+    keys.make_room()
+    assert len(keys) == 11
+    keys.maxmemory = 1
+    with pytest.raises(OutOfMemory):
+        keys.make_room()
+    assert sorted(keys.keys()) == [text(number) for number in range(50, 60)]
+
+
+@pytest.mark.parametrize("to", list(POLICIES))
+@pytest.mark.parametrize("start", list(POLICIES))
+def test_a_policy_that_takes_over_knows_what_there_is_and_its_age(start: str, to: str) -> None:
+    keys = Keyspace(policy=start)
+    now = unix_ms()
+    for number in range(10):
+        keys.sweep(now + number * 10_000, 100)
+        keys.set_string(text(number), b"x")
+    keys.policy = to
+    assert keys.policy == to
+    assert [keys.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
+    keys.maxmemory = keys.used_memory // 2
+    if to.startswith("allkeys"):
+        keys.make_room()
+        assert sorted(keys.keys()) == [text(number) for number in range(5, 10)]
+
+
+def test_blocks_go_from_the_end_of_a_request_after_a_change_of_policy_too() -> None:
+    options = ("--maxmemory", "0", "--maxmemory-policy", "allkeys-lru")
+    with start_server(*options) as server, server.client() as client:
+        for page in (3, 1, 0, 2, 4):
+            set_block(client, "r", page, size=3000)
+        client.config_set("maxmemory-policy", "allkeys-prefix")
+        assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "allkeys-prefix"}
+        assert client.info("memory")["maxmemory_policy"] == "allkeys-prefix"
+        client.config_set("maxmemory", client.info("memory")["used_memory"] * 3 // 5)
+        client.set("something", "new")
+        there = [page for page in range(5) if client.execute_command("KVBLOCKEXISTS", "r", page)]
+        assert there == list(range(len(there)))
+        assert 0 < len(there) < 5
+
+
+def test_blocks_named_by_their_content_go_from_the_end_of_what_was_asked_for() -> None:
+    with start_server("--maxmemory", "0") as server, server.client() as client:
+        for req in "abcde":
+            set_block(client, req, 0, size=3000)
+        assert client.execute_command("KVPAGEPREFIX", 4, 0, 5, *(word for req in "abcde" for word in (req, 0))) == 5
+        client.config_set("maxmemory", client.info("memory")["used_memory"] * 3 // 5)
+        client.set("something", "new")
+        there = "".join(req for req in "abcde" if client.execute_command("KVBLOCKEXISTS", req, 0))
+        assert there
+        assert "abcde".startswith(there)
+        assert there != "abcde"
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])
+def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(policy: str) -> None:
+    with start_server("--maxmemory", "100kb", "--maxmemory-policy", policy) as server, server.client() as client:
+        client.set("small", "1")
+        body = b"x" * 30_000
+        page = ("KVPAGEMSET", 4, *(word for head in range(4) for word in ("r", 0, head, 0, 0, 8, 1, 30_000, 0, body)))
+        writes = [page, ("SET", "large", b"x" * 150_000), ("GETSET", "small", b"x" * 150_000)]
+        for words in writes:
+            with pytest.raises(redis.ResponseError, match=r"command not allowed when used memory > 'maxmemory'\."):
+                client.execute_command(*words)
+        assert client.keys() == [b"small"]
+        assert client.get("small") == b"1"
+        assert client.execute_command("KVPAGEINDEX", "r") == []

@@ -1,0 +1,148 @@
+"""`kvpage replay`: what policies make of a recorded trace."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from kvpage_server.replay.clairvoyant import clairvoyant
+from kvpage_server.replay.simulate import simulate, simulate_noeviction
+from kvpage_server.replay.trace import Request, TraceError, read_trace
+from kvpage_server.store.eviction import LRU
+from kvpage_server.store.prefix import Prefix
+from kvpage_server.store.s3fifo import S3FIFO
+
+
+def trace_of(*chains: str) -> list[Request]:
+    """A request a chain, ten seconds apart; a letter is a block."""
+    return [Request(10 * i, [block.encode() for block in chain]) for i, chain in enumerate(chains)]
+
+
+def chat_trace(requests: int, users: int, seed: int = 1) -> list[dict[str, object]]:
+    """Users who come back a few times, each time with their whole context and some more, among strangers who do not."""
+    chance = random.Random(seed)
+    fresh = iter(range(1, 10**9))
+    talks: dict[int, list[int]] = {}
+    lines = []
+    for at in range(requests):
+        user = chance.randrange(users) if chance.random() < 0.2 else -1 - at
+        if user not in talks or len(talks[user]) > 40 or chance.random() < 0.4:
+            talks[user] = [0]
+        talks[user] = [*talks[user], *(next(fresh) for _ in range(chance.randint(2, 8)))]
+        lines.append({"timestamp": at * 1000, "input_length": 1, "output_length": 1, "hash_ids": talks[user]})
+    return lines
+
+
+def write_trace(path: Path, lines: Sequence[dict[str, object]]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return path
+
+
+def test_lru_by_hand() -> None:
+    trace = trace_of("abc", "abd", "xy", "abc")
+    found = simulate(LRU, trace, 4)
+    assert (found.asked, found.hits) == (11, 2)  # x and y push out a and b, which were used before d
+    assert (found.written, found.evicted) == (3 + 1 + 2 + 2, 4)
+    assert simulate(LRU, trace, 6).hits == 2 + 3
+
+
+def test_a_hole_ends_the_hits() -> None:
+    found = simulate(LRU, trace_of("abcd", "x", "abcd"), 4)
+    assert found.hits == 0  # x pushes out a: what follows is there, and worth nothing
+    assert simulate(Prefix, trace_of("abcd", "x", "abcd"), 4).hits == 3
+
+
+def test_what_fits_never_goes_under_any_policy() -> None:
+    trace = trace_of("abc", "abd", "xy", "abc", "xyz")
+    for make in (LRU, S3FIFO, Prefix):
+        found = simulate(make, trace, 7)
+        assert (found.hits, found.evicted, found.written) == (2 + 3 + 2, 0, 7)
+    assert simulate_noeviction(trace, 7).hits == clairvoyant(trace, 7).hits == 7
+
+
+def test_noeviction_keeps_what_came_first() -> None:
+    found = simulate_noeviction(trace_of("abc", "xyz", "abc", "xyz"), 4)
+    assert (found.hits, found.written) == (3 + 1, 4)
+
+
+def test_hindsight_by_hand() -> None:
+    trace = trace_of("abc", "xy", "abd", "xy")
+    assert clairvoyant(trace, 4).hits == 2 + 2  # c and d are never asked for again and take no room
+    assert clairvoyant(trace, 3).hits == 2 + 1
+    assert clairvoyant(trace, 2).hits == 2
+
+
+def test_on_a_chat_the_default_beats_what_knows_no_prefixes_and_hindsight_beats_all(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path / "chat.jsonl", chat_trace(3000, 30)))
+    for capacity in (200, 400, 800):
+        lru, s3fifo, prefix = (simulate(make, trace, capacity).ratio for make in (LRU, S3FIFO, Prefix))
+        assert prefix >= 0.99 * max(lru, s3fifo)
+        assert clairvoyant(trace, capacity).ratio >= prefix
+    assert simulate(Prefix, trace, 200).ratio > 1.1 * simulate(LRU, trace, 200).ratio
+
+
+def test_the_command_shows_a_table_and_writes_json_and_a_picture(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "chat.jsonl", chat_trace(300, 20))
+    words = ["replay", str(trace), "--policy", "allkeys-lru", "clairvoyant", "--capacity", "50", "100"]
+    words += ["--block-bytes", "2mb", "--json", str(tmp_path / "out.json"), "--plot", str(tmp_path / "out.png")]
+    done = run(*words)
+    assert done.returncode == 0, done.stderr
+    assert "300 requests" in done.stdout
+    assert done.stdout.count("allkeys-lru") == done.stdout.count("clairvoyant") == 2
+    found = json.loads((tmp_path / "out.json").read_text())
+    assert found["block_bytes"] == 2 << 20
+    assert [(row["policy"], row["capacity"]) for row in found["replays"]] == [
+        (policy, capacity) for policy in ("allkeys-lru", "clairvoyant") for capacity in (50, 100)
+    ]
+    requests = read_trace(trace)
+    assert found["replays"][0]["hits"] == simulate(LRU, requests, 50).hits
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "line 2: not JSON"),
+        ("[]", "line 2: must be an object with timestamp and hash_ids"),
+        ('{"timestamp": "now", "hash_ids": []}', "line 2: timestamp must be a number of milliseconds, got 'now'"),
+        ('{"timestamp": 0, "hash_ids": ["a"]}', "line 2: hash_ids must be a list of whole numbers"),
+        ('{"timestamp": 0, "hash_ids": [1, 2, 1]}', "line 2: hash_ids names a block twice"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, line: str, complaint: str) -> None:
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "hash_ids": [1]}\n' + line + "\n")
+    with pytest.raises(TraceError, match=complaint.replace("[", r"\[")):
+        read_trace(path)
+
+
+def test_bad_arguments_are_refused(tmp_path: Path) -> None:
+    trace = str(write_trace(tmp_path / "chat.jsonl", chat_trace(5, 2)))
+    missing = run("replay", str(tmp_path / "nowhere.jsonl"))
+    assert (missing.returncode, "nowhere.jsonl" in missing.stderr) == (2, True)
+    unknown = run("replay", trace, "--policy", "random")
+    assert unknown.returncode == 2
+    assert "allkeys-prefix" in unknown.stderr
+    assert run("replay", trace, "--capacity", "0").returncode == 2
+    (tmp_path / "empty").touch()
+    assert "has no requests" in run("replay", str(tmp_path / "empty")).stderr
+
+
+def test_a_replay_is_fast(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path / "chat.jsonl", chat_trace(1000, 50)))
+    blocks = sum(len(request.blocks) for request in trace)
+    started = time.process_time()
+    simulate(Prefix, trace, 500)
+    assert (time.process_time() - started) / blocks < 100e-6
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvpage_server.cli", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
