@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import resource
 import socket
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
+import pytest
 import redis
 from health import MIB, until
 from servers import RunningServer, start_server
@@ -73,13 +77,38 @@ def test_pages_in_use_survive_the_eviction_of_all_that_came_with_them() -> None:
         assert int(client.info("memory")["arena_held"]) < 110 * MIB  # with what is kept for new values
 
 
-def test_batches_that_are_cut_short_leave_nothing(server: RunningServer, client: redis.Redis) -> None:
-    data = spell(words(range(100)))
-    for i in range(100):
-        with socket.create_connection(("127.0.0.1", server.port)) as peer:
-            peer.sendall(data[: len(data) * (i + 1) // 101])
-    until(lambda: used(client) < SIZE, "the memory of what was cut short being free")
+def arena_used(client: redis.Redis) -> int:
+    return int(client.info("memory")["arena_used"])
+
+
+def test_a_thousand_uploads_that_are_cut_short_leave_nothing(server: RunningServer, client: redis.Redis) -> None:
+    """A page, a block, a batch, each cut anywhere."""
+    page = spell(words(range(1))[2:]).replace(b"*10\r\n", b"*11\r\n$9\r\nKVPAGESET\r\n", 1)
+    block = spell([b"KVBLOCKSET", b"r", b"0", b"1", b"1", b"64", b"0", b"1", b"0", b"1", b"500", bytes(64_000)])
+    for data, times in ((page, 500), (block, 350), (spell(words(range(40))), 150)):
+        for i in range(times):
+            with socket.create_connection(("127.0.0.1", server.port)) as peer:
+                peer.sendall(data[: len(data) * (i + 1) // (times + 1)])
+    until(lambda: arena_used(client) == 0, "the memory of what was cut short being free")
     assert client.dbsize() == 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can limit another process")
+def test_when_the_system_has_no_memory_left_the_server_says_so_and_lives_on(
+    server: RunningServer, client: redis.Redis
+) -> None:
+    store(client, range(5))
+    pid = client.info("server")["process_id"]
+    size = int(Path(f"/proc/{pid}/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.prlimit(pid, resource.RLIMIT_AS, (size + 30 * MIB, resource.RLIM_INFINITY))
+    with socket.create_connection(("127.0.0.1", server.port)) as peer:
+        peer.sendall(b"*3\r\n$3\r\nSET\r\n$5\r\nlarge\r\n$%d\r\n" % (200 * MIB) + bytes(2000))
+        assert peer.makefile("rb").readline() == b"-OOM the system has no memory left for this value\r\n"
+    for number in range(5):
+        assert fetch(client, number) == body(number)
+    resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    client.set("large", bytes(200 * MIB))
+    assert client.strlen("large") == 200 * MIB
 
 
 def test_a_page_that_is_being_read_stays_though_its_memory_is_gathered(

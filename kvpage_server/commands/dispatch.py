@@ -165,6 +165,10 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if server.tiered is None:
             raise
         raise Postponed(Wait(partial(server.tiered.fetch, absent.values))) from None
+    except MemoryError:
+        calls.failed += 1
+        server.stats.note_error("OOM")
+        return ReplyError("OOM the system has no memory left for this value")
     except Exception:
         calls.failed += 1
         server.stats.note_error("ERR")

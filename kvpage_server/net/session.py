@@ -228,6 +228,10 @@ class Session:
             self._flush()
             self._wait(postponed.wait)
             return
+        except MemoryError:
+            log.warning("no memory for what %s sends: closed", self.client.address)
+            self._end_with(b"-OOM the system has no memory left for this value\r\n")
+            return
         except Exception:
             log.exception("the connection of %s cannot go on", self.client.address)
             self.abort()
@@ -387,7 +391,11 @@ class Session:
             limits.keep(self.client)
 
     def _refuse(self, error: ProtocolError) -> None:
-        self._out.append(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
+        self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
+
+    def _end_with(self, last_words: bytes) -> None:
+        """Say what is wrong, and close: where the next command begins is not known."""
+        self._out.append(last_words)
         self._flush()
         self._ending = True
         self._transport.close()

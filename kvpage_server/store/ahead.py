@@ -61,7 +61,10 @@ class Ahead:
 def _make(wanted: SimpleQueue[int | None], ready: dict[int, mmap.mmap]) -> None:
     """Make mappings of the sizes that are wanted, until none is any more."""
     while (size := wanted.get()) is not None:
-        made = mmap.mmap(-1, size)
+        try:
+            made = mmap.mmap(-1, size)
+        except OSError:  # the system has none left: whoever needs it will be told
+            continue
         _fault_in(made)
         ready[size] = made
 

@@ -252,7 +252,11 @@ class Arena:
 
     def _map_chunk(self, size_class: SizeClass) -> None:
         size = size_class.chunk_size
-        size_class.open.append(Chunk(self, size_class, self._ahead.take(size) or mmap.mmap(-1, size)))
+        try:
+            memory = self._ahead.take(size) or mmap.mmap(-1, size)
+        except OSError as error:
+            raise MemoryError(f"the system has no {size} bytes more") from error
+        size_class.open.append(Chunk(self, size_class, memory))
         size_class.chunks += 1
         self._mapped += size
         self.spare += size
