@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import importlib
 
-ALL = ("pages", "small_commands", "parser", "persistent", "engine_reconstruct", "engine_batch", "perplexity")
+ALL = ("pages", "tiered", "small_commands", "parser", "persistent", "engine_reconstruct", "engine_batch", "perplexity")
 
 
 def main() -> None:
