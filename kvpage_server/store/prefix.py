@@ -26,7 +26,7 @@ from __future__ import annotations
 from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from math import exp, log2
+from math import exp, inf, log2
 from typing import Any
 
 from kvpage_server.store.eviction import BURST, Unit, name_of
@@ -281,21 +281,26 @@ class Prefix:
 
     def _next(self) -> int | None:
         """The place of the unit to go next, which nothing extends."""
+        after, fresh_from = self._after, self._time - _FRESH
         while True:
-            places = [first for kind in range(_KINDS) if (first := self._after[kind]) != kind]
-            found = min(filter(self._is_settled, places), key=self._rank, default=None)
+            found = fresh = None
+            lowest = lowest_fresh = inf
+            for kind in range(_KINDS):
+                first = after[kind]
+                if first == kind:
+                    continue
+                last = self._last[first]
+                rank = last + self._bonus[kind]
+                if kind <= _ONCE and last > fresh_from:
+                    if rank < lowest_fresh:
+                        fresh, lowest_fresh = first, rank
+                elif rank < lowest:
+                    found, lowest = first, rank
             if found is None:
-                found = min(places, key=self._rank, default=None)
+                found = fresh
             if found is None or not self._children[found]:
                 return found
             self._unlink(found)
-
-    def _rank(self, place: int) -> float:
-        return self._last[place] + self._bonus[self._kind[place]]
-
-    def _is_settled(self, place: int) -> bool:
-        """Whether a unit has had the time to be extended, since who writes a chain may not be through."""
-        return self._kind[place] > _ONCE or self._time - self._last[place] >= _FRESH
 
     # -- learning --------------------------------------------------------------------------------------------------
 
