@@ -272,7 +272,11 @@ class Session:
         """Do nothing before the disk has done its part."""
         self._waiting = True
         self._transport.pause_reading()
-        wait.start(self._go_on)
+        try:
+            wait.start(self._go_on)
+        except MemoryError:
+            log.error("there is no memory for what %s asks for", self.client.address)
+            self.abort()
 
     def _go_on(self) -> None:
         """The disk has done its part, or failed: what was told is sent, unless it would be a lie."""

@@ -452,23 +452,23 @@ class Tiered(Keyspace):
         self.fetch([value for value, size in zip(values, sizes, strict=True) if size <= _MOST_AHEAD], _nothing)
 
     def fetch(self, values: Sequence[Cold], then: Callable[[], None]) -> None:
-        """Have values in memory, those at least that are intact; then call `then`."""
+        """Have values in memory, those at least that are intact; then call `then`. Raises MemoryError."""
         if not values:
             then()
             return
-        group = _Group(len(values), then)
-        new = [value for value in values if value not in self._fetching]
-        for value in values:
-            self._fetching.setdefault(value, []).append(group)
         try:
             self.make_room()
         except OutOfMemory:
             log.debug("memory is full; what is read is in it for a moment")
+        new = [value for value in values if value not in self._fetching]
+        slots = [self.arena.allocate(value.size) for value in new]
+        group = _Group(len(values), then)
+        for value in values:
+            self._fetching.setdefault(value, []).append(group)
         for start in range(0, len(new), _AT_ONCE):
-            some = new[start : start + _AT_ONCE]
-            slots = [self.arena.allocate(value.size) for value in some]
-            wanted = [(value.name, slot.body) for value, slot in zip(some, slots, strict=True)]
-            self._fetcher.fetch(wanted, partial(self._fetched, some, slots))
+            some, into = new[start : start + _AT_ONCE], slots[start : start + _AT_ONCE]
+            wanted = [(value.name, slot.body) for value, slot in zip(some, into, strict=True)]
+            self._fetcher.fetch(wanted, partial(self._fetched, some, into))
 
     def _fetched(self, values: list[Cold], slots: list[Slot], outcomes: list[Outcome]) -> None:
         ready: list[Callable[[], None]] = []
