@@ -7,9 +7,9 @@ A slot holds a value the way it goes over the wire, so that a reply is one borro
 The header is a page's, unused for plain strings; the body's CRLF is where the client's own CRLF was received.
 
 Most slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
-its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for the next value
-of its class, as long as those that are kept take no more than `MOST_SPARE` together: new memory costs the system more
-than filling it does. Bodies of some kilobytes and more are 64-byte aligned there.
+its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for a while, for the
+next values of its class, as long as those that are kept take no more than `MOST_SPARE` together; the one that has been
+empty for longest goes first. For new memory costs the system more than filling it does. Bodies of some kilobytes and more are 64-byte aligned there.
 
 The pages of a batch are received together into a slab and stay where they arrived, slots of its memory: the arguments
 that stood before a body make room for its header. A slab that is less than half in use is sparse: the owner moves what
@@ -25,6 +25,7 @@ from __future__ import annotations
 import mmap
 from collections.abc import Iterator
 from functools import lru_cache
+from time import monotonic
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
@@ -37,7 +38,8 @@ _WIDE = 64, HEADER_SIZE + 64
 _BESIDE = HEADER_SIZE + 16  # bytes of a slab that a body takes beside its own
 _CHUNK_SLOTS = 64
 _LARGEST_CHUNK = 4 * 1024 * 1024
-MOST_SPARE = 64 * 1024 * 1024
+MOST_SPARE = 128 * 1024 * 1024
+SPARE_FOR = 5.0  # seconds
 
 
 class SizeClass:
@@ -204,6 +206,7 @@ class Arena:
         self.used = 0
         self._mapped = 0
         self.spare = 0
+        self._empty: dict[Chunk, float] = {}  # and since when, in monotonic seconds; the oldest first
         self.sparse: WeakSet[Slab] = WeakSet()  # slabs less than half in use
         self._classes: dict[int, SizeClass] = {}
         self._ahead = Ahead()
@@ -221,6 +224,7 @@ class Arena:
         chunk = size_class.open[-1]
         if len(chunk.free) == chunk.slots:
             self.spare -= size_class.chunk_size
+            self._empty.pop(chunk, None)
         offset = chunk.free.pop()
         if not chunk.free:
             size_class.open.pop()
@@ -240,7 +244,15 @@ class Arena:
         chunk.free.append(slot.offset)
         if len(chunk.free) == chunk.slots:
             self.spare += size_class.chunk_size
-            if self.spare > MOST_SPARE:
+            self._empty[chunk] = monotonic()
+            while self.spare > MOST_SPARE:
+                self._unmap_chunk(next(iter(self._empty)))
+
+    def rest(self) -> None:
+        """Give back a chunk that has been empty for long enough, if there is one."""
+        if self._empty:
+            chunk, since = next(iter(self._empty.items()))
+            if monotonic() - since > SPARE_FOR:
                 self._unmap_chunk(chunk)
 
     def _class_for(self, size: int) -> SizeClass:
@@ -265,6 +277,7 @@ class Arena:
 
     def _unmap_chunk(self, chunk: Chunk) -> None:
         """Give an empty chunk back; its mapping goes with the last reference to it."""
+        del self._empty[chunk]
         size_class = chunk.size_class
         size_class.open.remove(chunk)
         size_class.chunks -= 1

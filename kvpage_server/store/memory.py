@@ -501,6 +501,7 @@ class Keyspace:
         self.guards.settle(now)
         self._catalogue.rest(now)
         self.gather()
+        self.arena.rest()
         removed = 0
         for key in self._expiry.due(now):
             self._expire(key)
