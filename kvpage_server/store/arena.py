@@ -6,10 +6,11 @@ A slot holds a value the way it goes over the wire, so that a reply is one borro
 
 The header is a page's, unused for plain strings; the body's CRLF is where the client's own CRLF was received.
 
-Most slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of
-its size and memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for a while, for the
-next values of its class, as long as those that are kept take no more than `MOST_SPARE` together; the one that has been
-empty for longest goes first. For new memory costs the system more than filling it does. Bodies of some kilobytes and more are 64-byte aligned there.
+Most slots are cut from chunks; a size class has its own chunks, so a freed slot fits the next value of its size and
+memory neither fragments nor is zeroed again. A chunk whose last slot is freed is kept for a while, for the next values
+of its class, as long as those that are kept take no more than `MOST_SPARE` together; the one that has been empty for
+longest goes first. For new memory costs the system more than filling it does. Bodies of some kilobytes and more are
+64-byte aligned there.
 
 The pages of a batch are received together into a slab and stay where they arrived, slots of its memory: the arguments
 that stood before a body make room for its header. A slab that is less than half in use is sparse: the owner moves what
