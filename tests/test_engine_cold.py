@@ -441,7 +441,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(
         return call
 
     monkeypatch.setattr(Path, "rename", renaming)
-    monkeypatch.setattr("engine.tiers.replace._flush", flushing(os.fsync))
+    monkeypatch.setattr("engine.tiers.replace.flush", flushing(os.fsync))
     monkeypatch.setattr("os.fsync", flushing(os.fsync))
     cold.save(context(TOKENS[:40]))
     assert done[0] == "flush file"

@@ -14,6 +14,8 @@ from pathlib import Path
 from tempfile import mkstemp
 from typing import BinaryIO
 
+from kvpage_server.durable import flush, flush_directory
+
 _UNFINISHED = ".tmp"
 
 
@@ -25,12 +27,12 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
         try:
             yield file
             file.flush()
-            _flush(file.fileno())
+            flush(file.fileno())
             unfinished.rename(path)
         except BaseException:
             unfinished.unlink(missing_ok=True)
             raise
-    _flush_directory(path.parent)
+    flush_directory(path.parent)
 
 
 def remove(path: Path) -> bool:
@@ -39,7 +41,7 @@ def remove(path: Path) -> bool:
         path.unlink()
     except FileNotFoundError:
         return False
-    _flush_directory(path.parent)
+    flush_directory(path.parent)
     return True
 
 
@@ -63,19 +65,3 @@ def _create(path: Path) -> tuple[BinaryIO, Path]:
         if unfinished.exists():  # it may have been tidied up before it was locked
             return file, unfinished
         file.close()
-
-
-def _flush(descriptor: int) -> None:
-    """To the disk itself, which on macOS fsync does not promise."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(descriptor)
-
-
-def _flush_directory(directory: Path) -> None:
-    descriptor = os.open(directory, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

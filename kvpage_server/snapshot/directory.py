@@ -16,8 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from kvpage_server.durable import flush_directory
 from kvpage_server.snapshot.errors import BadFile, DumpError
-from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents, sync_directory, write_whole
+from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents, write_whole
 
 SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-(\d{6,})\.safetensors\Z")
@@ -94,7 +95,7 @@ def remove(files: Iterable[Path]) -> None:
         file.unlink()
         parents.add(file.parent)
     for parent in parents:
-        sync_directory(parent)
+        flush_directory(parent)
 
 
 def remove_temporary(path: Path) -> None:

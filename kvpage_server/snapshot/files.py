@@ -10,7 +10,6 @@ its metadata, XXH3-64 of the header with 16 zeros in place of the digest.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from collections.abc import Iterator
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
+from kvpage_server.durable import flush, flush_directory
 from kvpage_server.page import checksum
 from kvpage_server.snapshot.entries import Entry, entry_of
 from kvpage_server.snapshot.errors import BadFile
@@ -101,12 +101,12 @@ def write_whole(path: Path, pieces: list[memoryview]) -> None:
     try:
         with open(temporary, "wb", buffering=0) as file:
             _write(file.fileno(), [piece for piece in pieces if len(piece)])
-            _flush(file.fileno())
+            flush(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
-    sync_directory(path.parent)
+    flush_directory(path.parent)
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:
@@ -118,23 +118,6 @@ def _write(file: int, pieces: list[memoryview]) -> None:
             at += 1
         if written:
             pieces[at] = pieces[at][written:]
-
-
-def _flush(file: int) -> None:
-    """To the disk itself, which on macOS fsync does not promise."""
-    if hasattr(fcntl, "F_FULLFSYNC"):
-        fcntl.fcntl(file, fcntl.F_FULLFSYNC)
-    else:
-        os.fsync(file)
-
-
-def sync_directory(path: Path) -> None:
-    """Make sure that the names in a directory outlive a power failure."""
-    directory = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
 
 
 def _digest_field(digest: str) -> bytes:

@@ -31,6 +31,7 @@ import numpy as np
 import xxhash
 from lmdb.verify import VerifyError, verify
 
+from kvpage_server.durable import flush_directory
 from kvpage_server.page import checksum, unix_ms
 from kvpage_server.store.record import INLINE, PIECE, Damaged, Record, database_key
 
@@ -379,11 +380,7 @@ def _create(path: Path) -> None:
     env.close()
     new.with_name(f"{new.name}-lock").unlink(missing_ok=True)
     new.rename(path)
-    directory = os.open(path.parent, os.O_RDONLY)
-    try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+    flush_directory(path.parent)
 
 
 def _map(path: Path, maxdisk: int) -> lmdb.Environment:
