@@ -173,25 +173,6 @@ def pack_header(
     return _LAYOUT.pack(MAGIC, VERSION, dtype, kv_type, flags, *shape, created_ms, ttl, body_size, 0, digest)
 
 
-def pack_header_into(
-    place: tuple[memoryview, int],
-    dtype: int,
-    kv_type: int,
-    page_size: int,
-    head_dim: int,
-    layer: int,
-    head: int,
-    page: int,
-    created_ms: int,
-    ttl: int,
-    body_size: int,
-    digest: int,
-) -> None:
-    """`pack_header` into memory, from a place in it on."""
-    shape = (page_size, head_dim, layer, head, page)
-    _LAYOUT.pack_into(*place, MAGIC, VERSION, dtype, kv_type, 0, *shape, created_ms, ttl, body_size, 0, digest)
-
-
 @dataclass(frozen=True, slots=True)
 class PageHeader:
     """The 64 bytes before a body, field for field as they lie in memory (little-endian)."""

@@ -30,7 +30,7 @@ from kvpage_server.page import (
     PageError,
     check_req_id,
     checksum,
-    pack_header_into,
+    pack_header,
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
@@ -137,9 +137,7 @@ def _describe(name: PageName, shape: Shape, slot: Slot, now: int, with_checksum:
     dtype, page_size, head_dim, ttl, _ = shape
     _, _, layer, head, page, kv_type = name
     digest = checksum(slot.body) if with_checksum else 0
-    pack_header_into(
-        slot.header_at, dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest
-    )
+    slot.header[:] = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest)
     return name, slot, now + ttl * 1000 if ttl else 0
 
 

@@ -149,13 +149,8 @@ class Slot:
     @property
     def header(self) -> memoryview:
         """Writable: the 64 bytes before the frame."""
-        view, start = self.header_at
-        return view[start : start + HEADER_SIZE]
-
-    @property
-    def header_at(self) -> tuple[memoryview, int]:
-        """Where the header belongs: memory, and the place in it."""
-        return self.chunk.view, self.offset - _frame_size(self.size) - HEADER_SIZE
+        end = self.offset - _frame_size(self.size)
+        return self.chunk.view[end - HEADER_SIZE : end]
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
