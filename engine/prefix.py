@@ -23,11 +23,21 @@ def chain_hash(fingerprint: int, parent: str, tokens: Sequence[int]) -> str:
     return digest.hexdigest()
 
 
-def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int) -> list[str]:
+def root_of(agent_id: str) -> str:
+    """Where the chain of an agent's blocks begins: agents of different tenants share nothing, whatever they compute.
+
+    ``alice@acme`` is an agent of the tenant ``acme``, whose root is BLAKE2b with 16 bytes over its name; ``alice`` is
+    nobody's, and begins at ROOT.
+    """
+    _, at, tenant = agent_id.rpartition("@")
+    return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest() if at else ROOT
+
+
+def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, root: str = ROOT) -> list[str]:
     """The chain hashes of the full blocks of `tokens`, first to last; a partial last block has none."""
     names: list[str] = []
     for start in range(0, len(tokens) - block_tokens + 1, block_tokens):
-        names.append(chain_hash(fingerprint, names[-1] if names else ROOT, tokens[start : start + block_tokens]))
+        names.append(chain_hash(fingerprint, names[-1] if names else root, tokens[start : start + block_tokens]))
     return names
 
 
