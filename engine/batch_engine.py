@@ -20,16 +20,19 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import count, pairwise
-from typing import Any
+from typing import Any, TypeVar, cast
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine import kvcache
+from engine.answer import AnswerText
 from engine.blocks import AgentBlocks, check_agent_id
 from engine.kvcache import Cache
 from engine.pool import BlockPool, PoolExhaustedError
@@ -39,8 +42,11 @@ from engine.request import (
     EmptyPromptError,
     EngineClosedError,
     PromptError,
+    PromptReceiver,
     PromptTooLongError,
     Request,
+    Token,
+    TokenReceiver,
     UnknownTokenError,
 )
 from engine.singly import Sampler, SingleGenerator
@@ -88,7 +94,7 @@ class BlockPoolBatchEngine:
         self.pool = pool
         self._model = model
         self._state_budget = state_budget
-        self._wait_for_blocks = wait_for_blocks
+        self.wait_for_blocks = wait_for_blocks
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._generator = _generator(model, spec, self._tokenizer.eos_token_ids, prefill_chunk)
         self._uids = count()
@@ -101,6 +107,11 @@ class BlockPoolBatchEngine:
     def pending(self) -> int:
         """Prompts that were submitted and are not completed."""
         return len(self._running) + len(self._waiting)
+
+    @property
+    def waiting(self) -> int:
+        """Those of them for which the pool has no room yet."""
+        return len(self._waiting)
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, as mlx-lm's own generate makes them."""
@@ -116,6 +127,9 @@ class BlockPoolBatchEngine:
         max_tokens: int = 256,
         sampler: Sampler | None = None,
         stop: str | Sequence[str] = (),
+        on_token: TokenReceiver | None = None,
+        logprobs: int = 0,
+        on_prompt: PromptReceiver | None = None,
     ) -> int:
         """Queue `prompt`, the whole of it (text or token ids), and return the uid of its completion.
 
@@ -125,11 +139,17 @@ class BlockPoolBatchEngine:
         The answer ends at the model's end of text, at `max_tokens`, where the model's context ends, or before the
         first of the `stop` strings. `sampler` picks each token; without one, the likeliest.
 
+        `on_token` is called with each token as it comes; with `logprobs` above 0, it has its log-probability and those
+        of as many of the likeliest. `on_prompt` is called once, with the full blocks of the prompt up to its last token
+        but one, as soon as that is computed: the answer's context will share them. They are lent: who keeps them takes
+        a reference of its own in the pool. What either raises ends this answer alone, with the reason "error" and no
+        context; it may submit and cancel.
+
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
-        IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1
-        or an empty stop string, and PoolExhaustedError when the blocks the answer may need are not to be had (with
-        `wait_for_blocks`, when the pool is too small for them), and EngineClosedError. Nothing is then queued or
-        allocated.
+        IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1,
+        an empty stop string or more logprobs than there are tokens, PoolExhaustedError when the blocks the answer may
+        need are not to be had (with `wait_for_blocks`, when the pool is too small for them), and EngineClosedError.
+        Nothing is then queued or allocated.
         """
         if self._closed:
             raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
@@ -142,6 +162,8 @@ class BlockPoolBatchEngine:
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         if not all(stop):
             raise ValueError("a stop string must not be empty")
+        if not 0 <= logprobs <= self.spec.vocab_size:
+            raise ValueError(f"logprobs must be 0 to {self.spec.vocab_size}, got {logprobs}")
         if self.spec.context:
             max_tokens = min(max_tokens, self.spec.context - len(tokens))
         reused = self._reusable(cache, tokens)
@@ -155,9 +177,11 @@ class BlockPoolBatchEngine:
             shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
             checkpoints=self._checkpoints(reused, len(tokens)),
             sampler=sampler,
-            stop=stop,
-            detokenizer=self._tokenizer.detokenizer,
+            text=AnswerText(self._tokenizer.detokenizer, stop),
             submitted=submitted,
+            on_token=on_token,
+            on_prompt=on_prompt,
+            logprobs=logprobs,
         )
         self.pool.share((block.block_id for block in request.shared), agent_id)
         if self._may_wait(request):
@@ -207,10 +231,9 @@ class BlockPoolBatchEngine:
         if not self._running:
             return []
         prompts, responses = self._generator.next()
-        for prompt in prompts:
-            if prompt.end_of_segment and not prompt.end_of_prompt:
-                self._keep_state(prompt.uid)
-        return [done for response in responses if (done := self._advance(response))]
+        ends = [self._progress(prompt) for prompt in prompts]
+        ends += [self._advance(response) for response in responses]
+        return [done for done in ends if done]
 
     def drain(self) -> Iterator[CompletedGeneration]:
         """Take no more prompts, and finish those that were submitted, as `step` does."""
@@ -263,12 +286,13 @@ class BlockPoolBatchEngine:
 
     def _may_wait(self, request: Request) -> bool:
         blocks, nbytes = self._needed(request)
-        return self._wait_for_blocks and blocks <= self.pool.total_blocks and nbytes <= self.pool.total_bytes
+        return self.wait_for_blocks and blocks <= self.pool.total_blocks and nbytes <= self.pool.total_bytes
 
     def _reserve(self, request: Request) -> None:
         """Raises PoolExhaustedError."""
         blocks, nbytes = self._needed(request)
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
+        request.promised = nbytes
 
     def _admit_waiting(self) -> None:
         """In their order: none overtakes another that needs more."""
@@ -289,17 +313,51 @@ class BlockPoolBatchEngine:
             samplers=[request.sampler],
         )
         self._running[uid] = request
+        request.started = time.perf_counter()
 
     def _release(self, request: Request) -> None:
         self.pool.free(request.held, request.agent_id)
 
-    def _keep_state(self, uid: int) -> None:
-        """If the prompt is at a checkpoint."""
-        request = self._running[uid]
-        if request.checkpoints:
-            cache, tokens = self._generator.extract_cache([uid])[uid]
+    def _progress(self, prompt: Any) -> CompletedGeneration | None:
+        """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
+        tell if it is at its last token but one."""
+        request = self._running.get(prompt.uid)
+        if not request or not prompt.end_of_segment:
+            return None
+        computed = prompt.end_of_prompt
+        if not computed and (request.checkpoints or request.on_prompt):
+            cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
             if len(tokens) in request.checkpoints:
                 request.states[len(tokens)] = kvcache.capture(self.spec, cache)
+            computed = len(tokens) == len(request.prompt) - 1
+            if computed and request.on_prompt and not self.spec.refusal:
+                # For want of memory they are made with the answer's last, or `not_kept` says why not.
+                with suppress(RuntimeError, MemoryError):
+                    self._extract_full(request, cache, len(tokens))
+        if not computed or not request.on_prompt:
+            return None
+        on_prompt, request.on_prompt = request.on_prompt, None
+        return self._tell(prompt.uid, on_prompt, request.full_blocks(self.spec))
+
+    def _extract_full(self, request: Request, cache: Cache, tokens: int) -> None:
+        """Make the full blocks of a prompt now that the answer would make later."""
+        kept = len(request.shared)
+        needed = tokens // self.spec.block_tokens - kept
+        ids, others = request.reserved[:needed], request.reserved[needed:]
+        start = kept * self.spec.block_tokens
+        made = kvcache.extract_full(self.spec, cache, ids, tokens, start, request.states)
+        sizes = {block.block_id: block.nbytes for block in made}
+        request.promised -= sum(sizes.values())
+        self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
+        request.shared, request.reserved = (*request.shared, *made), others
+
+    def _tell(self, uid: int, receiver: Callable[[_Told], None], told: _Told) -> CompletedGeneration | None:
+        """Call a receiver of the request's; the end of the answer if that fails."""
+        try:
+            receiver(told)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            return self._fail(uid, error) if uid in self._running else None
+        return None
 
     def _empty_cache(self) -> Cache:
         return make_prompt_cache(self._model) if self.spec.refusal else kvcache.empty(self.spec)
@@ -309,11 +367,22 @@ class BlockPoolBatchEngine:
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
         """Take one token (mlx-lm's GenerationBatch.Response) into its request; the completion if it was the last."""
-        request = self._running[response.uid]
-        request.add(response.token, ends=response.finish_reason == "stop")
+        request = self._running.get(response.uid)
+        if not request:
+            return None
+        ends_text = response.finish_reason == "stop"
+        request.add(response.token, ends=ends_text)
+        if response.finish_reason or request.text.stopped:
+            request.text.finish()
+        if request.on_token:
+            token = _token(request, response, ends_text=ends_text)
+            if failed := self._tell(response.uid, request.on_token, token):
+                return failed
+        if response.uid not in self._running:
+            return None
         if response.finish_reason:
             return self._complete(response.uid, response.prompt_cache, response.all_tokens, response.finish_reason)
-        if request.stopped_at() < 0:
+        if not request.text.stopped:
             return None
         cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
         self._generator.remove([response.uid])
@@ -321,29 +390,46 @@ class BlockPoolBatchEngine:
 
     def _complete(self, uid: int, cache: Cache, tokens: Sequence[int], reason: str) -> CompletedGeneration:
         request = self._running.pop(uid)
-        request.detokenizer.finalize()
-        text = request.detokenizer.text
-        if (stopped := request.stopped_at()) >= 0:
-            text, reason = text[:stopped], "stop"
         not_kept = self.spec.refusal
-        blocks = AgentBlocks(request.agent_id, (), (), self.spec.fingerprint)
+        blocks = None
         if not not_kept:
             try:
                 blocks = self._extract_cache(request, cache, tokens)
             except (ValueError, RuntimeError, MemoryError) as error:  # no reason to lose the answer, or the others'
-                self._release(request)
                 not_kept = str(error)
+        if not blocks:
+            self._release(request)
+        return self._completion(request, "stop" if request.text.stopped else reason, blocks, not_kept)
+
+    def _fail(self, uid: int, error: Exception) -> CompletedGeneration:
+        """What a request's receiver raised is the end of it, and of nobody else."""
+        self._generator.remove([uid])
+        request = self._running.pop(uid)
+        request.text.finish()
+        self._release(request)
+        return self._completion(request, "error", None, f"a receiver raised {error!r}", error)
+
+    def _completion(
+        self,
+        request: Request,
+        reason: str,
+        blocks: AgentBlocks | None,
+        not_kept: str | None,
+        error: Exception | None = None,
+    ) -> CompletedGeneration:
         return CompletedGeneration(
             uid=request.uid,
             agent_id=request.agent_id,
-            text=text,
+            text=request.text.text,
             tokens=tuple(request.tokens),
             finish_reason=reason,
-            blocks=blocks,
+            blocks=blocks or AgentBlocks(request.agent_id, (), (), self.spec.fingerprint),
             prompt_tokens=len(request.prompt),
             tokens_reused=request.tokens_reused,
             time_to_first_token=request.first_token - request.submitted,
+            prefill_seconds=request.first_token - request.started,
             not_kept=not_kept,
+            error=error,
         )
 
     def _extract_cache(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
@@ -361,6 +447,19 @@ class BlockPoolBatchEngine:
         return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
 
 
+_Told = TypeVar("_Told", Token, AgentBlocks)
+
+
+def _token(request: Request, response: Any, *, ends_text: bool) -> Token:
+    text = request.text.read()
+    if not request.logprobs:
+        return Token(request.uid, response.token, text, ends_text)
+    logprobs = response.logprobs
+    likeliest = cast("list[int]", mx.argsort(-logprobs)[: request.logprobs].tolist())
+    *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
+    return Token(request.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))
+
+
 def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:
     """mlx-lm's own, where its batches are right."""
     if not spec.batches:
@@ -375,7 +474,10 @@ __all__ = [
     "EmptyPromptError",
     "EngineClosedError",
     "PromptError",
+    "PromptReceiver",
     "PromptTooLongError",
     "Sampler",
+    "Token",
+    "TokenReceiver",
     "UnknownTokenError",
 ]

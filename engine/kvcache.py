@@ -75,17 +75,38 @@ def extract(
     number, when a layer is missing, of another kind or geometry or holds another number of tokens, or when `start` is
     not on a block's edge; CacheStateError for a cache that was trimmed until it cannot be gone on from.
     """
-    _check_kinds(spec, cache)
-    counted = zip(spec.layers, parts(cache), strict=True)
-    offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
-    if offsets - {end}:
-        raise BlockError(f"the layers of a cache of {end} tokens hold as many, got {sorted(offsets)}")
+    _check(spec, cache, end)
+    taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
+    return _made(spec, cache, block_ids, start, end, taken)
+
+
+def extract_full(
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    held: int,
+    start: int = 0,
+    states: Mapping[int, Arrays] | None = None,
+) -> tuple[KVBlock, ...]:
+    """`extract` for a cache of `held` tokens, but of its full blocks alone, none of which gets the layers' state of
+    now. Raises as it does."""
+    _check(spec, cache, held)
+    return _made(spec, cache, block_ids, start, held // spec.block_tokens * spec.block_tokens, states or {})
+
+
+def _made(
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    start: int,
+    end: int,
+    taken: Mapping[int, Arrays],
+) -> tuple[KVBlock, ...]:
     if start % spec.block_tokens or start > end:
         raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
     edges = [*range(start, end, spec.block_tokens), end]
     if len(block_ids) != len(edges) - 1:
         raise BlockError(f"{end - start} tokens take {len(edges) - 1} blocks, got {len(block_ids)} ids")
-    taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
     blocks = tuple(
         KVBlock(block_id, stop - at, layers, taken.get(stop))
         for block_id, (at, stop), layers in zip(block_ids, pairwise(edges), cut(spec, cache, edges), strict=True)
@@ -102,6 +123,15 @@ def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> lis
     ]
     blocks = map(iter, rows.cut([array for arrays in held for array in arrays], edges))
     return [tuple(tuple(islice(block, len(arrays))) for arrays in held) for block in blocks]
+
+
+def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
+    """That all layers are there, of their kind, and hold `tokens` tokens."""
+    _check_kinds(spec, cache)
+    counted = zip(spec.layers, parts(cache), strict=True)
+    offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
+    if offsets - {tokens}:
+        raise BlockError(f"the layers of a cache of {tokens} tokens hold as many, got {sorted(offsets)}")
 
 
 def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
+from engine.answer import AnswerText
 from engine.blocks import AgentBlocks, Arrays, KVBlock
 from engine.kvcache import Cache
 from engine.singly import Sampler
+from engine.spec import ModelCacheSpec
 
 
 class PromptError(ValueError):
@@ -33,6 +34,22 @@ class UnknownTokenError(PromptError):
 
 
 @dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer. The texts of all of them, one after the other, are the answer's text."""
+
+    uid: int
+    token: int
+    text: str  # what became readable with it: "" while a character or a stop string may be half said
+    ends_text: bool  # the model's end of text, which isn't part of the answer; its text was held back until now
+    logprob: float | None = None  # natural logarithm; None unless asked for
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their logprobs, the likeliest first
+
+
+TokenReceiver = Callable[[Token], None]
+PromptReceiver = Callable[[AgentBlocks], None]
+
+
+@dataclass(frozen=True, slots=True)
 class CompletedGeneration:
     """A finished answer, and the context to go on from."""
 
@@ -40,12 +57,14 @@ class CompletedGeneration:
     agent_id: str
     text: str
     tokens: tuple[int, ...]  # what was generated, the end-of-text token left out
-    finish_reason: str  # "stop" or "length"
+    finish_reason: str  # "stop" or "length"; "error" when a receiver raised `error`
     blocks: AgentBlocks  # prompt and answer with its end-of-text token; the receiver's to free; empty when not kept
     prompt_tokens: int
     tokens_reused: int  # of the prompt, taken from `cache`
     time_to_first_token: float  # seconds since submit
+    prefill_seconds: float  # of them, those since it was admitted to the batch
     not_kept: str | None = None  # why there is no context to go on from
+    error: Exception | None = None  # what `on_token` or `on_prompt` raised, which ended the answer
 
 
 @dataclass(slots=True)
@@ -61,10 +80,14 @@ class Request:
     shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result will go on using
     checkpoints: Sequence[int]  # positions in the prompt at which to keep what the layers carry
     sampler: Sampler | None
-    stop: tuple[str, ...]
-    detokenizer: Any
-    submitted: float
+    text: AnswerText
+    submitted: float  # time.perf_counter(), as the following
+    on_token: TokenReceiver | None
+    on_prompt: PromptReceiver | None  # None also when it was called
+    logprobs: int  # of how many tokens they are asked for
     reserved: list[int] = field(default_factory=list)  # ids for the blocks to be made
+    promised: int = 0  # bytes, for all of them
+    started: float = 0.0
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
     states: dict[int, Arrays] = field(default_factory=dict)  # what the layers carried at the checkpoints passed
@@ -79,14 +102,14 @@ class Request:
         """The ids of the blocks on which it holds a reference."""
         return [*(block.block_id for block in self.shared), *self.reserved]
 
+    def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
+        """Those of its prompt that are made."""
+        tokens = tuple(self.prompt[: len(self.shared) * spec.block_tokens])
+        return AgentBlocks(self.agent_id, tokens, self.shared, spec.fingerprint)
+
     def add(self, token: int, *, ends: bool) -> None:
         """Take the next token; one that `ends` the text is not part of it."""
         self.first_token = self.first_token or time.perf_counter()
         if not ends:
             self.tokens.append(token)
-            self.detokenizer.add_token(token)
-
-    def stopped_at(self) -> int:
-        """Where in the text the first stop string begins; -1 while there is none."""
-        text = self.detokenizer.text if self.stop else ""
-        return min((at for word in self.stop if (at := text.find(word)) >= 0), default=-1)
+            self.text.add(token)

@@ -36,6 +36,7 @@ class NextToken:
 
     uid: int
     token: int
+    logprobs: mx.array  # [vocabulary], from which it was sampled
     finish_reason: str | None  # "stop" or "length" for the last
     prompt_cache: list[Any] | None
     all_tokens: list[int] | None  # which the cache holds
@@ -50,6 +51,7 @@ class _Sequence:
     left: int  # tokens that may still be generated
     sampler: Sampler
     upcoming: mx.array | None = None  # [1], the token sampled last, which the cache doesn't hold yet
+    logprobs: mx.array | None = None  # [1, vocabulary], from which it was
 
 
 class SingleGenerator:
@@ -131,22 +133,24 @@ class SingleGenerator:
 
     def _generate(self, sequence: _Sequence) -> NextToken:
         """The token that was sampled last; the one after it is being computed."""
-        assert sequence.upcoming is not None
-        upcoming = sequence.upcoming
+        upcoming, logprobs = sequence.upcoming, sequence.logprobs
+        assert upcoming is not None
+        assert logprobs is not None
         self._sample(sequence, upcoming)
         token = cast(int, upcoming.item())
         sequence.tokens.append(token)
         sequence.left -= 1
         reason = "stop" if token in self._stop_tokens else None if sequence.left else "length"
         if not reason:
-            return NextToken(sequence.uid, token, None, None, None)
+            return NextToken(sequence.uid, token, logprobs[0], None, None, None)
         sequence.left = 0
-        return NextToken(sequence.uid, token, reason, sequence.cache, sequence.tokens)
+        return NextToken(sequence.uid, token, logprobs[0], reason, sequence.cache, sequence.tokens)
 
     def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
         """Start on the token that follows `tokens`."""
         logits = self._model(tokens[None], cache=sequence.cache)[:, -1]
-        sequence.upcoming = sequence.sampler(logits - mx.logsumexp(logits, axis=-1, keepdims=True))
+        sequence.logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        sequence.upcoming = sequence.sampler(sequence.logprobs)
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
 
 

@@ -1,0 +1,273 @@
+"""An answer comes token by token: readable text that is never taken back, log-probabilities for who asks, the prompt's
+blocks as soon as they are computed; and a receiver that fails harms nobody else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine_families import family
+from engine_models import letter_tokenizer
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetokenizer
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from engine.answer import AnswerText
+from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
+from engine.blocks import AgentBlocks, page_bodies
+from engine.pool import BlockPool
+
+TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
+PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token
+TOKENIZER = letter_tokenizer()
+TOKENIZER.eos_token_ids = []
+IN_ONE_BATCH, IN_TURNS, WITH_STATE = "llama", "llama4", "gemma3_text"
+
+
+class Bench:
+    """A batch engine and what its answers told token by token."""
+
+    def __init__(self, kind: str) -> None:
+        self.of = family(kind)
+        self.pool = BlockPool(32)
+        self.batch = BlockPoolBatchEngine(self.of.model, TOKENIZER, self.of.spec, self.pool)
+        self.told: list[Token] = []
+
+    def complete(self, prompt: list[int], cache: AgentBlocks | None = None, **options: Any) -> CompletedGeneration:
+        options = {"on_token": self.told.append, "max_tokens": 12, **options}
+        self.batch.submit("alice", prompt, cache, **options)
+        (done,) = self.batch.step()
+        return done
+
+    def free(self, *held: CompletedGeneration) -> None:
+        for done in held:
+            self.pool.free(done.blocks.block_ids, done.agent_id)
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest) -> Iterator[Bench]:
+    bench = Bench(request.param)
+    yield bench
+    bench.pool.check_empty()
+
+
+def kinds(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("bench", names, indirect=True)
+
+
+both_ways = kinds(IN_ONE_BATCH, IN_TURNS)
+
+
+@both_ways
+def test_the_tokens_that_come_are_the_answer(bench: Bench) -> None:
+    done = bench.complete(TOKENS[:300])
+    assert [token.token for token in bench.told] == list(done.tokens)
+    assert "".join(token.text for token in bench.told) == done.text
+    assert len({token.uid for token in bench.told} | {done.uid}) == 1
+    assert {(token.logprob, token.top, token.ends_text) for token in bench.told} == {(None, (), False)}
+    bench.free(done)
+
+
+@both_ways
+def test_a_token_is_told_before_the_next_is_computed(bench: Bench) -> None:
+    bench.batch.submit("alice", TOKENS[:20], max_tokens=5, on_token=bench.told.append)
+    grown = []
+    while bench.batch.pending:
+        completed = bench.batch.step_once()
+        grown.append(len(bench.told))
+    assert grown[-5:] == [1, 2, 3, 4, 5]
+    bench.free(*completed)
+
+
+@both_ways
+def test_log_probabilities_are_those_of_mlx_lm(bench: Bench) -> None:
+    done = bench.complete(TOKENS[:300], logprobs=3)
+    steps = generate_step(mx.array(TOKENS[:300]), bench.of.model, max_tokens=12, prompt_cache=bench.of.empty())
+    for told, (token, logprobs) in zip(bench.told, steps, strict=True):
+        likeliest = np.argsort(-np.array(logprobs), kind="stable")[:3].tolist()
+        assert told.token == token == likeliest[0]
+        assert [token for token, _ in told.top] == likeliest
+        np.testing.assert_allclose([logprob for _, logprob in told.top], np.array(logprobs)[likeliest], atol=1e-4)
+        assert told.logprob == told.top[0][1]
+    bench.free(done)
+
+
+@both_ways
+def test_text_that_may_be_a_stop_string_is_held_back(bench: Bench) -> None:
+    whole = bench.complete(PLAIN)
+    text = whole.text
+    bench.told.clear()
+    never = text[2:5] + "\x00"  # begins as the text does and goes on in another way
+    done = bench.complete(PLAIN, stop=[never, text[7:10]])
+    assert "".join(token.text for token in bench.told) == done.text == text[:7]
+    texts = [token.text for token in bench.told]
+    assert (texts[2:5], texts[5]) == ([""] * 3, text[2:6])
+    assert texts[7:] == [""] * 3
+    assert done.finish_reason == "stop"
+    bench.free(whole, done)
+
+
+@both_ways
+def test_the_end_of_text_is_told_as_such_with_what_was_held_back(bench: Bench) -> None:
+    whole = bench.complete(PLAIN)
+    bench.told.clear()
+    at = next(i for i, token in enumerate(whole.tokens) if token not in whole.tokens[:i] and i > 2)
+    tokenizer = letter_tokenizer()
+    tokenizer.eos_token_ids = [whole.tokens[at]]
+    bench.batch = BlockPoolBatchEngine(bench.of.model, tokenizer, bench.of.spec, bench.pool)
+    done = bench.complete(PLAIN, stop=[whole.text[at - 1] + "\x00"])
+    assert [token.ends_text for token in bench.told] == [False] * at + [True]
+    assert [token.text for token in bench.told][-2:] == ["", whole.text[at - 1]]
+    assert "".join(token.text for token in bench.told) == done.text == whole.text[:at]
+    bench.free(whole, done)
+
+
+@pytest.mark.parametrize("kind", [BPEStreamingDetokenizer, NaiveStreamingDetokenizer])
+def test_half_a_character_is_not_readable(kind: Any) -> None:
+    """With a token a byte, as any byte-level vocabulary spells what it has no token for."""
+    alphabet = {letter: i for i, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    fast = Tokenizer(models.BPE(vocab=alphabet, merges=[]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.decoder = decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=fast)
+    text = AnswerText(kind(tokenizer), ())
+    tokens = tokenizer.encode("a→ü🦭b")
+    read = []
+    for token in tokens:
+        text.add(token)
+        read.append(text.read())
+    assert read == ["a", "", "", "→", "", "ü", "", "", "", "🦭", "b"]
+    text.add(tokens[1])
+    assert text.read() == ""
+    text.finish()
+    assert (text.read(), text.text) == ("\ufffd", "a→ü🦭b\ufffd")
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "read"),
+    [
+        (["a", "b", "ab", "c"], ["abc"], ["", "", "ab", ""]),
+        (["xab", "abab", "c!"], ["ababc"], ["x", "ab", ""]),
+        (["x\n", "\n", "y"], ["\n\nz"], ["x", "", "\n\ny"]),
+        (["one", " tw", "o"], ["two", "one two"], ["", "", ""]),
+    ],
+)
+def test_what_is_held_back_is_as_little_as_can_be(pieces: list[str], stop: list[str], read: list[str]) -> None:
+    text = AnswerText(Pieces(pieces), stop)
+    found = []
+    for i in range(len(pieces)):
+        text.add(i)
+        found.append(text.read())
+    text.finish()
+    assert found == read
+    assert "".join([*found, text.read()]) == text.text
+
+
+@kinds(IN_ONE_BATCH, IN_TURNS, WITH_STATE)
+def test_the_prompts_full_blocks_are_there_before_the_first_token_and_are_the_answers(bench: Bench) -> None:
+    shared: list[AgentBlocks] = []
+
+    def keep(blocks: AgentBlocks) -> None:
+        assert not bench.told
+        bench.pool.share(blocks.block_ids, "elsewhere")
+        shared.append(blocks)
+
+    promised = bench.pool.used_bytes
+    done = bench.complete(TOKENS[:769], on_prompt=keep)
+    (blocks,) = shared
+    assert blocks.tokens == tuple(TOKENS[:768])
+    assert done.blocks.blocks[:3] == blocks.blocks
+    assert promised < bench.pool.used_bytes == sum(block.nbytes for block in done.blocks.blocks)
+    plain = bench.complete(TOKENS[:769])
+    for block, other in zip(blocks.blocks, plain.blocks.blocks, strict=False):
+        assert [bytes(page) for page in page_bodies(block.layers)] == [bytes(p) for p in page_bodies(other.layers)]
+        assert (block.state is None) == (other.state is None)
+    assert done.tokens == plain.tokens
+    again = bench.complete(TOKENS[:769], blocks)
+    assert (again.tokens_reused, again.tokens) == (768, plain.tokens)
+    bench.free(done, plain, again)
+    bench.pool.free(blocks.block_ids, "elsewhere")
+
+
+@both_ways
+def test_of_a_prompt_that_was_known_the_blocks_are_told_too(bench: Bench) -> None:
+    first = bench.complete(TOKENS[:600])
+    shared: list[AgentBlocks] = []
+    second = bench.complete(TOKENS[:600], first.blocks, on_prompt=shared.append)
+    third = bench.complete(TOKENS[:20], on_prompt=shared.append)
+    assert [blocks.blocks for blocks in shared] == [first.blocks.blocks[: len(shared[0].blocks)], ()]
+    assert len(shared[0]) == (512 if bench.of.spec.batches else second.tokens_reused // 256 * 256)
+    bench.free(first, second, third)
+
+
+@both_ways
+def test_no_byte_is_promised_twice(bench: Bench) -> None:
+    """What is made before the answer comes out of what was promised for it."""
+    used: list[int] = []
+    bench.batch.submit("alice", TOKENS[:769], max_tokens=200, on_prompt=lambda _: used.append(bench.pool.used_bytes))
+    promised = bench.pool.used_bytes
+    (done,) = bench.batch.step()
+    assert used == [promised]
+    assert bench.pool.used_bytes <= promised
+    bench.free(done)
+
+
+@both_ways
+@pytest.mark.parametrize("receiver", ["on_token", "on_prompt"])
+def test_a_receiver_that_fails_ends_its_own_answer_alone(bench: Bench, receiver: str) -> None:
+    def fail(_: object) -> None:
+        raise LookupError("nobody is there")
+
+    alone = bench.complete(TOKENS[:300])
+    failing = bench.batch.submit("bob", TOKENS[:600], max_tokens=8, **{receiver: fail})
+    well = bench.batch.submit("alice", TOKENS[:300], max_tokens=12)
+    done = {answer.uid: answer for answer in bench.batch.step()}
+    assert done[well].tokens == alone.tokens
+    failed = done[failing]
+    assert (failed.finish_reason, str(failed.error), len(failed.blocks)) == ("error", "nobody is there", 0)
+    assert len(failed.tokens) == (receiver == "on_token")
+    bench.free(alone, done[well])
+
+
+@both_ways
+def test_a_receiver_may_cancel_its_answer_and_another(bench: Bench) -> None:
+    uids: list[int] = []
+
+    def leave(token: Token) -> None:
+        bench.told.append(token)
+        for uid in uids:
+            bench.batch.cancel(uid)
+        uids.clear()
+
+    uids += [bench.batch.submit(name, TOKENS[:20], max_tokens=5, on_token=leave) for name in ("bob", "carol")]
+    stays = bench.batch.submit("alice", TOKENS[:30], max_tokens=5)
+    (done,) = bench.batch.step()
+    assert (done.uid, len(bench.told)) == (stays, 1)
+    bench.free(done)
+
+
+@both_ways
+def test_more_log_probabilities_than_tokens_are_refused(bench: Bench) -> None:
+    for wrong in (-1, 98):
+        with pytest.raises(ValueError, match=f"logprobs must be 0 to 97, got {wrong}"):
+            bench.batch.submit("alice", TOKENS[:20], logprobs=wrong)
+
+
+class Pieces:
+    """A detokenizer of tokens that are whole words."""
+
+    def __init__(self, pieces: list[str]) -> None:
+        self._pieces = pieces
+        self.text = ""
+
+    def add_token(self, token: int) -> None:
+        self.text += self._pieces[token]
+
+    def finalize(self) -> None:
+        pass
