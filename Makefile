@@ -17,8 +17,10 @@ run: $(VENV)/server.stamp  ## the server with its embedded store, in data/, on p
 demo: $(VENV)/dev.stamp $(MODEL)  ## a conversation that moves between two engines
 	$(BIN)/kvpage-engine demo
 
+WORKERS ?= 2
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
+	$(BIN)/python -m pytest -m "alone and not soak"
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
 	$(BIN)/python -m pytest -m "not model and not soak" -x

@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+from xdist.scheduler import LoadFileScheduling
 
 # Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -17,6 +19,19 @@ importlib.import_module("engine")  # it chooses the BLAS, before a test imports 
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # others' load is no failure of ours
 hypothesis.settings.load_profile("shared machine")
+
+
+class ByFile(LoadFileScheduling):
+    """A file's tests run in one process, and all tests of the families in the one that compares their table."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        file: str = super()._split_scope(nodeid)
+        return "families" if "test_engine_families" in file else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
+    """What `make test` divides its tests by."""
+    return ByFile(config, log)
 
 
 @pytest.fixture(scope="session")

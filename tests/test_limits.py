@@ -18,6 +18,8 @@ from health import MIB, unharmed, until
 from servers import RunningServer, free_port, start_server
 from wire import Wire, spell
 
+pytestmark = pytest.mark.alone
+
 OPTIONS = ("--maxmemory", "512mb", "--client-query-buffer-limit", "80mb", "--proto-max-bulk-len", "70mb")
 
 

@@ -22,6 +22,8 @@ from wire import spell
 
 from kvpage_server.store.arena import SPARE_FOR
 
+pytestmark = pytest.mark.alone
+
 WARM_UP = 5.0
 HONEST = 66
 WAIT = 250  # milliseconds: 99 of 100 requests are answered within
