@@ -1,0 +1,152 @@
+"""Finding and reading: keys, pages, blocks; what counts as a use, a hit or a miss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.entry import Entry, Page
+from kvpage_server.store.index import Block
+from kvpage_server.store.room import Room
+
+
+class Lookup(Room):
+    """Answers what is there."""
+
+    def look(self, key: bytes) -> Entry | None:
+        """The living value of a key; a hit or a miss, but no use of it."""
+        entry = self.find(key)
+        if entry is None:
+            self.counters.misses += 1
+            self.tell("keymiss", key)
+        else:
+            self.counters.hits += 1
+        return entry
+
+    def read(self, key: bytes) -> Entry | None:
+        """The living value of a key; a use of it, and a hit or a miss."""
+        entry = self._catalogue.get(key)
+        if entry is None or (entry.expires and self.find(key) is None):
+            self.counters.misses += 1
+            self.tell("keymiss", key)
+            return None
+        self.counters.hits += 1
+        if self._touching:
+            self._units.used(self._unit(key, entry))
+        return entry
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Let what is read meanwhile not count as a use."""
+        self._touching = False
+        try:
+            yield
+        finally:
+            self._touching = True
+
+    def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
+        """`read` of many keys; those of one block in a row are one use of it."""
+        now, get, touching = unix_ms(), self._catalogue.get, self._touching
+        found: list[Entry | None] = []
+        missed = 0
+        last: object = None
+        for key in keys:
+            entry = get(key)
+            if entry is None or (entry.expires and entry.expires <= now and self.find(key) is None):
+                missed += 1
+                self.tell("keymiss", key)
+                found.append(None)
+                continue
+            found.append(entry)
+            if type(entry) is Slot and entry.unit is last and last is not None:
+                continue
+            last = unit = self._unit(key, entry)
+            if touching:
+                self._units.used(unit)
+        self.counters.hits += len(found) - missed
+        self.counters.misses += missed
+        return found
+
+    def without_entry(self, keys: Sequence[bytes]) -> list[int]:
+        """The places of those keys that have no value, or that are pages of blocks which were stored whole."""
+        entries = self._catalogue.entries
+        return [i for i, key in enumerate(keys) if key not in entries]
+
+    def idle(self, key: bytes) -> int:
+        """Seconds since a living key, or its block, was last used."""
+        entry = self._catalogue.get(key)
+        assert entry is not None
+        return self._units.idle(self._unit(key, entry))
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def keys(self) -> list[bytes]:
+        """Every living key."""
+        return self.living(self.names())
+
+    def names(self) -> list[bytes]:
+        """Every key, those that are overdue too."""
+        return self._catalogue.names()
+
+    def living(self, names: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that exist."""
+        now, get = unix_ms(), self._catalogue.get
+        found = [(name, entry) for name in names if (entry := get(name)) is not None]
+        return [name for name, entry in found if not entry.expires or entry.expires > now]
+
+    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the living keys in the next `count` places of the order of scans."""
+        cursor, names = self._catalogue.scan(cursor, count)
+        return cursor, [name for name in names if self.find(name) is not None]
+
+    def random_key(self) -> bytes | None:
+        """A living key; None when there is none."""
+        while len(self):
+            key = self._catalogue.draw()
+            if key is not None and self.find(key) is not None:
+                return key
+        return None
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def block(self, req_id: bytes, page: int) -> Block | None:
+        """One block of a request with its living pages; None when it has none."""
+        block = self.index.block(req_id, page)
+        return None if block is None else self._living(block)
+
+    def blocks_of(self, req_id: bytes) -> list[Block]:
+        """The blocks of a request with their living pages, by page id."""
+        return [block for block in self.index.of(req_id) if self._living(block)]
+
+    def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
+        """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
+        cursor, req_ids = self.index.scan(cursor, count, unix_ms())
+        return cursor, [req_id for req_id in req_ids if self.blocks_of(req_id)]
+
+    def _living(self, block: Block) -> Block | None:
+        now = unix_ms()
+        if not block.soonest or block.soonest > now:
+            return block
+        if block.extent is not None:
+            self.counters.expired += self.remove_block(block, "expired")
+            return None
+        block.soonest = 0
+        for key in list(block.page_keys()):
+            if 0 < self.expires_of(key) <= now:
+                self._expire(key)
+            else:
+                block.expires_at(self.expires_of(key))
+        return block if block.pages else None
+
+    def pages_of(self, block: Block) -> list[Page]:
+        """The pages of a block, in the order of its body. What is overdue must have been swept: see `block`."""
+        return [cast(Page, self._catalogue.get(key)) for key in block.page_keys()]
+
+    def use_block(self, block: Block) -> None:
+        """A block is read whole: a use of it, and a hit."""
+        self.counters.hits += 1
+        if self._touching:
+            self._units.used(block)

@@ -1,0 +1,114 @@
+"""What goes when memory is full, and what is spared: the policy's victims, leases and pins."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from typing import cast
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.arena import Slot
+from kvpage_server.store.entry import Entry, Text
+from kvpage_server.store.eviction import Unit
+from kvpage_server.store.holdings import Holdings
+from kvpage_server.store.index import Block
+from kvpage_server.store.lease import SHARE
+from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+
+PROMISE = 10_000  # milliseconds
+
+
+class OutOfMemory(Exception):
+    """Memory is full, and there is nothing that the policy may evict."""
+
+
+class Room(Holdings):
+    """Keeps memory within its limit."""
+
+    @property
+    def policy(self) -> str:
+        """What decides which unit goes when memory is full."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, name: str) -> None:
+        """Let another policy decide. It learns what there is, and when that was used last. O(n log n)."""
+        old, new = self._units, POLICIES[name]()
+        self._policy = name
+        if type(new) is type(old):
+            return
+        for unit in sorted(old, key=old.idle, reverse=True):
+            new.now = old.now - old.idle(unit)
+            new.used(unit)
+        new.now = old.now
+        self._units = new
+        for block in self.index:
+            self._join(block)
+
+    def make_room(self, *, may_evict: bool = True) -> None:
+        """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
+        if not self.maxmemory or self.used_memory <= self.maxmemory:
+            return
+        if self.policy == NO_EVICTION:
+            raise OutOfMemory
+        now = unix_ms()
+        self.guards.settle(now)
+        for unit in self._victims():
+            if self.guards.spares(unit, now):
+                continue
+            self.evict(unit)
+            if self.arena.sparse:
+                self.gather()
+            if self.used_memory <= self.maxmemory:
+                return
+        if self.policy == VOLATILE_TTL:
+            raise OutOfMemory
+
+    def _victims(self) -> Iterator[Unit]:
+        if self.policy != VOLATILE_TTL:
+            return self._units.victims()
+        get = self._catalogue.get
+        return (self._unit(key, cast(Entry, get(key))) for key in self._expiry.nearest())
+
+    def evict(self, unit: Block | bytes) -> None:
+        """Remove a unit whole."""
+        self._units.evicted(unit)
+        if isinstance(unit, Block):
+            self.counters.evicted += self.remove_block(unit, "evicted")
+        else:
+            self.counters.evicted += 1
+            self._remove(unit, "evicted")
+
+    def gather(self) -> None:
+        """Move what is left in sparse slabs to slots of its own, so that their memory is free again."""
+        for slab in list(self.arena.sparse):
+            self.arena.sparse.discard(slab)
+            for key in slab.keys:
+                old = self._catalogue.entries.get(key)
+                if type(old) is Slot and old.chunk is slab:
+                    self._move(key, old)
+
+    def _move(self, key: bytes, old: Slot) -> None:
+        new = self.arena.allocate(old.size)
+        new.body[:] = old.body
+        new.seal()
+        new.expires, new.unit = old.expires, old.unit
+        self._catalogue.entries[key] = new
+        if isinstance(new.unit, Block):
+            new.header[:] = old.header
+            self._grow(new.unit, new.footprint - old.footprint)
+
+    def promise(self, key: bytes, entry: Entry) -> None:
+        """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.
+
+        The client of LMCache that asks EXISTS and then misses with GET waits for ever.
+        """
+        if self.maxmemory and not isinstance(entry, Text):
+            unit = self._unit(key, entry)
+            size = unit.footprint if isinstance(unit, Block) else entry.footprint
+            self.guards.lease(unit, size, unix_ms() + PROMISE, self.guardable)
+
+    @property
+    def guardable(self) -> int:
+        """Bytes that leases and pins may take together."""
+        return int(self.maxmemory * SHARE) if self.maxmemory else sys.maxsize
