@@ -154,18 +154,10 @@ class BlockPoolBatchEngine:
         if self._closed:
             raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
         submitted = time.perf_counter()
-        check_agent_id(agent_id)
         tokens = self.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
-        self._check_prompt(tokens)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
-        if not all(stop):
-            raise ValueError("a stop string must not be empty")
-        if not 0 <= logprobs <= self.spec.vocab_size:
-            raise ValueError(f"logprobs must be 0 to {self.spec.vocab_size}, got {logprobs}")
-        if self.spec.context:
-            max_tokens = min(max_tokens, self.spec.context - len(tokens))
+        self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
+        max_tokens = self._room_for_answer(tokens, max_tokens)
         reused = self._reusable(cache, tokens)
         request = Request(
             uid=next(self._uids),
@@ -184,7 +176,7 @@ class BlockPoolBatchEngine:
             logprobs=logprobs,
         )
         self.pool.share((block.block_id for block in request.shared), agent_id)
-        if self._may_wait(request):
+        if self.wait_for_blocks:
             self._waiting.append(request)
             self._admit_waiting()
             return request.uid
@@ -195,6 +187,28 @@ class BlockPoolBatchEngine:
             raise
         self._start(request)
         return request.uid
+
+    def check(
+        self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
+    ) -> None:
+        """Raise what `submit` would, whatever the cache and however full the pool: PoolExhaustedError only when the
+        answer may need more than the whole pool."""
+        check_agent_id(agent_id)
+        self._check_prompt(tokens)
+        if max_tokens < 1:
+            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+        if not all(stop):
+            raise ValueError("a stop string must not be empty")
+        if not 0 <= logprobs <= self.spec.vocab_size:
+            raise ValueError(f"logprobs must be 0 to {self.spec.vocab_size}, got {logprobs}")
+        capacity = len(tokens) + self._room_for_answer(tokens, max_tokens)
+        blocks, nbytes = self._needed(capacity, 0, len(self._checkpoints(0, len(tokens))))
+        for needed, total, what in (
+            (blocks, self.pool.total_blocks, "blocks"),
+            (nbytes, self.pool.total_bytes, "bytes"),
+        ):
+            if needed > total:
+                raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: make it larger")
 
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an answer that isn't complete; its blocks are free at once.
@@ -275,22 +289,21 @@ class BlockPoolBatchEngine:
         count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
 
-    def _needed(self, request: Request) -> tuple[int, int]:
-        """The blocks that its context may need beside the shared ones, and their bytes."""
+    def _room_for_answer(self, tokens: Sequence[int], max_tokens: int) -> int:
+        """Tokens that an answer may have at most."""
+        return min(max_tokens, self.spec.context - len(tokens)) if self.spec.context else max_tokens
+
+    def _needed(self, capacity: int, shared: int, checkpoints: int) -> tuple[int, int]:
+        """The blocks that a context of `capacity` tokens may need beside its `shared` ones, and their bytes."""
         if self.spec.refusal:
             return 0, 0
-        kept = len(request.shared)
-        rows = request.capacity - kept * self.spec.block_tokens
-        states = (len(request.checkpoints) + 1) * self.spec.state_nbytes(request.capacity)
-        return self.spec.blocks_for(request.capacity) - kept, rows * self.spec.token_nbytes + states
-
-    def _may_wait(self, request: Request) -> bool:
-        blocks, nbytes = self._needed(request)
-        return self.wait_for_blocks and blocks <= self.pool.total_blocks and nbytes <= self.pool.total_bytes
+        rows = capacity - shared * self.spec.block_tokens
+        states = (checkpoints + 1) * self.spec.state_nbytes(capacity)
+        return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + states
 
     def _reserve(self, request: Request) -> None:
         """Raises PoolExhaustedError."""
-        blocks, nbytes = self._needed(request)
+        blocks, nbytes = self._needed(request.capacity, len(request.shared), len(request.checkpoints))
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
         request.promised = nbytes
 
