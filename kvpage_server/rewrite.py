@@ -1,4 +1,4 @@
-"""Files written back. CONFIG REWRITE: the configuration file as if the living configuration stood in it.
+"""CONFIG REWRITE: the configuration file as if the living configuration stood in it.
 
 Comments, order and lines that still hold are kept; a line whose value changed is replaced where it stands; what differs
 from its default and has no line yet comes last.
@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from kvpage_server.config import Config
 from kvpage_server.resp.parser import split_words
@@ -36,21 +35,6 @@ def rewritten(old: bytes, config: Config, users: Sequence[bytes]) -> bytes:
     if added and _HEADING not in lines:
         lines += [b"", _HEADING]
     return b"".join(line + b"\n" for line in lines + added)
-
-
-def write_whole(path: Path, data: bytes) -> None:
-    """Replace a file's content, whole or not at all; only its owner may read a new one. Raises OSError."""
-    new = path.with_name(f"{path.name}.{os.getpid()}.new")
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o600
-    try:
-        with open(new, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-        new.replace(path)
-    except OSError:
-        new.unlink(missing_ok=True)
-        raise
 
 
 def _name(line: bytes) -> str:

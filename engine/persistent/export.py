@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from engine.persistent.dtypes import named
 from engine.tiers.tensor_file import Tensor, write
+from kvpage_server.durable import replacing
 
 
 def body(array: mx.array) -> NDArray[np.uint8]:
@@ -24,7 +25,5 @@ def export(path: Path, tensors: Mapping[str, mx.array], metadata: Mapping[str, s
     """Write `tensors` to `path`, all of them or none. Raises OSError."""
     described = {name: Tensor(named(array.dtype).upper(), array.shape) for name, array in tensors.items()}
     bodies: list[NDArray[Any]] = [body(array) for array in tensors.values()]
-    unfinished = path.with_name(f"{path.name}.unfinished")
-    with unfinished.open("wb") as file:
+    with replacing(path) as file:
         write(file, described, metadata, bodies)
-    unfinished.replace(path)

@@ -26,8 +26,9 @@ from __future__ import annotations
 
 import errno
 import json
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
@@ -45,8 +46,8 @@ from engine.prefix import common_prefix
 from engine.spec import ModelCacheSpec
 from engine.tiers import tensor_file
 from engine.tiers.manifest import Miss
-from engine.tiers.replace import remove, remove_unfinished, replacing
 from engine.tiers.tensor_file import DamagedFileError, Tensor, TensorReader
+from kvpage_server.durable import remove, remove_unfinished, replacing
 from kvpage_server.page import DType, KVType
 
 Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
@@ -91,8 +92,12 @@ class _Place(NamedTuple):
         return Tensor(_DTYPES[self.kept.plane.dtype], (heads, dim, rows) if self.transposed else (heads, rows, dim))
 
 
+class _GivenUpError(Exception):
+    """Nobody waits for the file any more."""
+
+
 class SafetensorsCacheAdapter:
-    """Saves contexts to safetensors files and loads them. Any thread's; one at a time.
+    """Saves contexts to safetensors files and loads them. Any threads may load at once, and one save.
 
     A file that is of no use is a miss, and one that cannot be written leaves what was there; the reason is counted:
     ``absent`` there is none, or nothing in it that begins as the prompt does; ``version``, ``agent``, ``fingerprint``
@@ -104,6 +109,7 @@ class SafetensorsCacheAdapter:
         """Makes the directory and removes from it what a crash left half-written. Raises OSError when it cannot."""
         self.misses: Counter[str] = Counter()  # what loads did not find, by reason
         self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
+        self._counting = threading.Lock()
         self._spec = spec
         self._pool = pool
         self._directory = directory.expanduser()
@@ -144,12 +150,30 @@ class SafetensorsCacheAdapter:
         blocks are allocated in the pool, its arrays evaluated, and both are the caller's. None when there is nothing
         usable.
         """
+        return self.find(agent_id, tokens)[0]
+
+    def find(
+        self, agent_id: str, tokens: Sequence[int] | None = None, *, given_up: Callable[[], bool] = lambda: False
+    ) -> tuple[AgentBlocks | None, str | None]:
+        """What `load` finds, and why it found nothing. Reads on for as long as it isn't `given_up`, which is no miss."""
         try:
             with self._path(agent_id).open("rb") as file:
-                return self._load(agent_id, TensorReader(file), tokens)
+                return self._load(agent_id, TensorReader(file), tokens, given_up), None
+        except _GivenUpError:
+            return None, None
         except (Miss, DamagedFileError, PoolExhaustedError, OSError) as error:
-            self.misses[_reason(error)] += 1
-            return None
+            reason = _reason(error)
+            with self._counting:
+                self.misses[reason] += 1
+            return None, reason
+
+    def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
+        """How many tokens of `tokens` the agent's file has, or of anything, by its header alone; no miss is counted."""
+        try:
+            with self._path(agent_id).open("rb") as file:
+                return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
+        except (Miss, DamagedFileError, OSError):
+            return 0
 
     def delete(self, agent_id: str) -> bool:
         """Remove the agent's context; whether there was one. Raises OSError when it cannot be removed."""
@@ -159,7 +183,9 @@ class SafetensorsCacheAdapter:
         """Raises BlockError for an id that could lead elsewhere."""
         return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
 
-    def _load(self, agent_id: str, reader: TensorReader, wanted: Sequence[int] | None) -> AgentBlocks | None:
+    def _load(
+        self, agent_id: str, reader: TensorReader, wanted: Sequence[int] | None, given_up: Callable[[], bool]
+    ) -> AgentBlocks:
         stored, states = _check(self._spec, agent_id, reader)
         reach = _reach(self._spec, stored, states, wanted)
         if not reach:
@@ -168,7 +194,7 @@ class SafetensorsCacheAdapter:
         nbytes = reach * self._spec.token_nbytes + sum(self._spec.state_nbytes(end) for end in taken)
         ids = self._pool.allocate(self._spec.blocks_for(reach), agent_id, nbytes)
         try:
-            blocks = _blocks(self._spec, reader, ids, stored, states, reach)
+            blocks = _blocks(self._spec, _unless(given_up, reader.bodies()), ids, stored, states, reach)
             self._pool.settle({block.block_id: block.nbytes for block in blocks})
         except BaseException:
             self._pool.free(ids, agent_id)
@@ -257,7 +283,7 @@ def _body(place: _Place, context: AgentBlocks) -> Bits:
 
 def _blocks(
     spec: ModelCacheSpec,
-    reader: TensorReader,
+    bodies: Iterator[NDArray[np.uint8]],
     ids: Sequence[int],
     stored: Sequence[int],
     states: Sequence[int],
@@ -267,7 +293,7 @@ def _blocks(
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
     taken: dict[int, list[list[mx.array]]] = {end: [[] for _ in spec.layers] for end in states}
-    for place, body in zip(_places(spec, len(stored), states), reader.bodies(), strict=True):  # to the digest's verdict
+    for place, body in zip(_places(spec, len(stored), states), bodies, strict=True):  # to the digest's verdict
         values = body.view(BITS[place.kept.plane.dtype.itemsize]).reshape(place.tensor.shape)
         dtype = MLX_DTYPES[place.kept.plane.dtype]
         if place.state_at is not None:
@@ -284,6 +310,13 @@ def _blocks(
     )
     mx.eval([[block.layers, block.state or ()] for block in blocks])  # so that another thread may have them
     return blocks
+
+
+def _unless(given_up: Callable[[], bool], bodies: Iterator[NDArray[np.uint8]]) -> Iterator[NDArray[np.uint8]]:
+    for body in bodies:
+        if given_up():
+            raise _GivenUpError
+        yield body
 
 
 def _frozen(layers: Sequence[Sequence[mx.array]]) -> Arrays:

@@ -12,9 +12,10 @@ from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.users import Users
 from kvpage_server.config import Config, ConfigError
+from kvpage_server.durable import replacing
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
-from kvpage_server.rewrite import rewritten, write_whole
+from kvpage_server.rewrite import rewritten
 
 _FLAGS = "admin noscript loading stale"
 
@@ -136,7 +137,9 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError("ERR The server is running without a config file")
     users = [] if server.config.aclfile else _users_beside(server)
     try:
-        write_whole(path, rewritten(path.read_bytes(), server.config, users))
+        text = rewritten(path.read_bytes(), server.config, users)
+        with replacing(path) as file:
+            file.write(text)
     except OSError as error:
         raise ReplyError(f"ERR Rewriting config file: {error.strerror}") from None
     return OK

@@ -14,8 +14,8 @@ from itertools import count
 from pathlib import Path
 
 from kvpage_server.commands.access import RuleError, User, digest
+from kvpage_server.durable import replacing
 from kvpage_server.page import unix_ms
-from kvpage_server.rewrite import write_whole
 
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
@@ -106,7 +106,8 @@ class Users:
 
     def save_file(self, path: Path) -> None:
         """Write an aclfile, whole or not at all. Raises OSError."""
-        write_whole(path, b"".join(line + b"\n" for line in self.lines()))
+        with replacing(path) as file:
+            file.writelines(line + b"\n" for line in self.lines())
 
     def lines(self) -> list[bytes]:
         """Every user as a line, by name."""

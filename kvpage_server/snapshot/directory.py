@@ -16,13 +16,12 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvpage_server.durable import flush_directory
+from kvpage_server.durable import flush_directory, replacing
 from kvpage_server.snapshot.errors import BadFile, DumpError
-from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents, write_whole
+from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents
 
 SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-(\d{6,})\.safetensors\Z")
-_TEMPORARY = re.compile(r"\.(?:(?:pages|strings)-\d{6,}\.safetensors|dump\.json)\.tmp\Z")
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +71,8 @@ def read_summary(path: Path) -> Summary | None:
 def write_summary(path: Path, summary: Summary) -> None:
     """Declare the dump finished. Raises OSError."""
     text = json.dumps({"format": FORMAT, "version": VERSION, **asdict(summary)}, indent=1).encode() + b"\n"
-    write_whole(path / SUMMARY, [memoryview(text)])
+    with replacing(path / SUMMARY) as file:
+        file.write(text)
 
 
 def dump_files(path: Path) -> list[Path]:
@@ -96,11 +96,6 @@ def remove(files: Iterable[Path]) -> None:
         parents.add(file.parent)
     for parent in parents:
         flush_directory(parent)
-
-
-def remove_temporary(path: Path) -> None:
-    """Remove what a dump that was killed left half-written."""
-    remove(file for file in path.iterdir() if _TEMPORARY.match(file.name))
 
 
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, Contents | BadFile]]:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
+from kvpage_server.durable import remove_unfinished
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
@@ -84,7 +85,7 @@ def dump(
     """
     path.mkdir(parents=True, exist_ok=True)
     with directory.locked(path, to_write=True):
-        directory.remove_temporary(path)
+        remove_unfinished(path)
         return _Dump(store, path, selection, file_bytes, done).run(update)
 
 

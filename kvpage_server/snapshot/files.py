@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from kvpage_server.durable import flush, flush_directory
+from kvpage_server.durable import replacing
 from kvpage_server.page import checksum
 from kvpage_server.snapshot.entries import Entry, entry_of
 from kvpage_server.snapshot.errors import BadFile
@@ -90,23 +90,11 @@ def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: 
     digest = _digest(text)
     text = text.replace(_digest_field(_NO_DIGEST), _digest_field(digest), 1)
     length = len(text).to_bytes(8, "little")
-    write_whole(path, [memoryview(length), memoryview(text), *(piece for _, pieces in tensors for piece in pieces)])
+    pieces = [memoryview(length), memoryview(text), *(piece for _, pieces in tensors for piece in pieces)]
+    with replacing(path) as file:
+        _write(file.fileno(), [piece for piece in pieces if len(piece)])
     data = 8 + len(text)
     return Contents(path, data + start, data, digest, dumped_ms, selection, spans)
-
-
-def write_whole(path: Path, pieces: list[memoryview]) -> None:
-    """Write a file such that it is there whole or not at all, whatever happens meanwhile. Raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb", buffering=0) as file:
-            _write(file.fileno(), [piece for piece in pieces if len(piece)])
-            flush(file.fileno())
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    flush_directory(path.parent)
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:
