@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import socket
+import sys
 import time
 from collections.abc import Iterable, Sequence
 
@@ -257,6 +258,25 @@ class TestMemory:
             return best
 
         assert seconds(100_000) < 40 * seconds(10_000)
+
+    def test_what_has_arrived_is_split_once(self) -> None:
+        """However much more is announced: a million words that do not come cost no more than those that do."""
+        chunks = 10 * [b"$2\r\nab\r\n" * 4000]
+        split = 0
+
+        def note(frame: object, event: str, called: object) -> None:
+            nonlocal split
+            if event == "c_call" and getattr(called, "__name__", "") == "split":
+                split += len(getattr(called, "__self__", b""))
+
+        parser = Parser(Buffer)
+        sys.setprofile(note)
+        try:
+            assert parse([b"*1000000\r\n", *chunks], parser) == ([], False)
+        finally:
+            sys.setprofile(None)
+        assert parser.arguments == 40_000
+        assert split <= 1.05 * sum(map(len, chunks))
 
 
 class TestLimits:

@@ -62,7 +62,7 @@ _FEW = 4  # so many arguments are taken one by one
 _SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 _FEW_WORDS_LINES = frozenset(line + b"\r\n" for line in _FEW_WORDS)
-_MANY = 64  # so many arguments are first tried to be taken all at once
+_MANY = 64  # of so many most that has arrived is theirs
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
@@ -326,28 +326,28 @@ class Parser:
     def _take_short_ones(self) -> int:
         """Take a run of short arguments at once, by splitting it at its line ends; the cursor after it.
 
-        The split is believed only where every declared length is the length of what follows it.
+        The split is believed only as far as every declared length is the length of what follows it. What is split is
+        split once: the command may have a million words more than have arrived.
         """
-        data, missing = self._data, self._missing
-        if missing >= _MANY and data.endswith(b"\r\n"):
-            lines = data[self._pos :].split(b"\r\n", 2 * missing)
-            if len(lines) > 2 * missing and (taken := self._take_lines(lines)):
-                return self._pos + taken
-        run = _SHORT_ONES.match(data, self._pos)
-        return self._pos if run is None else self._pos + self._take_lines(run[0].split(b"\r\n", 2 * missing))
-
-    def _take_lines(self, lines: list[bytes]) -> int:
-        """Take the arguments that lines are, length and value in turn; the bytes they had, 0 when they are not that."""
-        values = lines[1 : 2 * self._missing : 2]
-        lengths = lines[0 : 2 * len(values) : 2]
-        sizes = list(map(len, values))
-        if list(map(DECLARED.get, lengths)) != sizes:
-            return 0
+        data, pos, missing = self._data, self._pos, self._missing
+        if missing >= _MANY:
+            run = data[pos:]
+        elif found := _SHORT_ONES.match(data, pos):
+            run = found[0]
+        else:
+            return pos
+        lines = run.split(b"\r\n", 2 * missing)
+        whole = (len(lines) - 1) // 2  # the last line has no end
+        lengths, values = lines[0 : 2 * whole : 2], lines[1 : 2 * whole : 2]
+        declared, sizes = list(map(DECLARED.get, lengths)), list(map(len, values))
+        if declared != sizes:
+            whole = next(i for i, (said, size) in enumerate(zip(declared, sizes, strict=True)) if said != size)
+            del lengths[whole:], values[whole:], sizes[whole:]
         total = sum(sizes)
         self._args += values
-        self._missing -= len(values)
+        self._missing = missing - whole
         self._size += total
-        return total + sum(map(len, lengths)) + 4 * len(values)
+        return pos + total + sum(map(len, lengths)) + 4 * whole
 
     def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""
