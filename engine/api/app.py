@@ -1,0 +1,100 @@
+"""The routes, and what every request goes through."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from engine.api.completions import chat, complete
+from engine.api.errors import ApiError
+from engine.api.service import Service
+
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def make_app(service: Service) -> Starlette:
+    """The application that serves it."""
+    started = int(time.time())
+
+    async def models(request: Request) -> Response:
+        service.tenant(request)
+        return JSONResponse({"object": "list", "data": [_model(service.model_id, started)]})
+
+    async def model(request: Request) -> Response:
+        service.tenant(request)
+        service.check_model(request.path_params["model"])
+        return JSONResponse(_model(service.model_id, started))
+
+    async def live(request: Request) -> Response:
+        return _health(service.alive)
+
+    async def ready(request: Request) -> Response:
+        return _health(service.ready)
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.exposition(), media_type=EXPOSITION)
+
+    app = Starlette(
+        routes=[
+            Route("/v1/chat/completions", chat, methods=["POST"]),
+            Route("/v1/completions", complete, methods=["POST"]),
+            Route("/v1/models", models),
+            Route("/v1/models/{model:path}", model),
+            Route("/health", ready),
+            Route("/health/live", live),
+            Route("/health/ready", ready),
+            Route("/metrics", metrics),
+        ],
+        middleware=[Middleware(_Counting, service=service)],
+        exception_handlers={
+            ApiError: _handler(lambda error: error),
+            ClientDisconnect: _handler(lambda error: ApiError(499, "the client has gone")),
+            HTTPException: _handler(lambda error: ApiError(error.status_code, error.detail)),
+            Exception: _handler(lambda error: ApiError(500, "the server has failed; its log says why")),
+        },
+    )
+    app.state.service = service
+    return app
+
+
+def _model(model_id: str, created: int) -> dict[str, object]:
+    return {"id": model_id, "object": "model", "created": created, "owned_by": "kvpage"}
+
+
+def _health(well: bool) -> Response:
+    return JSONResponse({"status": "ok" if well else "unavailable"}, 200 if well else 503)
+
+
+def _handler(told: Callable[..., ApiError]) -> Callable[[Request, Exception], Awaitable[Response]]:
+    async def handle(request: Request, error: Exception) -> Response:
+        return told(error).response()
+
+    return handle
+
+
+class _Counting:
+    """Counts requests by the function that answers them, and what status it gave."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app = app
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+
+        async def counted(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                endpoint = getattr(scope.get("endpoint"), "__name__", "none")
+                self._service.metrics.requests.labels(endpoint, message["status"]).inc()
+            await send(message)
+
+        return await self._app(scope, receive, counted)

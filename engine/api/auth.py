@@ -1,0 +1,105 @@
+"""Who asks: bearer tokens, each of which stands for a tenant.
+
+Agents of different tenants are different agents whatever they are called, and share nothing: `engine.prefix.root_of`
+begins each tenant's chains of blocks elsewhere. Without tokens everybody is welcome and nobody's.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.requests import Request
+
+from engine.api.errors import ApiError, invalid
+from engine.blocks import BlockError, check_agent_id
+
+_NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
+AGENT_HEADER = "X-Agent-Id"
+
+
+class TokenFileError(ValueError):
+    """A file of tokens that can't be read; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tenant:
+    """Whose agents a request is about; "" where no tokens are asked for."""
+
+    name: str = ""
+
+    def agent(self, given: str, param: str) -> str:
+        """The engine's id of the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
+        agent_id = f"{given}@{self.name}" if self.name else given
+        try:
+            if "@" in given:
+                raise BlockError("@")
+            return check_agent_id(agent_id)
+        except BlockError:
+            longest = 128 - len(agent_id) + len(given)
+            raise invalid(
+                f"{param} must be 1 to {longest} of A-Z a-z 0-9 . _ + = - and must not start with a dot",
+                param,
+                "invalid_agent_id",
+            ) from None
+
+    def given(self, agent_id: str) -> str | None:
+        """What the tenant calls an agent; None for another's."""
+        given, _, tenant = agent_id.rpartition("@") if "@" in agent_id else (agent_id, "", "")
+        return given if tenant == self.name else None
+
+
+class Tokens:
+    """The tokens that are known, by their digests: none is compared letter by letter."""
+
+    def __init__(self, tenants: Mapping[str, str]) -> None:
+        """`tenants`: a name for each token; empty when anybody may ask."""
+        self._tenants = {_digest(token): Tenant(name) for token, name in tenants.items()}
+
+    @classmethod
+    def read(cls, path: Path) -> Tokens:
+        """From a file of lines "NAME TOKEN"; empty lines and those that begin with # are left out.
+
+        Raises TokenFileError.
+        """
+        tenants: dict[str, str] = {}
+        try:
+            lines = path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise TokenFileError(f"cannot read the tokens in {path}: {error}") from error
+        for number, line in enumerate(lines, start=1):
+            words = line.split()
+            if not words or words[0].startswith("#"):
+                continue
+            if len(words) != 2 or not _NAME.fullmatch(words[0]):
+                raise TokenFileError(
+                    f'{path}, line {number}: expected "NAME TOKEN", the name 1 to 32 of A-Z a-z 0-9 . _ -'
+                )
+            name, token = words
+            if token in tenants:
+                raise TokenFileError(f"{path}, line {number}: the token of {tenants[token]!r} stands here again")
+            tenants[token] = name
+        if not tenants:
+            raise TokenFileError(f"{path} has no tokens")
+        return cls(tenants)
+
+    def tenant(self, request: Request) -> Tenant:
+        """Who asks. Raises ApiError when that is nobody who may."""
+        if not self._tenants:
+            return Tenant()
+        scheme, _, token = request.headers.get("Authorization", "").partition(" ")
+        if scheme.lower() != "bearer" or not token:
+            raise ApiError(401, "a token is needed: Authorization: Bearer TOKEN", code="invalid_api_key")
+        asked = _digest(token.strip())
+        for digest, tenant in self._tenants.items():
+            if hmac.compare_digest(digest, asked):
+                return tenant
+        raise ApiError(401, "the token is not known", code="invalid_api_key")
+
+
+def _digest(token: str) -> bytes:
+    return hashlib.blake2b(token.encode("utf-8", "surrogateescape"), digest_size=32).digest()

@@ -1,0 +1,72 @@
+"""POST /v1/chat/completions and POST /v1/completions."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from engine.api.answering import answer, unless_gone
+from engine.api.auth import Tenant
+from engine.api.reading import Reader
+from engine.api.schema import Asked, ChatBody, CompletionBody
+from engine.api.service import Service
+from engine.api.shapes import ChatShape, Envelope, TextShape
+from engine.api.worker import Prompt
+
+
+async def chat(request: Request) -> Response:
+    """The next message of a conversation."""
+    service: Service = request.app.state.service
+    tenant = service.tenant(request)
+    body = ChatBody.parse(await service.body(request))
+    service.check_model(body.model)
+    prompts = service.prompts
+    logprobs = body.top_logprobs if body.logprobs else None
+    tokens = await unless_gone(request, prompts.of_chat(body))
+    prompt, given = _prompt(service, request, tenant, body, tokens, body.limit, logprobs)
+    reader = Reader(prompts, tokens, [tool.model_dump(exclude_none=True) for tool in body.tools])
+    shape = ChatShape(_envelope(service, body, given), reader, prompts, logprobs)
+    return await answer(service, request, service.ask(prompt), shape, body)
+
+
+async def complete(request: Request) -> Response:
+    """How a text goes on."""
+    service: Service = request.app.state.service
+    tenant = service.tenant(request)
+    body = CompletionBody.parse(await service.body(request))
+    service.check_model(body.model)
+    tokens = await unless_gone(request, service.prompts.of_text(body.prompt))
+    prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)
+    shape = TextShape(_envelope(service, body, given), service.prompts, body.logprobs)
+    return await answer(service, request, service.ask(prompt), shape, body)
+
+
+def _prompt(
+    service: Service,
+    request: Request,
+    tenant: Tenant,
+    body: Asked,
+    tokens: Sequence[int],
+    max_tokens: int | None,
+    logprobs: int | None,
+) -> tuple[Prompt, str | None]:
+    """What the engine is asked, and what the client calls the agent."""
+    agent_id, given = service.agent(request, tenant, body)
+    prompt = Prompt(
+        agent_id=agent_id,
+        keep=given is not None,
+        tokens=tokens,
+        max_tokens=max_tokens or service.limits.max_tokens,
+        temperature=body.temperature,
+        top_p=body.top_p,
+        seed=body.seed,
+        stop=body.stop,
+        logprobs=0 if logprobs is None else max(1, logprobs),  # the token's own comes with those of others
+    )
+    return prompt, given
+
+
+def _envelope(service: Service, body: Asked, given: str | None) -> Envelope:
+    return Envelope(body.model, service.engine.spec.fingerprint, given, counts=body.stream_options.include_usage)

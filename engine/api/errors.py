@@ -1,0 +1,45 @@
+"""What a client is told when there is no answer: OpenAI's error object."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from starlette.responses import JSONResponse
+
+
+@dataclass(slots=True)
+class ApiError(Exception):
+    """A request that is refused or has failed; `param` is the field that was wrong."""
+
+    status: int
+    message: str
+    param: str | None = None
+    code: str | None = None
+    retry_after: int | None = None  # seconds
+
+    def __str__(self) -> str:
+        return self.message
+
+    @property
+    def body(self) -> dict[str, object]:
+        """As OpenAI's clients take it."""
+        return {"error": {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}}
+
+    def response(self) -> JSONResponse:
+        """As a whole reply."""
+        headers: Mapping[str, str] = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
+        if self.status == 401:
+            headers = {"WWW-Authenticate": "Bearer"}
+        return JSONResponse(self.body, self.status, headers)
+
+
+def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
+    """A request that can't be understood or honoured."""
+    return ApiError(400, message, param, code)
+
+
+def _type(status: int) -> str:
+    if status == 429:
+        return "rate_limit_error"
+    return "server_error" if status >= 500 else "invalid_request_error"

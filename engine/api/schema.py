@@ -1,0 +1,210 @@
+"""What may be asked for: the bodies of requests.
+
+Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing; a field that
+would change the answer and can't be honoured is refused by its name. ``null`` stands for a field left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from engine.api.errors import ApiError, invalid
+
+MAX_STOPS = 16
+MAX_TOP_LOGPROBS = 20  # as OpenAI's API
+
+
+def _only(*allowed: object) -> AfterValidator:
+    """A field of OpenAI's API of which this engine has these values alone."""
+
+    def check(value: object) -> object:
+        if value not in allowed:
+            shown = " or ".join(map(repr, allowed))
+            raise PydanticCustomError("unsupported_value", "this engine supports {allowed} alone", {"allowed": shown})
+        return value
+
+    return AfterValidator(check)
+
+
+def _text(content: Any) -> Any:
+    """Text given in parts, as one; other parts are refused."""
+    if not isinstance(content, list):
+        return content
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise PydanticCustomError(
+                "unsupported_value", "part {i} is {kind}; this engine takes text alone", {"i": i, "kind": repr(kind)}
+            )
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
+    return "".join(part["text"] for part in content)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _alone(value: Any) -> Any:
+    """A prompt that is the only one of a list; of several none is taken."""
+    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """From JSON. Raises ApiError, which names the field."""
+        try:
+            body = from_json(raw, allow_inf_nan=False)
+        except ValueError as error:
+            raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+        if not isinstance(body, dict):
+            raise invalid("the body must be a JSON object", code="invalid_json")
+        try:
+            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise _refusal(error.errors(include_url=False)[0]) from error
+
+
+class Function(_Body):
+    """What the model wants to be called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(_Body):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(_Body):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text)] = None
+    name: str | None = None
+    tool_calls: list[ToolCall] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(_Body):
+    """A function that may be called."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(_Body):
+    """What may be called."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class StreamOptions(_Body):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(_Body):
+    """In what form to answer."""
+
+    type: Annotated[str, _only("text")]
+
+
+Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)]
+
+
+class Asked(_Body):
+    """What both kinds of completion have in common."""
+
+    model: str
+    agent_id: str | None = None
+    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stops = Field(default_factory=list)
+    n: Annotated[int, _only(1)] = 1
+    frequency_penalty: Annotated[float, _only(0)] = 0.0
+    presence_penalty: Annotated[float, _only(0)] = 0.0
+    logit_bias: Annotated[dict[str, Any], _only({})] = Field(default_factory=dict)
+
+
+class ChatBody(Asked):
+    """Of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: list[Tool] = Field(default_factory=list)
+    tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer, at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs to be true")
+        return self
+
+
+class CompletionBody(Asked):
+    """Of POST /v1/completions."""
+
+    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], BeforeValidator(_alone)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: Annotated[bool, _only(False)] = False
+    best_of: Annotated[int, _only(1)] = 1
+    suffix: Annotated[str, _only("")] = ""
+
+
+class ForkBody(_Body):
+    """Of POST /v1/agents/{id}/fork."""
+
+    to: str
+
+
+_CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsupported_value"}
+
+
+def _refusal(error: ErrorDetails) -> ApiError:
+    """What to tell of the first thing that is wrong."""
+    param = _param(error["loc"])
+    kind = error["type"]
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return invalid(f"{param}: {error['msg']}", param, code)
+
+
+def _param(loc: Sequence[int | str]) -> str:
+    """``messages[0].content`` from ("messages", 0, "content"); the names that pydantic gives to what a union may be
+    are left out."""
+    shown = ""
+    for part in loc:
+        if isinstance(part, int):
+            shown += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "list"):
+            shown += f".{part}" if shown else part
+    return shown

@@ -1,0 +1,104 @@
+"""The process: listens, loads, serves, and stops without losing what is to be kept."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import uvicorn
+import uvloop
+
+from engine.api.answering import UNREAD
+from engine.api.app import make_app
+from engine.api.auth import Tokens
+from engine.api.service import Limits, Service
+from engine.api.worker import EngineThread
+from engine.assembly import CANNOT_OPEN, Engine, Options, model_name
+
+LOOK_EVERY = 1.0  # seconds, whether the engine's thread is still there
+
+
+class ServeError(RuntimeError):
+    """There is nothing to serve; the message says why."""
+
+
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that leaves signals to us: it would end as killed by them."""
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(
+    options: Options, listener: socket.socket, tokens: Tokens, limits: Limits, *, name: str | None, grace: float
+) -> int:
+    """Serve until SIGTERM or SIGINT; 0 when everything was kept, 1 when the engine failed.
+
+    The first signal ends listening; what runs has `grace` seconds to finish. A second one ends the process at once.
+    Raises ServeError when the engine can't be put together.
+    """
+    worker = EngineThread(lambda: Engine.open(options))
+    service = Service(worker, name or model_name(options.model), tokens, limits)
+    config = uvicorn.Config(
+        make_app(service),
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=math.ceil(grace + UNREAD),
+    )
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(_serve(_Uvicorn(config), service, worker, listener, grace))
+
+
+async def _serve(
+    server: uvicorn.Server, service: Service, worker: EngineThread, listener: socket.socket, grace: float
+) -> int:
+    stopping = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, _signalled, number, stopping)
+    worker.start()
+    serving = asyncio.create_task(server.serve([listener]))
+    try:
+        await _first_of(service.load(), stopping.wait())
+        if service.ready:
+            host, port = listener.getsockname()[:2]
+            print(f"{service.model_id} is served on http://{host}:{port}", flush=True)
+        while not stopping.is_set() and service.alive:
+            await _first_of(stopping.wait(), asyncio.sleep(LOOK_EVERY))
+    except CANNOT_OPEN as error:
+        raise ServeError(str(error)) from error
+    finally:
+        failed = not service.alive
+        service.closing = True
+        server.should_exit = True  # it listens no more
+        await worker.finish(grace)
+        await serving
+        await worker.stop()
+    return int(failed)
+
+
+async def _first_of(*waits: object) -> None:
+    """Until one of them is over; what it raised is raised."""
+    tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
+    try:
+        done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        for task in done:
+            task.result()
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _signalled(number: int, stopping: asyncio.Event) -> None:
+    if stopping.is_set():
+        os._exit(128 + number)  # it was asked to be quick
+    stopping.set()

@@ -1,0 +1,113 @@
+"""What all endpoints need: who asks, what was sent, and an engine that answers."""
+
+from __future__ import annotations
+
+import uuid
+from dataclasses import dataclass
+
+from starlette.requests import Request
+
+from engine.api.auth import AGENT_HEADER, Tenant, Tokens
+from engine.api.errors import ApiError
+from engine.api.metrics import Metrics
+from engine.api.prompts import Prompts
+from engine.api.schema import Asked
+from engine.api.worker import EngineThread, Generation, Prompt
+from engine.assembly import Engine
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may ask for, at most."""
+
+    body: int = 8 << 20  # bytes
+    queue: int = 64  # answers on their way, those that wait included
+    seconds: float = 600.0  # from a request to the end of its answer
+    max_tokens: int = 512  # of an answer to who does not say
+
+
+class Service:
+    """One model, served."""
+
+    def __init__(self, worker: EngineThread, model_id: str, tokens: Tokens, limits: Limits) -> None:
+        self.worker = worker
+        self.model_id = model_id
+        self.limits = limits
+        self.metrics = Metrics(lambda: worker.pending)
+        self.closing = False
+        self._tokens = tokens
+        self._engine: Engine | None = None
+        self._prompts: Prompts | None = None
+
+    async def load(self) -> None:
+        """Return when prompts are taken. Raises what loading the model raises."""
+        engine = await self.worker.loaded()
+        self._prompts = Prompts(engine.tokenizer, engine.spec)
+        self.metrics.watch(engine)
+        self._engine = engine
+
+    @property
+    def alive(self) -> bool:
+        """Whether it will take prompts, or does; False when the engine has failed, and nothing but a restart helps."""
+        return self._engine is None or self.worker.running
+
+    @property
+    def ready(self) -> bool:
+        """Whether prompts are taken."""
+        return self._engine is not None and self.worker.running and not self.closing
+
+    @property
+    def engine(self) -> Engine:
+        """To look at; it belongs to the worker's thread. Raises ApiError while there is none."""
+        if not self._engine or not self.ready:
+            doing = "being stopped" if self.closing else "loading its model" if not self._engine else "out of order"
+            raise ApiError(503, f"the engine is {doing}", code="not_ready", retry_after=1)
+        return self._engine
+
+    @property
+    def prompts(self) -> Prompts:
+        """Of the model. Raises ApiError while there is none."""
+        assert self.engine
+        assert self._prompts
+        return self._prompts
+
+    def tenant(self, request: Request) -> Tenant:
+        """Who asks. Raises ApiError when that is nobody who may."""
+        return self._tokens.tenant(request)
+
+    async def body(self, request: Request) -> bytes:
+        """What was sent. Raises ApiError when it is too much."""
+        body = bytearray()
+        async for part in request.stream():
+            body += part
+            if len(body) > self.limits.body:
+                raise ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
+        return bytes(body)
+
+    def check_model(self, model: str) -> None:
+        """Raises ApiError for one that is not served."""
+        if model != self.model_id:
+            raise ApiError(
+                404, f"model: {model!r} is not served here, {self.model_id!r} is", "model", "model_not_found"
+            )
+
+    def agent(self, request: Request, tenant: Tenant, asked: Asked) -> tuple[str, str | None]:
+        """The engine's id of the agent that a prompt is of, and what the client calls it.
+
+        The first that is given of `agent_id`, the header and `user`; a prompt without an agent gets one of its own,
+        which nothing is kept for.
+        """
+        header = request.headers.get(AGENT_HEADER)
+        for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", asked.user)):
+            if given is not None:
+                return tenant.agent(given, param), given
+        return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None
+
+    def ask(self, prompt: Prompt) -> Generation:
+        """Have it answered. Raises ApiError when too many wait already."""
+        assert self.engine
+        if self.worker.pending >= self.limits.queue:
+            raise ApiError(
+                429, f"{self.limits.queue} prompts wait already, as many as may", code="queue_full", retry_after=1
+            )
+        return self.worker.generate(prompt)

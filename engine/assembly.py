@@ -1,0 +1,96 @@
+"""An engine put together from what a command line says: model, memory and tiers."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import mlx.nn as nn
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import hf_repo_to_path
+
+from engine.agent_engine import AgentEngine
+from engine.batch_engine import BlockPoolBatchEngine
+from engine.caches import UnsupportedCacheError
+from engine.model import UnknownModelError, load
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.pages import PageTier
+
+CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
+KV_GROUP_SIZE = 64  # values that share a scale where keys and values are kept in fewer bits
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What to put together."""
+
+    model: str  # a directory, or the id of a model in this machine's Hugging Face cache
+    store: str | None = None  # the URL of a page server
+    cold: Path | None = None  # a directory for contexts in files
+    kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
+    memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """A model and what remembers for it. One thread owns it; `close` flushes what is to be kept."""
+
+    model_id: str
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    spec: ModelCacheSpec
+    pool: BlockPool
+    batch: BlockPoolBatchEngine
+    pages: PageTier | None
+    store: Any
+    agents: AgentEngine
+
+    @classmethod
+    def open(cls, options: Options) -> Self:
+        """Load and connect. Raises UnknownModelError, UnsupportedCacheError, ValueError for a URL that isn't one, and
+        OSError for a directory that can't be used. A page server that doesn't answer is no error."""
+        directory = _directory(options.model)
+        model, tokenizer = load(directory)
+        quantised = [QuantizedKVCache(KV_GROUP_SIZE, options.kv_bits) for _ in make_prompt_cache(model)]
+        spec = ModelCacheSpec.probe(
+            model, tokenizer, model_id=model_name(options.model), cache=quantised if options.kv_bits else None
+        )
+        pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
+        pages = PageTier(options.store, spec, pool) if options.store else None
+        store = pages
+        batch = BlockPoolBatchEngine(model, tokenizer, spec, pool, wait_for_blocks=True)
+        agents = AgentEngine(batch, store)
+        return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
+
+    def close(self) -> None:
+        """Drop what isn't answered, write what isn't stored, and let go of the tiers."""
+        self.agents.shutdown()
+        if self.store:
+            self.store.close()
+
+
+def model_name(model: str) -> str:
+    """What clients call it: its directory's name, or its id."""
+    path = Path(model)
+    return path.resolve().name if path.is_dir() else model
+
+
+def _directory(model: str) -> Path:
+    """Nothing is downloaded."""
+    if not Path(model).is_dir():
+        with suppress(Exception):  # whatever the hub's client says of a name: there is no such model here
+            return Path(hf_repo_to_path(model))
+        raise UnknownModelError(
+            f"{model} is neither a directory nor the id of a model in this machine's Hugging Face cache; "
+            "`kvpage-engine fetch-model smollm2` gets a small one"
+        )
+    return Path(model)
+
+
+def _physical_memory() -> int:
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

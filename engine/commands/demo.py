@@ -1,0 +1,38 @@
+"""`kvpage-engine demo`: a conversation that moves between engines."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import redis
+from rich.console import Console
+
+from engine.commands import Failure
+
+
+def add_to(commands: Any) -> None:
+    """Its arguments."""
+    demo = commands.add_parser("demo", help="a conversation that moves from one engine to another, in about a minute")
+    demo.add_argument("--model", default="models/smollm2", metavar="DIR", help="default: %(default)s")
+    demo.set_defaults(run=run_demo)
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """Show a conversation move; 1 when it did not go as promised."""
+    from engine.demo import processes, story  # imports MLX
+
+    if not Path(args.model).is_dir():
+        raise Failure(f"no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one")
+    for name in (signal.SIGTERM, signal.SIGHUP):  # their default would leave the processes behind
+        signal.signal(name, lambda number, _: sys.exit(128 + number))
+    console = Console()
+    try:
+        outcome = story.run(args.model, console)
+    except (processes.ProcessError, redis.RedisError) as error:
+        raise Failure(str(error)) from error
+    story.show(outcome, console)
+    return 0 if all(outcome.promises().values()) else 1

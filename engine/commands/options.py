@@ -1,0 +1,82 @@
+"""What the commands that run an engine have in common on their command lines."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.commands import Failure
+
+if TYPE_CHECKING:
+    from engine.assembly import Engine, Options
+
+UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """A model, and where its contexts are kept."""
+    add = parser.add_argument
+    add(
+        "--model",
+        default="models/smollm2",
+        metavar="DIR_OR_ID",
+        help="a model's directory, or its id in this machine's Hugging Face cache (default: %(default)s)",
+    )
+    add("--store", metavar="URL", help="the page server, such as redis://127.0.0.1:9221; none if not given")
+    add("--cold", type=Path, metavar="DIR", help="keep contexts in files there, too")
+    add("--kv-bits", type=int, choices=[4, 8], help="keep keys and values in so many bits; prompts then run in turns")
+    add("--memory", type=size, metavar="SIZE", help="for contexts, such as 4gb (default: a quarter of the machine's)")
+
+
+def options(args: argparse.Namespace) -> Options:
+    """Of the command line."""
+    import_engine()
+    from engine.assembly import Options
+
+    return Options(args.model, args.store, args.cold, args.kv_bits, args.memory)
+
+
+def open_engine(args: argparse.Namespace) -> Engine:
+    """In this thread. Raises Failure."""
+    wanted = options(args)
+    from engine.assembly import CANNOT_OPEN, Engine
+
+    try:
+        return Engine.open(wanted)
+    except CANNOT_OPEN as error:
+        raise Failure(str(error)) from error
+
+
+def import_engine() -> None:
+    """MLX and what comes with it, which takes seconds."""
+    from engine.open_files import import_mlx_lm
+
+    import_mlx_lm()
+
+
+def size(text: str) -> int:
+    """Bytes, from such as 512mb."""
+    found = re.fullmatch(r"(\d+)(|kb|mb|gb)", text.lower())
+    if not found or not int(found[1]):
+        raise argparse.ArgumentTypeError(f"a size is a number of bytes, or one with kb, mb or gb, got {text!r}")
+    return int(found[1]) * UNITS[found[2]]
+
+
+def count(text: str) -> int:
+    """A number that is 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"expected a number, 1 or more, got {text!r}")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time that is more than 0."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number of seconds, more than 0, got {text!r}")
+    return value

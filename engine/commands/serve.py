@@ -1,0 +1,54 @@
+"""`kvpage-engine serve`: the engine behind HTTP, as OpenAI's clients speak it."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import socket
+from pathlib import Path
+from typing import Any
+
+from engine.commands import Failure
+from engine.commands.options import add_engine, count, import_engine, options, seconds, size
+
+
+def add_to(commands: Any) -> None:
+    """Its arguments."""
+    parser = commands.add_parser("serve", help="answer OpenAI's clients over HTTP")
+    add_engine(parser)
+    add = parser.add_argument
+    add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="0 for a free one (default: %(default)s)")
+    add("--name", help="what clients call the model (default: its directory's name, or its id)")
+    add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN": who may ask; each a tenant of its own')
+    add("--max-tokens", type=count, default=512, metavar="N", help="of answers to who gives no limit (%(default)s)")
+    add("--max-body", type=size, default=8 << 20, metavar="SIZE", help="of a request (default: 8mb)")
+    add("--max-queue", type=count, default=64, metavar="N", help="answers at once, waiting ones included (%(default)s)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="for a request to be answered (%(default)g)")
+    add("--grace", type=seconds, default=30.0, metavar="S", help="for what runs when it is stopped (%(default)g)")
+    parser.set_defaults(run=serve)
+
+
+def serve(args: argparse.Namespace) -> int:
+    """Until a signal says otherwise."""
+    logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
+    with _listen(args.host, args.port) as listener:
+        import_engine()
+        from engine.api.auth import TokenFileError, Tokens
+        from engine.api.server import ServeError, run
+        from engine.api.service import Limits
+
+        limits = Limits(args.max_body, args.max_queue, args.timeout, args.max_tokens)
+        try:
+            tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
+            return run(options(args), listener, tokens, limits, name=args.name, grace=args.grace)
+        except (TokenFileError, ServeError) as error:
+            raise Failure(str(error)) from error
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address, family=family, backlog=1024)
+    except (OSError, OverflowError) as error:
+        raise Failure(f"cannot listen on {host} port {port}: {error}") from error

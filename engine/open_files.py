@@ -1,0 +1,20 @@
+"""The limit of open files, kept.
+
+Importing mlx_lm sets it to 2048, and the hard limit to 4096, for good: only root could raise that again. A server with
+many clients needs what it was given.
+"""
+
+from __future__ import annotations
+
+import importlib
+import resource
+
+
+def import_mlx_lm() -> None:
+    """Import mlx_lm and leave the limit of open files as it is."""
+    setrlimit = resource.setrlimit
+    resource.setrlimit = lambda which, limits: None
+    try:
+        importlib.import_module("mlx_lm.utils")
+    finally:
+        resource.setrlimit = setrlimit
