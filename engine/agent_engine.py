@@ -16,15 +16,19 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum, auto
 from itertools import count
 from typing import Any, Literal, TypeVar
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.blocks import AgentBlocks
-from engine.request import CompletedGeneration, EngineClosedError, Token, TokenReceiver
+from engine.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from engine.singly import Sampler
 
 log = logging.getLogger(__name__)
+
+AHEAD = 8  # prompts that are loaded before there is room for them
+LOOK_AGAIN = 0.02  # seconds, while somebody outside may make room
 
 Tier = Literal["hot", "page", "cold", "prefix", "none"]
 
@@ -55,6 +59,14 @@ class Answer:
     not_kept: str | None = None  # why the context could not be kept
 
 
+class _Stage(Enum):
+    SUBMITTED = auto()
+    LOADING = auto()
+    WAITING = auto()  # for another who computes the same
+    READY = auto()  # for the batch
+    RUNNING = auto()  # there, or waiting there for room
+
+
 @dataclass(slots=True, eq=False)
 class _Job:
     """A prompt on its way to an answer."""
@@ -68,10 +80,17 @@ class _Job:
     on_done: Callable[[Answer], None]
     on_error: Callable[[Exception], None]
     submitted: float = field(default_factory=time.perf_counter)
-    known: AgentBlocks | None = None  # what the store has of it; its references are held under the agent's id
-    reuse: Reuse = field(default_factory=Reuse)
+    stage: _Stage = _Stage.SUBMITTED
     error: Exception | None = None  # why it will not be answered
-    joined: float = 0.0  # the batch
+    loading: Any = None
+    loaded: Any = None  # Loaded; the references on its blocks are held under the agent's id until it runs
+    restore_seconds: float = 0.0
+    claim: Any = None
+    reach: int = 0  # tokens that were known when it was made
+    waiting_since: float = 0.0  # time.perf_counter()
+    waited: float = 0.0  # seconds
+    not_before: int = 0  # so many answers have ended: the pool was too full to load it
+    joined: float = 0.0  # the batch, time.perf_counter()
     running: int | None = None  # its uid there
 
 
@@ -83,13 +102,14 @@ class AgentEngine:
     """
 
     def __init__(self, batch: BlockPoolBatchEngine, store: Any = None) -> None:
-        """`batch` is the engine's own from now on: prompts for which there is no room yet wait there."""
+        """`batch` is the engine's own from now on; for what has no room there it makes some, in `store`, or waits."""
         self._batch = batch
         self._batch.wait_for_blocks = True
         self._store = store
         self._uids = count()
         self._jobs: dict[int, _Job] = {}  # by uid; those that are pending, in their order
         self._running: dict[int, _Job] = {}  # by the batch's uid
+        self._ended = 0  # answers that have given back what they needed
         self._woken = threading.Event()
         self._closed = False
 
@@ -140,18 +160,23 @@ class AgentEngine:
         if job.running is not None:
             del self._running[job.running]
             self._batch.cancel(job.running)
+            self._ended += 1
+        self._release(job)
         self._let_go(job)
 
     def step(self, timeout: float = 0.0) -> bool:
         """One round: what was loaded joins the batch, which takes every answer on by a token and every prompt by a
         chunk. Waits up to `timeout` seconds when there is nothing to run. True while anything is pending."""
-        self._refuse()
-        self._load()
-        if self._batch.pending:
-            for done in self._batch.step_once():
-                self._complete(done)
-        elif timeout:
-            self._woken.wait(timeout)
+        self._begin()
+        self._take_up()
+        self._wait_no_longer()
+        self._join()
+        if wanted := self._batch.wanted:
+            self._make_room(*wanted)
+        for done in self._batch.step_once():
+            self._complete(done)
+        if timeout > 0 and not self._batch.running:
+            self._woken.wait(min(timeout, LOOK_AGAIN) if self._batch.wanted else timeout)
         self._woken.clear()
         return bool(self._jobs)
 
@@ -173,30 +198,91 @@ class AgentEngine:
             _tell(job.on_error, EngineClosedError("the engine was shut down before the answer was complete"))
         self._batch.shutdown()
 
-    def _refuse(self) -> None:
-        for job in [job for job in self._jobs.values() if job.error]:
-            self._fail(job)
+    def _at(self, stage: _Stage) -> list[_Job]:
+        return [job for job in self._jobs.values() if job.stage is stage]
 
-    def _load(self) -> None:
-        for job in [job for job in self._jobs.values() if job.running is None]:
-            asked = time.perf_counter()
-            if self._store:
-                job.known = self._store.load(job.agent_id, job.tokens)
-            job.reuse = replace(job.reuse, restore_seconds=time.perf_counter() - asked)
-            self._join(job)
+    def _begin(self) -> None:
+        """Begin to load what was submitted, not far ahead of what can run."""
+        ahead = len(self._at(_Stage.LOADING)) + len(self._at(_Stage.READY))
+        for job in self._at(_Stage.SUBMITTED):
+            if job.error:
+                self._fail(job, job.error)
+            elif not self._store:
+                job.stage = _Stage.READY
+            elif ahead < AHEAD and (self._ended >= job.not_before or not self._batch.running):
+                job.stage = _Stage.LOADING
+                job.loading = self._store.begin_load(job.agent_id, job.tokens)
+                job.loading.add_done_callback(self.wake)
+                ahead += 1
 
-    def _join(self, job: _Job) -> None:
-        """Hand a prompt to the batch."""
-        job.joined = time.perf_counter()
-        on_token = self._renamed(job) if job.on_token else None
-        try:
-            job.running = self._batch.submit(job.agent_id, job.tokens, job.known, on_token=on_token, **job.options)
-            self._running[job.running] = job
-        except (ValueError, RuntimeError) as error:
-            job.error = error
-            self._fail(job)
-        finally:
-            self._let_go(job)
+    def _take_up(self) -> None:
+        """What was loaded is ready, unless somebody else computes what it lacks."""
+        for job in self._at(_Stage.LOADING):
+            if not job.loading.done():
+                continue
+            loading, job.loading = job.loading, None
+            job.loaded = loading.result()
+            job.restore_seconds += job.loaded.seconds
+            if job.loaded.why == "pool" and not job.loaded.blocks and self._batch.running:
+                job.not_before = self._ended + 1
+                job.stage = _Stage.SUBMITTED
+            else:
+                self._claim(job)
+
+    def _claim(self, job: _Job) -> None:
+        """What a prompt lacks is computed once, by whoever has the claim on it; who has waited for that loads again,
+        and claims what is still missing, unless there is no more than before."""
+        if job.claim is None or (job.claim.state == "proceed" and job.loaded.reach > job.reach):
+            self._release(job)
+            job.reach = job.loaded.reach
+            job.claim = self._store.claims.begin(job.agent_id, job.tokens, job.reach)
+            job.claim.add_done_callback(self.wake)
+        job.waiting_since = time.perf_counter()
+        job.stage = _Stage.WAITING if job.claim.state == "wait" else _Stage.READY
+
+    def _wait_no_longer(self) -> None:
+        for job in self._at(_Stage.WAITING):
+            if job.claim.state == "wait":
+                continue
+            job.waited += time.perf_counter() - job.waiting_since
+            if job.claim.state == "mine" and (job.loaded.blocks or not job.reach):
+                job.stage = _Stage.READY
+            else:
+                self._let_go(job)
+                job.stage = _Stage.SUBMITTED
+
+    def _join(self) -> None:
+        """Hand what is ready to the batch, in order; one at most waits for room there."""
+        for job in self._at(_Stage.READY):
+            if self._batch.wanted:
+                return
+            job.joined = time.perf_counter()
+            try:
+                job.running = self._batch.submit(
+                    job.agent_id,
+                    job.tokens,
+                    job.loaded.blocks if job.loaded else None,
+                    on_token=self._renamed(job) if job.on_token else None,
+                    on_prompt=self._publisher(job) if self._store else None,
+                    **job.options,
+                )
+            except (ValueError, RuntimeError) as error:
+                self._fail(job, error)
+            else:
+                job.stage = _Stage.RUNNING
+                self._running[job.running] = job
+                self._let_go(job)
+
+    def _make_room(self, blocks: int, nbytes: int) -> None:
+        """For what waits in the batch: contexts leave memory, and if that is not enough and nothing runs that will
+        give back its blocks, those that were loaded for later prompts, which will be loaded again."""
+        if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
+            return
+        for job in reversed(self._at(_Stage.READY) + self._at(_Stage.WAITING)):
+            if job.loaded and job.loaded.blocks:
+                self._let_go(job)
+                job.stage = _Stage.WAITING if job.stage is _Stage.WAITING else _Stage.SUBMITTED
+                return
 
     def _renamed(self, job: _Job) -> TokenReceiver:
         """Tokens bear the batch's uid; whoever asked knows another."""
@@ -208,36 +294,61 @@ class AgentEngine:
 
         return receive
 
+    def _publisher(self, job: _Job) -> PromptReceiver:
+        """What a prompt had computed is known to all before its answer is complete."""
+
+        def publish(blocks: AgentBlocks) -> None:
+            if len(blocks) > job.reach:
+                claim, job.claim = job.claim, None  # the store's now, until the server has the blocks
+                self._store.publish(blocks, claim)
+            self._release(job)
+
+        return publish
+
     def _complete(self, done: CompletedGeneration) -> None:
         job = self._running.pop(done.uid)
         del self._jobs[job.uid]
-        if job.keep and self._store:
-            self._store.save(done.blocks)
+        self._ended += 1
+        self._release(job)
+        if self._store and done.blocks.blocks:
+            keep = self._store.save if job.keep else self._store.publish
+            keep(done.blocks)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
         if done.error:
             _tell(job.on_error, done.error)
         else:
             _tell(job.on_done, _answer(job, done))
 
-    def _fail(self, job: _Job) -> None:
-        assert job.error
+    def _fail(self, job: _Job, error: Exception) -> None:
         del self._jobs[job.uid]
+        self._release(job)
         self._let_go(job)
-        _tell(job.on_error, job.error)
+        _tell(job.on_error, error)
+
+    def _release(self, job: _Job) -> None:
+        """Its claim: what it was for is published, or won't be."""
+        if job.claim:
+            job.claim.release()
 
     def _let_go(self, job: _Job) -> None:
-        """Of what was loaded for it."""
-        known, job.known = job.known, None
-        if known:
-            self._batch.pool.free(known.block_ids, job.agent_id)
+        """Of what is being loaded for it, or was."""
+        if job.loading:
+            job.loading.cancel()
+            job.loading = None
+        if job.loaded and job.loaded.blocks:
+            self._batch.pool.free(job.loaded.blocks.block_ids, job.agent_id)
+            job.loaded = replace(job.loaded, blocks=None)
 
 
 def _answer(job: _Job, done: CompletedGeneration) -> Answer:
-    reuse = replace(
-        job.reuse,
-        tier="page" if done.tokens_reused else "none",
+    loaded = job.loaded
+    reuse = Reuse(
+        tier=loaded.tier if loaded and done.tokens_reused else "none",
         tokens=done.tokens_reused,
+        restore_seconds=job.restore_seconds,
+        waited_seconds=job.waited,
         time_to_first_token=job.joined - job.submitted + done.time_to_first_token,
+        why=loaded.why if loaded else None,
     )
     return Answer(
         uid=job.uid,

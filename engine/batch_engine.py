@@ -109,9 +109,17 @@ class BlockPoolBatchEngine:
         return len(self._running) + len(self._waiting)
 
     @property
-    def waiting(self) -> int:
-        """Those of them for which the pool has no room yet."""
-        return len(self._waiting)
+    def running(self) -> int:
+        """Those of them that the next step takes on."""
+        return len(self._running)
+
+    @property
+    def wanted(self) -> tuple[int, int] | None:
+        """Blocks and bytes that have to be free for the first of those that wait; None when none does."""
+        if not self._waiting:
+            return None
+        first = self._waiting[0]
+        return self._needed(first.capacity, len(first.shared), len(first.checkpoints))
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, as mlx-lm's own generate makes them."""
