@@ -13,6 +13,7 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpage_server.glob import glob
 from kvpage_server.resp.parser import split_words
 from kvpage_server.store.policies import POLICIES
 
@@ -28,12 +29,14 @@ class ConfigError(ValueError):
 class Kind:
     """How a parameter's value is read from words, and written back as words.
 
-    Where a parameter may stand on several lines, `add` joins a line's value to what there was.
+    Where a parameter may stand on several lines, `add` joins a line's value to what there was. CONFIG SET replaces it
+    all the same where it is `whole`.
     """
 
     read: Callable[[list[str]], Any]
     write: Callable[[Any], list[str]] = lambda value: [str(value)]
     add: Callable[[Any, Any], Any] | None = None
+    whole: bool = False
 
 
 def _one(words: list[str]) -> str:
@@ -151,12 +154,33 @@ def _write_output_limits(limits: dict[str, OutputLimit]) -> list[str]:
     return [word for name, limit in limits.items() for word in (name, *map(str, limit))]
 
 
+def _read_quotas(words: list[str]) -> dict[str, int]:
+    if words == [""]:
+        return {}
+    if not words or len(words) % 2:
+        raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
+    quotas: dict[str, int] = {}
+    for pattern, limit in zip(words[::2], words[1::2], strict=True):
+        if not pattern or re.search(r"\s", pattern):
+            raise ValueError(f"pattern must have a byte and no spaces, for which ? may stand; got '{pattern}'")
+        if pattern in quotas:
+            raise ValueError(f"pattern '{pattern}' stands twice")
+        glob(pattern.encode("utf-8", "surrogateescape"))
+        quotas[pattern] = _bytes(limit)
+    return quotas
+
+
+def _write_quotas(quotas: dict[str, int]) -> list[str]:
+    return [word for pattern, limit in quotas.items() for word in (pattern, str(limit))] or [""]
+
+
 yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
 words = Kind(lambda found: found, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])
 memory_or_share = Kind(_read_memory_or_share)
 output_limits = Kind(_read_output_limits, _write_output_limits, lambda old, new: {**old, **new})
+quotas = Kind(_read_quotas, _write_quotas, lambda old, new: {**old, **new}, whole=True)
 lines = Kind(lambda found: [found], lambda value: [word for line in value for word in line], lambda old, new: old + new)
 
 
@@ -218,6 +242,12 @@ class Config:
     dir: str = option(text, ".", "the directory the server works in")
     maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
     maxmemory_policy: str = option(choice(*POLICIES), "allkeys-prefix", "what goes when memory is full", mutable=True)
+    quota: dict[str, int] = option(
+        quotas,
+        {},
+        "what keys that match a pattern may hold: a line each, or several on one; the first that matches counts",
+        mutable=True,
+    )
     store: str = option(choice("memory", "tiered"), "memory", "where values lie: in memory, or there and on disk")
     appendfsync: str = option(
         choice("always", "everysec", "no"),
@@ -274,8 +304,17 @@ class Config:
 
     def split(self, name: str, value: str) -> list[str]:
         """The words of a value that came as one string, as CONFIG SET gives it."""
-        one = self.parameters()[name].metadata["kind"] not in (words, output_limits)
-        return [value] if one else value.split()
+        kind = self.parameters()[name].metadata["kind"]
+        if kind is quotas:
+            return value.split() or [""]
+        return value.split() if kind in (words, output_limits) else [value]
+
+    def change(self, name: str, value: str) -> None:
+        """Give a parameter a value as CONFIG SET does, in one string. Raises ConfigError."""
+        declared = self.parameters()[name]
+        if declared.metadata["kind"].whole:
+            setattr(self, declared.name, getattr(Config(), declared.name))
+        self.set(name, self.split(name, value))
 
     def words(self, name: str) -> list[str]:
         """A parameter's value as the words of a line."""

@@ -12,7 +12,7 @@ import redis
 from random_commands import PATTERNS
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server
 
-from kvpage_server.commands.glob import LONGEST, PatternTooLong, glob
+from kvpage_server.glob import LONGEST, PatternTooLong, glob
 from kvpage_server.store.scan import REST_AFTER, ScanOrder
 
 

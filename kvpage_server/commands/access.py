@@ -14,9 +14,9 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
-from kvpage_server.commands.glob import Matches, PatternTooLong, glob
 from kvpage_server.commands.keys import READ, WRITE, Prefix
 from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
+from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.resp.parser import Argument
 
 _UNKNOWN = "Unknown command or category name in ACL"

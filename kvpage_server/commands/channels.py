@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from kvpage_server.commands.glob import Matches, channel_glob
+from kvpage_server.glob import Matches, channel_glob
 from kvpage_server.resp.reply import Piece, Push, Raw, Reply, encode
 
 if TYPE_CHECKING:

@@ -7,10 +7,10 @@ from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.glob import PatternTooLong, glob
 from kvpage_server.commands.keys import READ, WRITE, Use
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, command, help_of, subcommands, top_level
 from kvpage_server.commands.usage import arguments
+from kvpage_server.glob import PatternTooLong, glob
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
 

@@ -7,15 +7,16 @@ from collections.abc import Iterable
 from kvpage_server import log
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import NEVER, Client, Server
-from kvpage_server.commands.glob import PatternTooLong, glob
 from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.users import Users
 from kvpage_server.config import Config, ConfigError
 from kvpage_server.durable import replacing
+from kvpage_server.glob import PatternTooLong, glob
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 from kvpage_server.rewrite import rewritten
+from kvpage_server.store.quota import Rule
 
 _FLAGS = "admin noscript loading stale"
 
@@ -28,6 +29,9 @@ def apply(server: Server, names: Iterable[str]) -> None:
             server.keyspace.maxmemory = config.maxmemory
         elif name == "maxmemory-policy":
             server.keyspace.policy = config.maxmemory_policy
+        elif name == "quota":
+            limits = ((pattern.encode("utf-8", "surrogateescape"), limit) for pattern, limit in config.quota.items())
+            server.keyspace.set_quotas([Rule(pattern, limit, glob(pattern)) for pattern, limit in limits])
         elif name == "notify-keyspace-events":
             server.events.notify(config.notify_keyspace_events)
         elif name == "requirepass":
@@ -82,13 +86,12 @@ def config_set(client: Client, args: list[Argument]) -> Reply:
     config = client.server.config
     names = [name.lower() for name in words[::2]]
     _check_changeable(config, names)
-    before = {name: config.words(name) for name in names}
+    before = vars(config).copy()
     try:
         for name, value in zip(names, words[1::2], strict=True):
             _change(config, name, value)
     except ReplyError:
-        for name, value_before in before.items():
-            config.set(name, value_before)
+        vars(config).update(before)
         raise
     apply(client.server, names)
     return OK
@@ -107,7 +110,7 @@ def _check_changeable(config: Config, names: list[str]) -> None:
 
 def _change(config: Config, name: str, value: str) -> None:
     try:
-        config.set(name, config.split(name, value))
+        config.change(name, value)
     except ConfigError as error:
         raise _refused(name, str(error).removeprefix(f"{name} ")) from None
 

@@ -17,6 +17,7 @@ from kvpage_server.commands.registry import Spec, find, too_many
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, Wait
 from kvpage_server.store.cold import Absent
+from kvpage_server.store.quota import OverQuota
 
 log = logging.getLogger("kvpage")
 
@@ -156,7 +157,10 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             refuse_to_write(spec, words)
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
-        return spec.handler(client, words[spec.words :])
+        reply = spec.handler(client, words[spec.words :])
+        return _within_quotas(client, spec, reply) if type(reply) is Stream and client.keyspace.quotas else reply
+    except OverQuota as error:
+        return _over_quota(client, spec, error)
     except ReplyError as error:
         calls.failed += 1
         server.stats.note_error(str(error))
@@ -181,6 +185,24 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.histogram[took.bit_length()] += 1
         if took >= server.slow_from:
             _note_slow(client, spec, words, took)
+
+
+def _within_quotas(client: Client, spec: Spec, reply: Stream) -> Stream:
+    """A reply in steps, the last of which may store something."""
+
+    def items() -> Iterator[Reply]:
+        try:
+            yield from reply.items
+        except OverQuota as error:
+            yield _over_quota(client, spec, error)
+
+    return Stream(reply.length, items())
+
+
+def _over_quota(client: Client, spec: Spec, error: OverQuota) -> ReplyError:
+    client.server.stats.calls[spec.name].failed += 1
+    client.server.stats.note_error("OOM")
+    return ReplyError(f"OOM {error}")
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:

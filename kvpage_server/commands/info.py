@@ -264,6 +264,14 @@ def _kvpage(server: Server) -> Fields:
     }
 
 
+def _quotas(server: Server) -> Fields:
+    return {
+        f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
+        f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
+        for number, quota in enumerate(server.keyspace.quotas)
+    }
+
+
 SECTIONS: dict[str, Callable[[Server], Fields]] = {
     "server": _server,
     "clients": _clients,
@@ -279,6 +287,7 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
     "cluster": _cluster,
     "keyspace": _keyspace,
     "kvpage": _kvpage,
+    "quotas": _quotas,
 }
 _DEFAULT = SECTIONS.keys() - {"commandstats", "latencystats"}
 

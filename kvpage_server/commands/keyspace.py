@@ -9,9 +9,9 @@ from itertools import zip_longest
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.glob import Matches, PatternTooLong, glob
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.registry import command
+from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple

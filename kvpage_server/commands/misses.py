@@ -5,11 +5,12 @@ from __future__ import annotations
 from kvpage_server.commands.context import Client
 from kvpage_server.store.entry import PageName
 from kvpage_server.store.ghost import Ghost
+from kvpage_server.store.holdings import OVER_QUOTA
 
 NEVER_STORED = "never stored"
 INCOMPLETE = "incomplete"  # the block has some of its pages
 HOLE = "hole"  # the block is there, but one before it is not
-REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", "deleted", "overwritten", "corrupt")
+REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", OVER_QUOTA, "deleted", "overwritten", "corrupt")
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:

@@ -12,7 +12,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.value import length_of, make_room, page_of, part_of, put, store, string_of
+from kvpage_server.commands.value import admit, length_of, make_room, page_of, part_of, put, store, string_of
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
@@ -245,6 +245,7 @@ def _mset(client: Client, args: list[Argument]) -> None:
     keys, values = plain_all(args[::2]), args[1::2]
     pages = [page_of(client.server.keyspace, key, value) for key, value in zip(keys, values, strict=True)]
     make_room(client)
+    admit(client, zip(keys, values, pages, strict=True))
     for key, value, page in zip(keys, values, pages, strict=True):
         put(client, key, value, page)
 

@@ -6,6 +6,8 @@ page; any other value is a plain string.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
@@ -14,6 +16,8 @@ from kvpage_server.resp.reply import Piece, Reply, ReplyError
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, PageName, Text, is_page
 from kvpage_server.store.memory import Keyspace, OutOfMemory
+from kvpage_server.store.quota import text_size
+from kvpage_server.store.ration import Coming
 
 NewPage = tuple[PageName, bytes, Slot]  # what Keyspace.set_page takes
 
@@ -63,6 +67,20 @@ def put(client: Client, key: bytes, value: Argument, page: NewPage | None, expir
         keyspace.set_page(*page, expires)
     else:
         keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
+
+
+def admit(client: Client, values: Iterable[tuple[bytes, Argument, NewPage | None]]) -> None:
+    """Have room in their quotas for values that are to be stored all or none. Raises OverQuota."""
+    keyspace = client.server.keyspace
+    if keyspace.quotas:
+        keyspace.admit(_coming(key, value, page) for key, value, page in values)
+
+
+def _coming(key: bytes, value: Argument, page: NewPage | None) -> Coming:
+    size = len(value if isinstance(value, bytes) else value.body)
+    if page is not None:
+        return Coming(key, size, (page[0].req_id, page[0].page))
+    return Coming(key, text_size(key, size))
 
 
 def make_room(client: Client) -> None:

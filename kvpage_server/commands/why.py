@@ -14,6 +14,7 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import is_page
 from kvpage_server.store.ghost import Ghost
+from kvpage_server.store.holdings import OVER_QUOTA
 from kvpage_server.store.memory import Keyspace
 
 STORED = "stored"
@@ -29,9 +30,10 @@ STORED = "stored"
     summary="Says why a read of a request, or of a page, would miss.",
 )
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
-    """A map that begins with the reason: stored, never stored, expired, evicted, deleted, overwritten, corrupt or hole.
+    """A map. `reason`: stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
 
-    `at` is when it went (unix milliseconds), `policy` what evicted it. Of a request with a hole, `block` is the first
+    `at` is when it went (unix milliseconds), `policy` what evicted it, or `quota` the pattern of the one for which it
+    had to go. Of a request with a hole, `block` is the first
     page id that is not there complete, and `cause` why. `since`: what went before then may have been forgotten.
     """
     keyspace = client.keyspace
@@ -69,5 +71,5 @@ def _why_request(keyspace: Keyspace, req_id: bytes) -> dict[str, Reply]:
 def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
     if ghost is None:
         return {"reason": otherwise, "since": keyspace.ghosts.since}
-    policy = {"policy": ghost.policy} if ghost.policy else {}
-    return {"reason": ghost.reason, "at": ghost.at, **policy}
+    by: dict[str, Reply] = {"quota" if ghost.reason == OVER_QUOTA else "policy": ghost.by} if ghost.by else {}
+    return {"reason": ghost.reason, "at": ghost.at, **by}

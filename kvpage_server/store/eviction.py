@@ -28,6 +28,9 @@ class Policy(Protocol):
     def __iter__(self) -> Iterator[Unit]:
         """Every unit; of those last used in one second, the first first, if that is known."""
 
+    def __contains__(self, unit: Unit) -> bool:
+        """Whether it knows a unit."""
+
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
 
@@ -63,6 +66,9 @@ class LRU:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
 
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._units
+
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
         self._units[unit] = self.now
@@ -93,6 +99,17 @@ class LRU:
         """Forget everything; what there was."""
         old, self._units = self._units, OrderedDict()
         return old
+
+
+def taken_over(old: Policy, new: Policy) -> Policy:
+    """A policy that knows what another did; that one itself, when they are of one kind. O(n log n)."""
+    if type(new) is type(old):
+        return old
+    for unit in sorted(old, key=old.idle, reverse=True):
+        new.now = old.now - old.idle(unit)
+        new.used(unit)
+    new.now = old.now
+    return new
 
 
 def name_of(unit: Unit) -> int:

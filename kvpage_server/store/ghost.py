@@ -1,4 +1,4 @@
-"""What is remembered of pages that are gone: why, when, and by which policy.
+"""What is remembered of pages that are gone: why, when, and by which policy or quota.
 
 A ghost is kept for each block and reason, with the pages it speaks of as the index keeps them, in rows. `MOST_ROWS`
 bounds them all; the blocks that lost pages the longest ago are forgotten first, and from then on `since` is later: of
@@ -20,12 +20,12 @@ _GHOST = 8  # rows that a ghost counts as beside its own
 
 @dataclass(slots=True)
 class Ghost:
-    """Why and when (unix milliseconds) pages of a block went, the last of them at `at`."""
+    """Why and when (unix milliseconds) pages of a block went, the last of them at `at`; and what evicted them."""
 
-    reason: str  # expired, evicted, deleted, overwritten or corrupt
+    reason: str  # expired, evicted, over quota, deleted, overwritten or corrupt
     rows: dict[int, int]
     at: int = 0
-    policy: str = ""  # which evicted them; empty for other reasons
+    by: str = ""  # a policy, or the pattern of a quota; empty for other reasons
 
 
 class Ghosts:
@@ -45,15 +45,15 @@ class Ghosts:
         """One page of a block is gone."""
         self._remember(block, {row_of(layer, head, kv_type): bit_of(head)}, reason, "")
 
-    def block_went(self, block: Block, reason: str, policy: str) -> None:
+    def block_went(self, block: Block, reason: str, by: str) -> None:
         """A block is gone with all the pages it has."""
-        self._remember(block, block.rows, reason, policy)
+        self._remember(block, block.rows, reason, by)
 
     def pages_went(self, block: Block, rows: Mapping[int, int], reason: str) -> None:
         """Some pages of a block, in rows, are gone."""
         self._remember(block, rows, reason, "")
 
-    def _remember(self, block: Block, rows: Mapping[int, int], reason: str, policy: str) -> None:
+    def _remember(self, block: Block, rows: Mapping[int, int], reason: str, by: str) -> None:
         name = (block.req_id, block.page)
         ghosts = self._blocks.pop(name, None)
         if ghosts is None:
@@ -65,7 +65,7 @@ class Ghosts:
             ghost = Ghost(reason, {})
             self._rows += _GHOST
         ghosts[reason] = ghost
-        ghost.at, ghost.policy = unix_ms(), policy
+        ghost.at, ghost.by = unix_ms(), by
         self._rows -= len(ghost.rows)
         for row, heads in rows.items():
             ghost.rows[row] = ghost.rows.get(row, 0) | heads

@@ -10,17 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
-from kvpage_server.page import PageKey, unix_ms
+from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
 from kvpage_server.store.arena import Arena
 from kvpage_server.store.catalogue import Catalogue
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
-from kvpage_server.store.eviction import Unit
+from kvpage_server.store.eviction import Policy, Unit
 from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block
 from kvpage_server.store.lease import Guards
 from kvpage_server.store.policies import POLICIES
+from kvpage_server.store.quota import Quotas
 
+OVER_QUOTA = "over quota"
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
@@ -49,7 +51,8 @@ class Holdings:
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
         self._expiry = Expiry(self.expires_of)
-        self._units = POLICIES[policy]()
+        self._units: Policy = POLICIES[policy]()
+        self._quotas: Quotas | None = None  # they are the policy of units then
         self._touching = True  # whether reading counts as a use
         self._texts = 0  # bytes of short strings
 
@@ -86,8 +89,12 @@ class Holdings:
 
     def _join(self, block: Block) -> None:
         """Say that the pages of a request follow each other."""
+        self.chain(self._around(block))
+
+    def _around(self, block: Block) -> list[Block]:
+        """A block between those before and behind it, as far as they are there."""
         around = (self.index.block(block.req_id, page) for page in range(block.page - 1, block.page + 2))
-        self.chain([block for block in around if block is not None])
+        return [block for block in around if block is not None]
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Each of these extends the one before it, and is worth nothing to an engine without that."""
@@ -148,6 +155,8 @@ class Holdings:
             name = PageKey.parse(key)
             self.ghosts.page_went(unit, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
             unit.discard(name.layer, name.head, name.kv_type)
+            if self._quotas is not None:
+                self._quotas.grew(unit, -HEADER_SIZE - old.size)
             if not unit.pages:
                 self.index.remove(unit)
                 self._units.removed(unit)
@@ -170,13 +179,20 @@ class Holdings:
         self.index.remove(block)
         self._units.removed(block)
         self.guards.removed(block)
-        self.ghosts.block_went(block, reason or _REASONS[event], self._policy if event == "evicted" else "")
+        self.ghosts.block_went(block, reason or _REASONS[event], self._who(block, event, reason))
         keys = list(block.page_keys()) if self.on_event is not None else []
         self._expiry.keys -= self._catalogue.take_pages(block)
         block.extent = None  # whoever still looks at the block does not keep its memory
         for key in keys:
             self.tell(event, key)
         return block.pages
+
+    def _who(self, block: Block, event: str, reason: str) -> str:
+        """What evicted a block: the policy, or a quota, by its pattern."""
+        quota = self._quotas.of(block) if self._quotas is not None and reason == OVER_QUOTA else None
+        if quota is not None:
+            return quota.pattern.decode("utf-8", "surrogateescape")
+        return self._policy if event == "evicted" else ""
 
     def _expire(self, key: bytes) -> None:
         """Remove an overdue key; of a block that was stored whole, all of it."""

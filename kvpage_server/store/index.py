@@ -180,6 +180,10 @@ class PageIndex:
         """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
         self._scans.rest(now)
 
+    def requests(self) -> list[bytes]:
+        """Every request."""
+        return list(self._requests)
+
     def of(self, req_id: bytes) -> list[Block]:
         """The blocks of a request, by page id; empty when it has none."""
         request = self._requests.get(req_id, {})

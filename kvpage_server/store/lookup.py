@@ -10,10 +10,10 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, Page
 from kvpage_server.store.index import Block
-from kvpage_server.store.room import Room
+from kvpage_server.store.ration import Ration
 
 
-class Lookup(Room):
+class Lookup(Ration):
     """Answers what is there."""
 
     def look(self, key: bytes) -> Entry | None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
 
+from kvpage_server.page import HEADER_SIZE
 from kvpage_server.store.arena import Slab, Slot
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, PageName, Text
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block, rows_of
 from kvpage_server.store.lookup import Lookup
+from kvpage_server.store.quota import text_size
+from kvpage_server.store.ration import Coming
 from kvpage_server.store.room import OutOfMemory
 
 __all__ = ["Fallen", "Keyspace", "OutOfMemory"]
@@ -46,6 +49,23 @@ class Keyspace(Lookup):
 
     def set_pages(self, pages: Iterable[NewPage]) -> None:
         """Store pages, whose slots have their headers; the names have been validated."""
+        if self._quotas is not None:
+            self._set_within_quotas(list(pages))
+        else:
+            self._set_pages(pages)
+
+    def _set_within_quotas(self, pages: Sequence[NewPage]) -> None:
+        values = (Coming(name.key, HEADER_SIZE + slot.size, (name.req_id, name.page)) for name, slot, _ in pages)
+        growth = self.admit(values)
+        self._set_pages(pages)
+        grown: dict[Block, int] = {}
+        for name, slot, _ in pages:
+            block = cast(Block, slot.unit)
+            grown[block] = grown.get(block, 0) + growth.pop(name.key, 0)
+        for block, size in grown.items():
+            self._grew(block, size)
+
+    def _set_pages(self, pages: Iterable[NewPage]) -> None:
         catalogue, entries = self._catalogue, self._catalogue.entries
         block: Block | None = None
         grown = 0
@@ -103,6 +123,8 @@ class Keyspace(Lookup):
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
+        if self._quotas is not None:
+            self._admit_block(req_id, page, HEADER_SIZE * extent.shape.pages + extent.shape.nbytes)
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
             self._remove(key, "del")
@@ -110,6 +132,8 @@ class Keyspace(Lookup):
         extent.slot.seal()
         self._catalogue.fill(block, extent)
         self._grow(block, extent.slot.footprint)
+        if self._quotas is not None:
+            self._quotas.resize(block, self._size_of(block))
         if extent.expires:
             self._expiry.keys += block.pages
             self._expiry.note(next(block.page_keys()), extent.expires)  # one stands for all
@@ -147,6 +171,8 @@ class Keyspace(Lookup):
         old = self._own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
+        if self._quotas is not None:
+            self.admit([Coming(key, text_size(key, value.size if isinstance(value, Slot) else len(value)))])
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:
                 self._rewrite(key, old, value, expires, event)
@@ -174,6 +200,8 @@ class Keyspace(Lookup):
                 self._expiry.note(key, expires)
         self.counters.writes += 1
         self._units.used(key)
+        if self._quotas is not None:
+            self._quotas.resize(key, text_size(key, len(value)))
         if self.on_event is not None:
             self.on_event(event, key)
             if expires and changed:
@@ -195,6 +223,8 @@ class Keyspace(Lookup):
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
         self._units.used(self._unit(key, entry))
+        if self._quotas is not None:
+            self._quotas.resize(key, text_size(key, entry.size))
         if self.on_event is not None:
             self._tell_of_write(key, old, entry, event)
 
@@ -211,7 +241,7 @@ class Keyspace(Lookup):
         return fallen
 
     def sweep(self, now: int, most: int) -> int:
-        """Remove up to `most` keys that are due; how many it removed."""
+        """Remove up to `most` keys that are due, and go on with what is done in steps; `most` when there is more."""
         self._units.now = now // 1000
         self.guards.settle(now)
         self._catalogue.rest(now)
@@ -223,4 +253,4 @@ class Keyspace(Lookup):
             removed += 1
             if removed == most:
                 break
-        return removed
+        return most if self._go_on() else removed

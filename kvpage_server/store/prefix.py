@@ -89,6 +89,9 @@ class Prefix:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._places)
 
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._places
+
     # -- uses ------------------------------------------------------------------------------------------------------
 
     def used(self, unit: Unit) -> None:

@@ -9,11 +9,12 @@ from typing import cast
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, Text
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.holdings import Holdings
+from kvpage_server.store.eviction import Unit, taken_over
+from kvpage_server.store.holdings import OVER_QUOTA, Holdings
 from kvpage_server.store.index import Block
 from kvpage_server.store.lease import SHARE
 from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.quota import Quota
 
 PROMISE = 10_000  # milliseconds
 
@@ -33,15 +34,11 @@ class Room(Holdings):
     @policy.setter
     def policy(self, name: str) -> None:
         """Let another policy decide. It learns what there is, and when that was used last. O(n log n)."""
-        old, new = self._units, POLICIES[name]()
         self._policy = name
-        if type(new) is type(old):
-            return
-        for unit in sorted(old, key=old.idle, reverse=True):
-            new.now = old.now - old.idle(unit)
-            new.used(unit)
-        new.now = old.now
-        self._units = new
+        if self._quotas is not None:
+            self._quotas.change(POLICIES[name])
+        else:
+            self._units = taken_over(self._units, POLICIES[name]())
         for block in self.index:
             self._join(block)
 
@@ -71,13 +68,20 @@ class Room(Holdings):
         return (self._unit(key, cast(Entry, get(key))) for key in self._expiry.nearest())
 
     def evict(self, unit: Block | bytes) -> None:
-        """Remove a unit whole."""
+        """Remove a unit whole, for want of room; for its quota, if that is exceeded."""
+        quota = self._quotas.of(unit) if self._quotas is not None else None
+        self._evict(unit, quota if quota is not None and quota.is_over else None)
+
+    def _evict(self, unit: Unit, quota: Quota | None) -> None:
         self._units.evicted(unit)
+        keys = 1
         if isinstance(unit, Block):
-            self.counters.evicted += self.remove_block(unit, "evicted")
+            keys = self.remove_block(unit, "evicted", OVER_QUOTA if quota is not None else "")
         else:
-            self.counters.evicted += 1
             self._remove(unit, "evicted")
+        self.counters.evicted += keys
+        if quota is not None:
+            quota.evicted += keys
 
     def gather(self) -> None:
         """Move what is left in sparse slabs to slots of its own, so that their memory is free again."""

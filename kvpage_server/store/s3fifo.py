@@ -43,6 +43,9 @@ class S3FIFO:
         yield from self._main
         yield from self._small
 
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._main or unit in self._small
+
     def _find(self, unit: Unit) -> _Uses | None:
         return self._main.get(unit) or self._small.get(unit)
 

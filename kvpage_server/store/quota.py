@@ -1,0 +1,194 @@
+"""Quotas: how many bytes the keys that match a pattern, a tenant's, may hold; and who is to go when they hold more.
+
+A key belongs to the first quota whose pattern matches it, a block to the first that matches `kv:{req_id}:`. What counts
+is what was stored, wherever it lies and however: a page as the 64 bytes of its header and its body, by itself or in a
+block; a string as its key, its value and `TEXT_OVERHEAD`. So it is the same after a restart.
+
+Each quota has a policy of its own beside that of the whole store. It sees the uses of the quota's units alone, so who
+goes for a quota is found without passing over everybody else. Costs: O(1) a use, a change and a victim; which quota a
+name belongs to is looked for once, and remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from kvpage_server.store.entry import TEXT_OVERHEAD
+from kvpage_server.store.eviction import Policy, Unit, taken_over
+from kvpage_server.store.index import Block
+
+_MOST_NAMES = 1 << 17  # that are remembered
+
+
+def block_name(req_id: bytes) -> bytes:
+    """What the pattern of a quota has to match for the blocks of a request to be its own."""
+    return b"kv:%b:" % req_id
+
+
+def text_size(key: bytes, size: int) -> int:
+    """Bytes that a string of `size` bytes counts as."""
+    return len(key) + size + TEXT_OVERHEAD
+
+
+class OverQuota(Exception):
+    """A write would take a quota over its limit, and there is nothing that the policy may evict for it."""
+
+    def __init__(self, quota: Quota) -> None:
+        shown = quota.pattern.decode("utf-8", "surrogateescape")
+        super().__init__(f"command not allowed when the quota of '{shown}', {quota.limit} bytes, is used up.")
+
+
+class Rule(NamedTuple):
+    """What a quota is made of: a glob pattern, bytes (0 for no limit), and what tells whether a name matches."""
+
+    pattern: bytes
+    limit: int
+    matches: Callable[[bytes], object]
+
+
+class Quota:
+    """What the keys of a pattern hold: `bytes`, of `limit`. `units` is the order they go in, `evicted` how many did."""
+
+    __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
+
+    def __init__(self, rule: Rule, units: Policy) -> None:
+        self.pattern, self.limit, self.matches = rule
+        self.bytes = 0
+        self.sizes: dict[Unit, int] = {}  # of every unit that is counted
+        self.units = units
+        self.evicted = 0
+
+    def lacks(self, coming: int) -> int:
+        """How many bytes have to go before so many may come; negative when there is room."""
+        return self.bytes + coming - self.limit if self.limit else -1
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its keys hold more than they may."""
+        return self.lacks(0) > 0
+
+    def resize(self, unit: Unit, size: int) -> None:
+        """A unit takes `size` bytes now."""
+        self.bytes += size - self.sizes.get(unit, 0)
+        self.sizes[unit] = size
+
+    def remove(self, unit: Unit) -> None:
+        """A unit is gone."""
+        self.bytes -= self.sizes.pop(unit, 0)
+        self.units.removed(unit)
+
+
+class Quotas:
+    """Every quota, in order, and the policy of the whole store: together, they are a policy of units."""
+
+    def __init__(self, rules: Iterable[Rule], every: Policy, make: Callable[[], Policy]) -> None:
+        self.every = every
+        self._quotas = [Quota(rule, make()) for rule in rules]
+        self._names: dict[bytes, Quota | None] = {}
+        self.now = every.now  # of every one of them
+
+    def __len__(self) -> int:
+        return len(self.every)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self.every)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self.every
+
+    @property
+    def all(self) -> Sequence[Quota]:
+        """The quotas, in order."""
+        return self._quotas
+
+    @property
+    def now(self) -> int:
+        """Unix seconds."""
+        return self.every.now
+
+    @now.setter
+    def now(self, now: int) -> None:
+        self.every.now = now
+        for quota in self._quotas:
+            quota.units.now = now
+
+    # -- whose ------------------------------------------------------------------------------------------------------
+
+    def named(self, name: bytes) -> Quota | None:
+        """The quota of a string's key, or of a block: see `block_name`."""
+        try:
+            return self._names[name]
+        except KeyError:
+            if len(self._names) >= _MOST_NAMES:
+                self._names.clear()
+            found = self._names[name] = next((quota for quota in self._quotas if quota.matches(name)), None)
+            return found
+
+    def of(self, unit: Unit) -> Quota | None:
+        """The quota of a unit, if it has one."""
+        return self.named(block_name(unit.req_id) if isinstance(unit, Block) else unit)
+
+    def resize(self, unit: Unit, size: int) -> None:
+        """A unit takes `size` bytes now."""
+        if quota := self.of(unit):
+            quota.resize(unit, size)
+
+    def grew(self, unit: Unit, size: int) -> None:
+        """A unit takes so many bytes more, or less."""
+        quota = self.of(unit)
+        if quota is not None and unit in quota.sizes:
+            quota.resize(unit, quota.sizes[unit] + size)
+
+    # -- a policy ----------------------------------------------------------------------------------------------------
+
+    def used(self, unit: Unit) -> None:
+        """The unit was written or read."""
+        self.every.used(unit)
+        if quota := self.of(unit):
+            quota.units.used(unit)
+
+    def follows(self, units: Sequence[Unit]) -> None:
+        """Each of these extends the one before it."""
+        self.every.follows(units)
+        for quota in {quota: None for unit in units if (quota := self.of(unit))}:
+            quota.units.follows(units)
+
+    def idle(self, unit: Unit) -> int:
+        """Seconds since a unit's last use."""
+        return self.every.idle(unit)
+
+    def removed(self, unit: Unit) -> None:
+        """The unit is gone and not missed."""
+        self.every.removed(unit)
+        if quota := self.of(unit):
+            quota.remove(unit)
+
+    def evicted(self, unit: Unit) -> None:
+        """The unit leaves memory for want of room: it may still be on disk, and is its quota's until it is removed."""
+        self.every.evicted(unit)
+
+    def victims(self) -> Iterator[Unit]:
+        """The units in the order they should go: those of quotas that are exceeded, then all."""
+        for quota in self._quotas:
+            if quota.is_over:
+                for unit in quota.units.victims():
+                    if not quota.is_over:
+                        break
+                    if unit in self.every:
+                        yield unit
+        yield from self.every.victims()
+
+    def change(self, make: Callable[[], Policy]) -> None:
+        """Let other policies decide."""
+        self.every = taken_over(self.every, make())
+        for quota in self._quotas:
+            quota.units = taken_over(quota.units, make())
+
+    def clear(self) -> dict[Unit, Any]:
+        """Forget everything; what there was."""
+        for quota in self._quotas:
+            quota.bytes = 0
+            quota.sizes = {}
+            quota.units.clear()
+        return self.every.clear()

@@ -1,0 +1,430 @@
+"""Quotas: what keys that match a pattern may hold, how exactly that is counted, and who goes when it is too much."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from servers import RunningServer, start_server
+from stored_pages import Here, ask, held, set_block, set_page
+
+from kvpage_server.commands.configure import apply
+from kvpage_server.config import Config, ConfigError
+from kvpage_server.page import unix_ms
+from kvpage_server.store.entry import is_page
+from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.quota import Rule
+
+BLOCK = 4 * (64 + 100)  # bytes that `set_block` counts as
+A, B = "kv:tenantA.*", "kv:tenantB.*"
+
+
+def string_size(key: str, value: bytes) -> int:
+    return len(key) + len(value) + 200
+
+
+def quota(client: redis.Redis, number: int = 0) -> dict[str, Any]:
+    found: dict[str, Any] = client.info("quotas")[f"quota{number}"]
+    return found
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[RunningServer]:
+    with start_server("--maxmemory", "64mb") as server:
+        yield server
+
+
+@pytest.fixture
+def client(server: RunningServer) -> Iterator[redis.Redis]:
+    with server.client() as client:
+        client.flushall()
+        client.config_set("quota", "")
+        client.config_set("maxmemory-policy", "allkeys-prefix")
+        yield client
+
+
+# -- counting ------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_stored_counts_and_what_goes_does_not(client: redis.Redis) -> None:
+    client.config_set("quota", f"{A} 1mb note:* 1mb")
+    set_block(client, "tenantA.x", 0)
+    set_block(client, "tenantB.x", 0)
+    assert quota(client)["bytes"] == BLOCK
+    set_block(client, "tenantA.x", 0, size=200)
+    assert quota(client)["bytes"] == 4 * (64 + 200)
+    client.delete("kv:tenantA.x:0:1:0:1")  # splits the block
+    assert quota(client)["bytes"] == 3 * (64 + 200)
+    set_page(client, "tenantA.x", head=1, kv_type=1, body=b"x" * 10)
+    set_page(client, "tenantA.x", head=1, kv_type=1, body=b"x" * 30)
+    assert quota(client)["bytes"] == 3 * (64 + 200) + 64 + 30
+    client.set("kv:tenantA.x:0:1:0:1", "plain")
+    plain = string_size("kv:tenantA.x:0:1:0:1", b"plain")
+    assert quota(client)["bytes"] == 3 * (64 + 200) + plain
+    set_block(client, "tenantA.x", 0)
+    assert quota(client)["bytes"] == BLOCK
+    set_page(client, "tenantA.y", ttl=1)
+    client.mset({"kv:tenantA.note": "1234", "note:a": "x" * 5000, "other": "x"})
+    note = string_size("kv:tenantA.note", b"1234")
+    assert quota(client)["bytes"] == BLOCK + 164 + note
+    assert quota(client, 1)["bytes"] == string_size("note:a", b"x" * 5000)
+    client.incrby("kv:tenantA.note", 99_999)
+    client.set("note:a", "short")
+    assert quota(client)["bytes"] == BLOCK + 164 + note + 2
+    assert quota(client, 1)["bytes"] == string_size("note:a", b"short")
+    client.pexpire("kv:tenantA.y:0:0:0:0", 1)
+    while client.exists("kv:tenantA.y:0:0:0:0"):
+        pass
+    client.execute_command("KVPAGEDEL", "tenantA.x")
+    client.getdel("kv:tenantA.note")
+    assert quota(client)["bytes"] == 0
+    assert quota(client, 1)["bytes"] == string_size("note:a", b"short")
+    client.flushall()
+    assert quota(client, 1)["bytes"] == 0
+
+
+class Quotas(RuleBasedStateMachine):
+    """Whatever is done, what is counted is what there is; and no more than may be, but for the last value written."""
+
+    @initialize(
+        policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"])
+    )
+    def start(self, policy: str) -> None:
+        self.here = Here(policy=policy)
+        self.keys = self.here.keyspace
+        self.give(6000, 4000)
+
+    def give(self, first: int, second: int) -> None:
+        self.here.server.config.change("quota", f"kv:a* {first} kv:b:* {second} text:* 3000")
+        apply(self.here.server, ["quota"])
+
+    def write(self, *words: Any) -> None:
+        before = self.here.keyspace.keys()
+        told = self.here.call(*words)
+        if told.startswith(b"-"):
+            assert told.startswith(b"-OOM command not allowed when the quota of '")
+            if self.keys.policy == "noeviction":
+                assert self.here.keyspace.keys() == before
+        else:
+            assert told in (b"+OK\r\n", b":1\r\n")
+
+    @rule(
+        req=st.sampled_from("abcd"),
+        page=st.integers(0, 3),
+        size=st.integers(1, 400),
+        heads=st.lists(st.integers(0, 3), min_size=1, max_size=5),
+    )
+    def set_pages(self, req: str, page: int, size: int, heads: list[int]) -> None:
+        pages = [word for head in heads for word in (req, 0, head, page, 0, 3, 1, size, 0, b"x" * size)]
+        self.write("KVPAGEMSET", len(heads), *pages)
+
+    @rule(req=st.sampled_from("abcd"), page=st.integers(0, 3), size=st.integers(1, 400), heads=st.integers(1, 4))
+    def set_block(self, req: str, page: int, size: int, heads: int) -> None:
+        self.write("KVBLOCKSET", req, page, 1, heads, 1, 0, 1, 0, 3, size, bytes(heads * size))
+
+    @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:9:2:0", "text:1", "text:2", "other"]), size=st.integers(0, 2500))
+    def set_string(self, key: str, size: int) -> None:
+        self.write("SET", key, b"x" * size, *(["PX", 10**7] if size % 2 else []))
+
+    @rule(sizes=st.lists(st.integers(0, 900), min_size=1, max_size=5))
+    def set_strings(self, sizes: list[int]) -> None:
+        self.write("MSET", *(word for i, size in enumerate(sizes) for word in (f"text:{i % 3}", b"x" * size)))
+
+    @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:0:1:0", "kv:a:0:2:3:0", "text:1"]))
+    def remove(self, key: str) -> None:
+        self.here.call("DEL", key)
+
+    @rule(req=st.sampled_from("abcd"), page=st.integers(0, 3))
+    def remove_block(self, req: str, page: int) -> None:
+        self.here.call("KVPAGEDEL", req, page)
+
+    @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:0:1:0", "text:1"]))
+    def expire(self, key: str) -> None:
+        self.here.call("PEXPIREAT", key, unix_ms() - 1)
+
+    @rule(key=st.sampled_from(["kv:a:0:1:0:0", "kv:b:0:0:1:0"]))
+    def read(self, key: str) -> None:
+        self.here.call("GET", key)
+
+    @rule(first=st.integers(0, 8000), second=st.integers(1, 8000))
+    def change(self, first: int, second: int) -> None:
+        self.give(first, second)
+
+    @rule(policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"]))
+    def change_policy(self, policy: str) -> None:
+        self.keys.policy = policy
+
+    @rule()
+    def flush(self) -> None:
+        self.here.call("FLUSHALL")
+
+    @invariant()
+    def what_is_counted_is_what_there_is(self) -> None:
+        if not hasattr(self, "here"):
+            return
+        sizes = [0, 0, 0]
+        for key in self.keys.names():
+            entry = self.keys.find(key)
+            assert entry is not None
+            whose = 0 if key.startswith(b"kv:a") else 1 if key.startswith(b"kv:b:") else 2 if key[:5] == b"text:" else 3
+            if whose < 3:
+                sizes[whose] += 64 + entry.size if is_page(entry) else len(key) + entry.size + 200
+        assert [quota.bytes for quota in self.keys.quotas] == sizes
+
+
+Quotas.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
+TestCountedExactly = Quotas.TestCase
+
+
+# -- whose values go -------------------------------------------------------------------------------------------------
+
+
+def misses(client: redis.Redis) -> int:
+    return int(client.info("kvpage")["page_misses_over_quota"])
+
+
+@pytest.mark.parametrize("policy", ["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo"])
+def test_who_writes_more_than_its_quota_loses_its_own_values(client: redis.Redis, policy: str) -> None:
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("quota", f"{A} {5 * BLOCK} {B} 1mb")
+    before = misses(client), quota(client)["evicted_keys"]
+    set_block(client, "tenantB.x", 0)
+    for page in range(12):
+        set_block(client, f"tenantA.{page}", 0)
+        assert quota(client)["bytes"] == min(page + 1, 5) * BLOCK
+    gone = [page for page in range(12) if not client.execute_command("KVBLOCKEXISTS", f"tenantA.{page}", 0)]
+    assert len(gone) == 7
+    assert 11 not in gone
+    if policy != "allkeys-prefix":  # which keeps those for a while that nobody may be through with
+        assert gone == list(range(7))
+    assert client.execute_command("KVBLOCKEXISTS", "tenantB.x", 0)
+    assert quota(client)["evicted_keys"] - before[1] == 7 * 4
+    why = ask(client, "KVPAGEWHY", f"tenantA.{gone[0]}", 0, 1, 0, 1)
+    assert (why["reason"], why["quota"]) == ("over quota", A)
+    assert "policy" not in why
+    assert unix_ms() - 60_000 < why["at"] <= unix_ms()
+    client.execute_command("KVPAGEGET", f"tenantA.{gone[0]}", 0, 1, 0, 1)
+    client.execute_command("KVBLOCKGET", f"tenantA.{gone[1]}", 0)
+    assert misses(client) - before[0] == 2
+
+
+def test_chains_go_from_their_ends_for_a_quota_too(client: redis.Redis) -> None:
+    client.config_set("quota", f"{A} {8 * BLOCK}")
+    for page in range(6):
+        set_block(client, "tenantA.long", page)
+    for page in range(4):
+        set_block(client, "tenantA.new", page)
+    there = held(client, "tenantA.long")
+    assert there == list(range(4))
+    assert held(client, "tenantA.new") == list(range(4))
+
+
+def test_a_value_that_is_larger_than_its_quota_is_stored_and_stands_alone(client: redis.Redis) -> None:
+    client.config_set("quota", f"{A} {3 * BLOCK}")
+    for page in range(3):
+        set_block(client, "tenantA.x", page)
+    client.set("kv:tenantA.large", b"x" * 5000)
+    assert client.keys("*tenantA*") == [b"kv:tenantA.large"]
+    set_block(client, "tenantA.y", 0)
+    assert quota(client)["bytes"] == BLOCK
+
+
+def test_what_is_leased_or_pinned_stays_and_others_of_the_tenant_go(client: redis.Redis) -> None:
+    client.config_set("quota", f"{A} {3 * BLOCK}")
+    for page in range(3):
+        set_block(client, f"tenantA.{page}", 0)
+    client.execute_command("KVPAGELEASE", "tenantA.0", 60_000)
+    client.execute_command("KVPAGEPIN", "tenantA.1")
+    set_block(client, "tenantA.3", 0)
+    there = [page for page in range(4) if client.execute_command("KVBLOCKEXISTS", f"tenantA.{page}", 0)]
+    assert there == [0, 1, 3]
+
+
+def test_when_memory_is_full_those_over_their_quota_go_first() -> None:
+    with start_server("--maxmemory", "256kb", "--maxmemory-policy", "allkeys-lru") as server, server.client() as client:
+        for page in range(20):
+            set_block(client, f"tenantB.{page}", 0, size=800)
+        for page in range(20):
+            set_block(client, f"tenantA.{page}", 0, size=800)
+        client.config_set("quota", f"{A} {5 * 4 * 864}")
+        assert quota(client)["bytes"] == 20 * 4 * 864  # it is lower now, and nothing has gone for that alone
+        for page in range(60):
+            set_block(client, f"other.{page}", 0, size=800)
+        assert quota(client)["bytes"] == 5 * 4 * 864
+        assert ask(client, "KVPAGEWHY", "tenantA.0")["reason"] == "over quota"
+        assert ask(client, "KVPAGEWHY", "tenantA.19")["reason"] == "stored"
+        evicted = [page for page in range(20) if ask(client, "KVPAGEWHY", f"tenantB.{page}")["reason"] == "evicted"]
+        assert evicted == list(range(len(evicted)))
+
+
+@pytest.mark.parametrize("policy", ["noeviction", "volatile-ttl"])
+def test_where_nothing_may_go_a_write_is_refused_and_nothing_is_half_done(client: redis.Redis, policy: str) -> None:
+    client.config_set("maxmemory-policy", policy)
+    client.config_set("quota", f"{A} {2 * BLOCK} n:* {string_size('n:1', b'9')}")
+    set_block(client, "tenantA.x", 0)
+    set_block(client, "tenantA.x", 1)
+    client.set("n:1", "9")
+    before = quota(client)["bytes"], quota(client, 1)["bytes"], sorted(client.keys())
+    page = ("tenantA.y", 0, 0, 0, 0, 3, 1, 10, 0, b"x" * 10)
+    other = ("tenantB.y", 0, 0, 0, 0, 3, 1, 10, 0, b"x" * 10)
+    writes: list[tuple[Any, ...]] = [
+        ("KVPAGESET", *page),
+        ("KVPAGEMSET", 2, *other, *page),
+        ("KVBLOCKSET", "tenantA.y", 0, 1, 1, 1, 0, 1, 0, 3, 10, bytes(10)),
+        ("SET", "kv:tenantA.note", "x"),
+        ("MSET", "kv:tenantB.note", "x", "kv:tenantA.note", "x"),
+        ("INCR", "n:1"),
+    ]
+    for words in writes:
+        with pytest.raises(redis.OutOfMemoryError, match=r"^command not allowed when the quota of '.*', \d+ bytes, is"):
+            client.execute_command(*words)
+        assert (quota(client)["bytes"], quota(client, 1)["bytes"], sorted(client.keys())) == before
+    with client.pipeline() as pipe:
+        pipe.execute_command(*writes[1])
+        pipe.set("kv:tenantB.note", "x")
+        told = pipe.execute(raise_on_error=False)
+    assert isinstance(told[0], redis.OutOfMemoryError)
+    assert told[1]
+    set_block(client, "tenantA.x", 1)  # in place of another of its size
+    assert client.decr("n:1") == 8
+    client.execute_command("KVPAGEDEL", "tenantA.x", 1)
+    client.execute_command("KVPAGESET", *page)
+
+
+def test_volatile_ttl_takes_those_of_the_tenant_that_expire(client: redis.Redis) -> None:
+    client.config_set("maxmemory-policy", "volatile-ttl")
+    client.config_set("quota", f"{A} {3 * BLOCK}")
+    for page, ttl in enumerate((0, 100, 0)):
+        set_block(client, "tenantA.x", page, ttl=ttl)
+    set_block(client, "tenantA.y", 0)
+    assert held(client, "tenantA.x") == [0, 2]
+    with pytest.raises(redis.OutOfMemoryError):
+        set_block(client, "tenantA.y", 1)
+
+
+# -- which quota -----------------------------------------------------------------------------------------------------
+
+
+def test_the_first_pattern_that_matches_counts(client: redis.Redis) -> None:
+    client.config_set("quota", f"kv:tenantA.vip* 0 {A} {2 * BLOCK}")
+    for page in range(4):
+        set_block(client, "tenantA.vip", page)
+        set_block(client, "tenantA.x", page)
+    assert (quota(client)["bytes"], quota(client, 1)["bytes"]) == (4 * BLOCK, 2 * BLOCK)
+
+
+def test_a_name_is_matched_once_however_often_it_is_used() -> None:
+    asked: list[bytes] = []
+
+    def matches(name: bytes) -> bool:
+        asked.append(name)
+        return name.startswith(b"kv:a")
+
+    here = Here()
+    here.keyspace.set_quotas([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"kv:a*", 10**6, matches)])
+    for page in range(20):
+        here.call("KVBLOCKSET", "a", page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100))
+        here.call("KVBLOCKGET", "a", page)
+        here.call("SET", "b", "x")
+    assert sorted(asked) == [b"b", b"b", b"kv:a:", b"kv:a:"]
+
+
+def test_a_large_store_is_counted_in_steps() -> None:
+    keys = Keyspace()
+    for number in range(10_000):
+        keys.set_string(b"a:%d" % number if number % 2 else b"b:%d" % number, b"x" * 10)
+    keys.set_quotas([Rule(b"a:*", 10**7, lambda name: name.startswith(b"a:"))])
+    (quota,) = keys.quotas
+    assert 0 < quota.bytes < 5000 * 210
+    keys.set_string(b"a:99999", b"new")
+    keys.delete(b"a:9999")
+    steps = 0
+    while keys.sweep(unix_ms(), 100) == 100:
+        steps += 1
+    assert 2 <= steps <= 10
+    assert quota.bytes == sum(len(key) + 210 for key in keys.names() if key.startswith(b"a:")) - 7
+
+
+def test_quotas_are_counted_after_a_restart(tmp_path: Path) -> None:
+    options = ("--store", "tiered", "--maxmemory", "64mb", "--quota", A, "1mb", "--quota", "note:*", "1mb")
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        for page in range(5):
+            set_block(client, "tenantA.x", page)
+            set_page(client, "tenantA.y", page)
+        client.delete("kv:tenantA.x:0:1:0:1")
+        client.mset({"note:1": "short", "note:2": b"x" * 3000, "kv:tenantA.z": "x"})
+        before = quota(client)["bytes"], quota(client, 1)["bytes"]
+        assert before[0] == 5 * BLOCK - 164 + 5 * 164 + string_size("kv:tenantA.z", b"x")
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        assert (quota(client)["bytes"], quota(client, 1)["bytes"]) == before
+        client.config_set("quota", f"{A} {3 * BLOCK}")
+        client.execute_command("KVBLOCKGET", "tenantA.x", 3)
+        set_block(client, "tenantA.new", 0)
+        assert quota(client)["bytes"] <= 3 * BLOCK
+        gone = [(req, page) for req in ("tenantA.x", "tenantA.y") for page in range(5) if page not in held(client, req)]
+        assert gone
+        for req, page in gone:
+            assert ask(client, "KVPAGEWHY", req, 0, 0, page, 0)["reason"] == "over quota"
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        assert quota(client)["bytes"] <= 3 * BLOCK
+
+
+# -- the parameter ---------------------------------------------------------------------------------------------------
+
+
+def test_quotas_stand_in_the_file_on_the_command_line_and_in_config_get(tmp_path: Path) -> None:
+    file = tmp_path / "kvpage.conf"
+    file.write_text("# tenants\nquota kv:tenantA.* 1mb\nquota note:* 3kb other:* 1gb\n")
+    with start_server("--quota", "note:*", "4kb", file=file) as server, server.client() as client:
+        shown = "kv:tenantA.* 1048576 note:* 4096 other:* 1073741824"
+        assert client.config_get("quota") == {"quota": shown}
+        client.config_set("quota", "kv:tenantA.* 2mb b* 0")
+        assert client.config_get("quota") == {"quota": "kv:tenantA.* 2097152 b* 0"}
+        client.config_rewrite()
+        assert file.read_text().splitlines()[:2] == ["# tenants", "quota kv:tenantA.* 2097152 b* 0"]
+        again = Config()
+        again.load(file)
+        assert again.quota == {"kv:tenantA.*": 2 << 20, "b*": 0}
+        with pytest.raises(redis.ResponseError, match="must be a number of bytes"):
+            client.execute_command("CONFIG", "SET", "quota", "kv:x:* 1mb", "maxmemory", "much")
+        assert client.config_get("quota") == {"quota": "kv:tenantA.* 2097152 b* 0"}
+        client.config_set("quota", "")
+        assert client.config_get("quota") == {"quota": ""}
+        client.config_rewrite()
+        again = Config()
+        again.load(file)
+        assert again.quota == {}
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("quota", "takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got 0"),
+        ("quota kv:a.*", "takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got 1"),
+        ("quota kv:a.* much", "must be a number of bytes such as 0, 512mb or 4gb, got 'much'"),
+        ("quota kv:a.* -1", "must be a number of bytes such as 0, 512mb or 4gb, got '-1'"),
+        ("quota kv:a.* 1mb kv:a.* 2mb", "pattern 'kv:a.*' stands twice"),
+        ('quota "" 1mb', "pattern must have a byte and no spaces, for which ? may stand; got ''"),
+        ('quota "a b" 1mb', "pattern must have a byte and no spaces, for which ? may stand; got 'a b'"),
+        (f"quota {'x' * 1025} 1mb", "a pattern has at most 1024 bytes, got 1025"),
+    ],
+)
+def test_a_bad_quota_is_refused_with_the_line_and_the_reason(
+    tmp_path: Path, client: redis.Redis, line: str, complaint: str
+) -> None:
+    file = tmp_path / "kvpage.conf"
+    file.write_text(f"port 0\n{line}\n")
+    with pytest.raises(ConfigError) as refused:
+        Config().load(file)
+    assert str(refused.value) == f"{file}, line 2: quota {complaint}"
+    value = line.removeprefix("quota").strip()
+    if '"' not in value and value:
+        with pytest.raises(redis.ResponseError) as told:
+            client.execute_command("CONFIG", "SET", "quota", value)
+        assert str(told.value).endswith(complaint)
