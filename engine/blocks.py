@@ -5,14 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from itertools import accumulate
+from itertools import accumulate, chain, groupby, islice
 
 import mlx.core as mx
 import numpy as np
 from typing_extensions import Buffer
 
-from engine.caches import MLX_DTYPES
+from engine.caches import MLX_DTYPES, Matrices
 from engine.spec import ModelCacheSpec, Shapes
+from kvpage_server.page import DType
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
@@ -86,20 +87,35 @@ def from_body(body: Buffer, shapes: Shapes) -> Arrays:
 
     Raises BlockError when `body` has not the length that they have.
     """
-    raw = np.frombuffer(memoryview(body), np.uint8)
+    return in_memory(mx.array(np.frombuffer(memoryview(body), np.uint8)), shapes)
+
+
+def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
+    """The arrays of `shapes` that `memory` holds, as bytes in canonical order. Evaluated; nothing is copied.
+
+    Raises BlockError when `memory` has not the length that they have.
+    """
     needed = sum(kept.nbytes for layer in shapes for kept in layer)
-    if len(raw) != needed:
-        raise BlockError(f"a body of these shapes has {needed} bytes, got {len(raw)}")
-    layers = []
+    if memory.size != needed:
+        raise BlockError(f"a body of these shapes has {needed} bytes, got {memory.size}")
+    arrays: list[mx.array] = []
     start = 0
-    for layer in shapes:
-        arrays = []
-        for kept in layer:
-            values = raw[start : start + kept.nbytes].view(BITS[kept.plane.dtype.itemsize]).reshape(kept.shape)
-            arrays.append(mx.array(values).view(MLX_DTYPES[kept.plane.dtype]))
-            start += kept.nbytes
-        layers.append(tuple(arrays))
-    return tuple(layers)
+    for (dtype, dim, rows), run in groupby(chain.from_iterable(shapes), _kind_of_matrix):
+        heads = list(accumulate(kept.heads for kept in run))
+        stop = start + heads[-1] * rows * dim * dtype.itemsize
+        part = memory[start:stop]
+        if start % dtype.itemsize:
+            part = part + 0  # a copy, which begins where values of this dtype may
+        values = part.view(MLX_DTYPES[dtype]).reshape(heads[-1], rows, dim)
+        arrays += mx.split(values, heads[:-1], axis=0)
+        start = stop
+    mx.eval(arrays)
+    found = iter(arrays)
+    return tuple(tuple(islice(found, len(layer))) for layer in shapes)
+
+
+def _kind_of_matrix(kept: Matrices) -> tuple[DType, int, int]:
+    return kept.plane.dtype, kept.plane.head_dim, kept.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)

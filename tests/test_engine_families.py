@@ -29,6 +29,7 @@ from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier
+from kvpage_server.page import PageHeader
 
 CUTS = [1, 127, 255, 256, 257, 299]
 
@@ -142,23 +143,12 @@ def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
     tail, full = (block_names(TOKENS, of.spec)[i] for i in (1, 0))
     with tier_of(server, of.spec) as tier:
         tier.save(of.blocks(at_256, 300, states))
-        layer = next(i for i, kept in enumerate(of.spec.state_shapes(300)) if kept)
-        assert client.delete(f"kv:agent/agent:{layer}:0:{int(tail[:8], 16)}:0") == 1
+        assert client.execute_command("KVPAGEDEL", tail, 1) > 0
         assert reach(tier, "agent", [*TOKENS, 1]) == 256
         assert tier.misses == {"gap": 1}
-        page = bytearray(client.get(f"kv:{full}:{layer}:0:0:0"))
-        client.execute_command(
-            "KVPAGESET",
-            full,
-            layer,
-            0,
-            0,
-            0,
-            2,
-            *np.frombuffer(page[8:16], "<u4")[:2].tolist(),
-            0,
-            bytes(len(page) - 64),
-        )
+        header = PageHeader.parse(client.get(f"kv:{full}:0:0:1:0"))
+        shape = header.dtype, header.page_size, header.head_dim
+        client.execute_command("KVPAGESET", full, 0, 0, 1, 0, *map(int, shape), 0, bytes(header.tensor_size))
         assert reach(tier, "agent", [*TOKENS, 1]) == 0
         assert tier.misses == {"gap": 2, "checksum": 1}
         assert not client.exists(f"state:{full}")

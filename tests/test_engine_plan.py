@@ -47,7 +47,7 @@ def questions(draw: st.DrawFn) -> Question:
     manifest = None
     if draw(st.booleans()):
         tokens = (*wanted[: draw(st.integers(0, len(wanted)))], *draw(st.lists(st.integers(0, 1), max_size=6)))
-        manifest = Manifest("agent", tokens, block_names(tokens, spec))
+        manifest = Manifest.of("agent", tokens, spec)
     places = all_places(spec, wanted, manifest)
     kept = [seal for place in places for seal in (place.seal, place.state().seal) if draw(st.integers(0, 5))]
     limit = len(wanted) - draw(st.integers(0, 1)) if wanted else 0
@@ -56,8 +56,8 @@ def questions(draw: st.DrawFn) -> Question:
 
 def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None) -> list[Place]:
     """Of the prompt's full blocks and of the agent's context."""
-    whole = Manifest("nobody", wanted, block_names(wanted, spec)).places(spec)
-    return [*(place for place in whole if not place.agent_id), *(manifest.places(spec) if manifest else [])]
+    whole = Manifest.of("nobody", wanted, spec).places(spec)
+    return [*whole[: len(wanted) // SIZE], *(manifest.places(spec) if manifest else [])]
 
 
 @given(questions())
@@ -86,9 +86,10 @@ def test_where_layers_carry_a_state_the_plan_ends_in_one_and_leaves_a_token(ques
 def longest(question: Question) -> int:
     """How far one gets by trying everything: each of the two contexts, block after block."""
     best = 0
-    for manifest in (question.manifest, Manifest("x", question.wanted, block_names(question.wanted, question.spec))):
-        for place in manifest.places(question.spec) if manifest else []:
-            if place.seal not in question.digests or place.agent_id == "x":
+    whole = len(question.wanted) // SIZE  # blocks of the prompt; what it has behind them is nobody's
+    for manifest, count in ((question.manifest, None), (Manifest.of("x", question.wanted, question.spec), whole)):
+        for place in manifest.places(question.spec)[:count] if manifest else []:
+            if place.seal not in question.digests:
                 break
             fits = manifest.tokens[: place.end] == question.wanted[: place.end]
             if not question.spec.has_state:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Self
 
-from engine.prefix import ROOT, chain_hash, chain_hashes
-from engine.spec import ModelCacheSpec, PageAt, Shapes, pages
-from kvpage_server.page import PageKey
+import xxhash
+from typing_extensions import Buffer
 
-FORMAT = 2  # of manifests and digests
+from engine.prefix import chain_hash, chain_hashes, root_of
+from engine.spec import ModelCacheSpec, Shapes
+from kvpage_server.client import BlockName
+from kvpage_server.page import BlockShape, DType, Plane
+
+FORMAT = 3  # of manifests and digests
+CHUNK = 8 << 20  # bytes of blocks that are asked for or sent in one go, a block at least
 
 
 class Miss(Exception):
@@ -25,13 +30,17 @@ class Place:
     name: str  # the block's chain hash
     tokens: int
     end: int  # the position after the last of them
-    agent_id: str | None = None  # of a tail
     of_state: bool = False
 
     @property
     def seal(self) -> str:
-        """The key of its digest, unless it's a tail's: that is in the manifest."""
+        """The key of its digest."""
         return f"{'state' if self.of_state else 'seal'}:{self.name}"
+
+    @property
+    def block(self) -> BlockName:
+        """As the server names it."""
+        return self.name.encode(), int(self.of_state)
 
     def state(self) -> Place:
         """Where the state after these tokens lies."""
@@ -41,13 +50,43 @@ class Place:
         """Of the arrays that lie there."""
         return spec.state_shapes(self.end) if self.of_state else spec.token_shapes(self.tokens)
 
-    def pages(self, spec: ModelCacheSpec) -> list[tuple[PageKey, PageAt]]:
-        """Its pages, in canonical order."""
-        req_id, page_id = (f"agent/{self.agent_id}", int(self.name[:8], 16)) if self.agent_id else (self.name, 0)
-        return [
-            (PageKey(req_id.encode(), at.layer, at.head, page_id, at.plane.kv_type), at)
-            for at in pages(self.shapes(spec))
-        ]
+    def nbytes(self, spec: ModelCacheSpec) -> int:
+        """Of these arrays. 0 for the tokens of a model whose layers all carry states."""
+        return spec.state_nbytes(self.end) if self.of_state else self.tokens * spec.token_nbytes
+
+    def digest(self, bodies: Iterable[Buffer]) -> str:
+        """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
+        digest = xxhash.xxh3_64(f"{FORMAT}:{self.seal}".encode())
+        for body in bodies:
+            digest.update(body)
+        return digest.hexdigest()
+
+
+def block_shape(shapes: Shapes) -> BlockShape:
+    """How the server is told of arrays of these shapes, of which there must be some.
+
+    Where all layers that keep something keep the same, with as many heads and rows in each plane, they are the layers
+    of the block, and each of its pages can be asked for. Others are bytes in canonical order, in a single page.
+    """
+    layers = [layer for layer in shapes if layer]
+    heads, rows = layers[0][0].heads, layers[0][0].rows
+    alike = all(layer == layers[0] for layer in layers)
+    if alike and all((kept.heads, kept.rows) == (heads, rows) for kept in layers[0]):
+        return BlockShape(len(layers), heads, rows, tuple(kept.plane for kept in layers[0]))
+    return BlockShape(1, 1, 1, (Plane(0, DType.UINT8, sum(kept.nbytes for layer in layers for kept in layer)),))
+
+
+def in_chunks(places: Sequence[Place], spec: ModelCacheSpec) -> Iterator[list[Place]]:
+    """Places in their order, neighbours of one size together, of at most CHUNK bytes."""
+    chunk: list[Place] = []
+    for place in places:
+        nbytes = place.nbytes(spec)
+        if chunk and (nbytes != chunk[0].nbytes(spec) or (len(chunk) + 1) * nbytes > CHUNK):
+            yield chunk
+            chunk = []
+        chunk.append(place)
+    if chunk:
+        yield chunk
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,39 +95,31 @@ class Manifest:
 
     agent_id: str
     tokens: tuple[int, ...]
-    names: tuple[str, ...]  # the chain hash of every block, the tail's too
-    tail_digest: str | None = None  # None when the last block is full
-    tail_state_digest: str | None = None  # None also when no layer carries a state
+    names: tuple[str, ...]  # the chain hash of every block, of a partial last one too
+
+    @classmethod
+    def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Self:
+        """Of an agent's context of these tokens."""
+        return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
 
     def place(self, index: int, spec: ModelCacheSpec) -> Place:
         """Where the tokens of block `index` lie."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
-        return Place(self.names[index], tokens, start + tokens, self.agent_id if tokens < spec.block_tokens else None)
+        return Place(self.names[index], tokens, start + tokens)
 
     def places(self, spec: ModelCacheSpec) -> list[Place]:
         """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec) for i in range(len(self.names))]
 
-    @property
-    def digests(self) -> dict[str, str]:
-        """What it knows of its tail, by seal."""
-        name = self.names[-1] if self.names else ""
-        known = {f"seal:{name}": self.tail_digest, f"state:{name}": self.tail_state_digest}
-        return {seal: digest for seal, digest in known.items() if digest}
-
     def dump(self, spec: ModelCacheSpec) -> str:
-        """The text that is stored."""
-        return json.dumps(
-            {
-                "format": FORMAT,
-                "fingerprint": f"{spec.fingerprint:016x}",
-                "tokens": self.tokens,
-                "chain": self.names,
-                "tail": self.tail_digest,
-                "state": self.tail_state_digest,
-            }
-        )
+        """The text that is stored. It does not name the agent: a fork's is the same."""
+        return json.dumps({
+            "format": FORMAT,
+            "fingerprint": f"{spec.fingerprint:016x}",
+            "tokens": self.tokens,
+            "chain": self.names,
+        })  # fmt: skip
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
@@ -99,19 +130,17 @@ class Manifest:
                 raise Miss("manifest")
             if stored["fingerprint"] != f"{spec.fingerprint:016x}":
                 raise Miss("fingerprint")
-            tokens = tuple(stored["tokens"])
-            names = block_names(tokens, spec)
-            tail = stored["tail"]
-            if list(names) != stored["chain"] or (tail is None) != (len(tokens) % spec.block_tokens == 0):
+            found = cls.of(agent_id, stored["tokens"], spec)
+            if list(found.names) != stored["chain"]:
                 raise Miss("manifest")
-            return cls(agent_id, tokens, names, tail, stored["state"])
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise Miss("manifest") from error
+        return found
 
 
-def block_names(tokens: Sequence[int], spec: ModelCacheSpec) -> tuple[str, ...]:
+def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = "") -> tuple[str, ...]:
     """The chain hash of every block that `tokens` fill, a partial last one included."""
-    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens)
+    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
     if tail := tokens[len(names) * spec.block_tokens :]:
-        names.append(chain_hash(spec.fingerprint, names[-1] if names else ROOT, tail))
+        names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))
     return tuple(names)

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
-from engine.prefix import chain_hashes, common_prefix
+from engine.prefix import ROOT, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
 from engine.tiers.manifest import Manifest, Place
 
@@ -29,9 +29,12 @@ class Offer:
     """What may be of use to a prompt that begins with `wanted`: its full blocks, whoever stored them, and the agent's
     block in which the two part, if there is one."""
 
-    def __init__(self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None) -> None:
+    def __init__(
+        self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None, root: str = ROOT
+    ) -> None:
+        """`root` is where the agent's chains begin."""
         size = spec.block_tokens
-        names = chain_hashes(spec.fingerprint, wanted, size)
+        names = chain_hashes(spec.fingerprint, wanted, size, root)
         self.spec = spec
         self.wanted = wanted
         self.manifest = manifest

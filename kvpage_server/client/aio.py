@@ -22,7 +22,7 @@ from kvpage_server.client.connection import PageConnection, lend, page_pool, pau
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, PageClientError
 from kvpage_server.client.exchange import READ, WRITE, Conversation, Request
-from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
@@ -117,12 +117,15 @@ class AsyncPageClient:
         self,
         names: Sequence[BlockName],
         shape: BlockShape,
-        bodies: Sequence[Buffer],
+        bodies: Sequence[BlockBody],
         *,
         ttl: int = 0,
         deadline: float | None = None,
     ) -> None:
-        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim."""
+        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
+
+        It may be in several pieces: a list of memory that lies one after the other.
+        """
         await self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
     async def get_block_into(

@@ -16,7 +16,7 @@ from typing_extensions import Buffer
 from kvpage_server.client.buffers import places
 from kvpage_server.client.commands import BlobCommands, Missed
 from kvpage_server.client.exchange import Request
-from kvpage_server.client.page import BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
+from kvpage_server.client.page import BlockBody, BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
 from kvpage_server.client.parts import cut
 from kvpage_server.page import BlockShape, PageKey
 
@@ -48,7 +48,7 @@ class Calls:
     def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
         """Store pages."""
         found = sized(pages, ttl)
-        parts = cut([body for _, body in found], self._connections)
+        parts = cut([len(body) for _, body in found], self._connections)
         return Call(parts, lambda to, part: to.set_pages(found[part], ttl), _nothing)
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
@@ -66,7 +66,7 @@ class Calls:
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
         """Receive pages into buffers."""
         into = places(buffers, len(keys))
-        parts = cut(into, self._connections)
+        parts = cut(map(len, into), self._connections)
         return Call(
             parts,
             lambda to, part: to.read_pages(keys[part], into[part], self._verify),
@@ -87,11 +87,11 @@ class Calls:
         return Call(_WHOLE, lambda to, _: to.delete_request(req_id, pages), sum)
 
     def mset_blocks(
-        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Buffer], ttl: int
+        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Call[None]:
         """Store blocks."""
         found = sized_blocks(names, shape, bodies, ttl)
-        parts = cut(found, self._connections)
+        parts = cut([shape.nbytes] * len(found), self._connections)
         return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
 
     def mget_blocks_into(
@@ -100,8 +100,8 @@ class Calls:
         """Receive blocks into buffers."""
         check_names(names)
         into = places(buffers, len(names))
-        check_block_sizes(into, shape)
-        parts = cut(into, self._connections)
+        check_block_sizes(map(len, into), shape)
+        parts = cut(map(len, into), self._connections)
         return Call(
             parts,
             lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),

@@ -189,12 +189,13 @@ class BlobCommands:
         return Request(_one_piece(_command(b"DEL", *map(bytes, keys))), Values, _integer)
 
     def set_blocks(
-        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[memoryview], ttl: int
+        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
-        """Write whole blocks."""
+        """Write whole blocks, whose bodies may be in several pieces."""
+        whole = [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in bodies]
         pages = [
             (Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim), body[span])
-            for name, body in zip(names, bodies, strict=True)
+            for name, body in zip(names, whole, strict=True)
             for key, plane, span in pages_of_block(name, shape)
         ]
         return self.set_pages(pages, ttl)
@@ -283,7 +284,7 @@ class PageCommands(BlobCommands):
         return Request(_one_piece(text), Values, read)
 
     def set_blocks(
-        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[memoryview], ttl: int
+        self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
         """Write whole blocks, each for itself."""
         planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
@@ -292,8 +293,8 @@ class PageCommands(BlobCommands):
 
         def pieces() -> Iterator[Piece]:
             for name, body in zip(names, bodies, strict=True):
-                yield b"%b%b%b$%d\r\n" % (opening, _words(*name), numbers, len(body))
-                yield body
+                yield b"%b%b%b$%d\r\n" % (opening, _words(*name), numbers, shape.nbytes)
+                yield from body
                 yield CRLF
 
         return Request(pieces, lambda: Values(len(names)), _all_ok)

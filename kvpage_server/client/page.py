@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ from kvpage_server.page import (
 )
 
 BlockName = tuple[bytes, int]  # req_id, page_id
+BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several, one after the other
 
 
 class Page(NamedTuple):
@@ -66,22 +67,24 @@ def check_names(names: Sequence[BlockName]) -> None:
         check_range("page_id", page, 0, MAX_PAGE)
 
 
-def sized_blocks(names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Buffer], ttl: int) -> list[memoryview]:
-    """The bodies of blocks as bytes. Raises BadBuffer, PageError for a name or ttl out of range."""
+def sized_blocks(
+    names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
+) -> list[list[memoryview]]:
+    """The pieces of blocks' bodies as bytes. Raises BadBuffer, PageError for a name or ttl out of range."""
     check_names(names)
     check_range("ttl", ttl, 0, MAX_TTL)
     if len(bodies) != len(names):
         raise BadBuffer(f"{len(names)} blocks need {len(names)} bodies, got {len(bodies)}")
-    views = [readable(body) for body in bodies]
-    check_block_sizes(views, shape)
-    return views
+    pieces = [[*map(readable, body if isinstance(body, list | tuple) else [body])] for body in bodies]
+    check_block_sizes((sum(map(len, body)) for body in pieces), shape)
+    return pieces
 
 
-def check_block_sizes(views: Sequence[memoryview], shape: BlockShape) -> None:
+def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
     """Raises BadBuffer naming the first that is not as long as the block."""
-    for i, view in enumerate(views):
-        if len(view) != shape.nbytes:
-            raise BadBuffer(f"block {i}: a block of this shape has {shape.nbytes} bytes, its memory has {len(view)}")
+    for i, size in enumerate(sizes):
+        if size != shape.nbytes:
+            raise BadBuffer(f"block {i}: a block of this shape has {shape.nbytes} bytes, its memory has {size}")
 
 
 def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:

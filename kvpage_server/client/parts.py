@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Iterable
 from itertools import accumulate, pairwise
 
 _LEAST = 1024 * 1024  # bytes that are worth a connection of their own
 
 
-def cut(bodies: Sequence[memoryview], connections: int) -> list[slice]:
-    """Neighbours stay together, and each part has about as many bytes. None for an empty batch."""
-    ends = list(accumulate(map(len, bodies)))
+def cut(sizes: Iterable[int], connections: int) -> list[slice]:
+    """Neighbours, of so many bytes each, stay together; each part has about as many. None for an empty batch."""
+    ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     count = max(1, min(connections, total // _LEAST))
-    bounds = [0, *(bisect_right(ends, total * i // count) for i in range(1, count)), len(bodies)]
+    bounds = [0, *(bisect_right(ends, total * i // count) for i in range(1, count)), len(ends)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]

@@ -17,7 +17,7 @@ from kvpage_server.client.connection import lend, page_pool, pause_before_retry
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected
 from kvpage_server.client.exchange import Request
-from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
@@ -140,12 +140,14 @@ class PageClient:
         self,
         names: Sequence[BlockName],
         shape: BlockShape,
-        bodies: Sequence[Buffer],
+        bodies: Sequence[BlockBody],
         *,
         ttl: int = 0,
         deadline: float | None = None,
     ) -> None:
         """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
+
+        It may be in several pieces: a list of memory that lies one after the other.
 
         `ttl` in seconds, 0 for none. Raises BadBuffer for a body that is not `shape.nbytes` long.
         """

@@ -1,0 +1,76 @@
+"""The circuit breaker: a server that fails again and again is left alone for a while, so that nobody waits for it."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+FAILURES = 3  # in a row, and it opens
+SHORTEST, LONGEST = 0.5, 30.0  # seconds it stays open, twice as long after every probe that failed
+
+
+class State(StrEnum):
+    """`CLOSED`: everything passes. `OPEN`: nothing does. `HALF_OPEN`: one does, the probe, and decides."""
+
+    CLOSED = "closed"
+    OPEN = "open"
+    HALF_OPEN = "half-open"
+
+
+class CircuitBreaker:
+    """Whether to ask a server, from how it went so far. Thread-safe.
+
+    Whoever was let through says how it went, with `succeeded` or `failed`. A probe of which nothing is heard within a
+    pause, because whoever made it gave it up, is followed by another.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """`clock` tells seconds."""
+        self.opened = 0  # how often it has opened
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._failures = 0  # in a row
+        self._pause = SHORTEST
+        self._until: float | None = None  # when the next probe may be made; None while it is closed
+        self._probing = False
+
+    @property
+    def state(self) -> State:
+        """What it would do now."""
+        if self._until is None:
+            return State.CLOSED
+        return State.HALF_OPEN if self._probing or self._clock() >= self._until else State.OPEN
+
+    def allows(self) -> bool:
+        """Whether the server may be asked. While it is open the first one after the pause may: that is the probe."""
+        with self._lock:
+            if self._until is None:
+                return True
+            if self._clock() < self._until:
+                return False
+            self._probing = True
+            self._until = self._clock() + self._pause
+            return True
+
+    def succeeded(self) -> None:
+        """The server answered as it should."""
+        with self._lock:
+            self._failures = 0
+            self._pause = SHORTEST
+            self._until = None
+            self._probing = False
+
+    def failed(self) -> None:
+        """The server did not answer, or not in time."""
+        with self._lock:
+            self._failures += 1
+            if self._probing:
+                self._pause = min(2 * self._pause, LONGEST)
+            elif self._until is not None or self._failures < FAILURES:
+                return  # one of those that were under way when it opened, or one too few
+            else:
+                self.opened += 1
+            self._probing = False
+            self._until = self._clock() + self._pause

@@ -1,0 +1,359 @@
+"""Fetching a context from a page server: planned, leased, and received into the memory it is used in."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
+from itertools import takewhile
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from engine.blocks import AgentBlocks, KVBlock, in_memory
+from engine.pool import BlockPool, PoolExhaustedError
+from engine.prefix import root_of
+from engine.spec import ModelCacheSpec
+from engine.tiers.link import OUTAGES, Link, reason
+from engine.tiers.manifest import Manifest, Miss, Place, block_shape, in_chunks
+from engine.tiers.plan import Offer, Plan
+from engine.tiers.refs import manifest_key
+from engine.tiers.worth import Decision
+
+
+class Fetch:
+    """A load that is under way. `result` or `cancel` ends it; until then it holds blocks of the pool.
+
+    What it did not find is in `reasons`, and the first of them in `why`.
+    """
+
+    def __init__(
+        self,
+        link: Link,
+        spec: ModelCacheSpec,
+        pool: BlockPool,
+        agent_id: str,
+        tokens: Sequence[int] | None,
+        held: Sequence[KVBlock],
+        over: Callable[[Fetch], None],
+    ) -> None:
+        """Starts at once. `over` is called when it has ended, as with `add_done_callback` and before those.
+
+        Raises ValueError when `held` are not blocks of the pool, or are more than `tokens` fill.
+        """
+        if len(held) > (full := len(tokens or ()) // spec.block_tokens):
+            raise ValueError(f"held blocks are the first of {full} full ones, got {len(held)}")
+        pool.share((block.block_id for block in held), agent_id)
+        self.agent_id = agent_id
+        self.reasons: list[str] = []
+        self.decision: Decision | None = None  # None when there was nothing to decide on
+        self.nbytes = 0  # received
+        self.seconds = 0.0  # from the start to the end
+        self.reach = 0  # tokens of the prompt that needn't be computed with what has come, once it is done
+        self._link = link
+        self._spec = spec
+        self._pool = pool
+        self._tokens = tokens
+        self._offer = Offer(spec, tuple(tokens or ()), None, root_of(agent_id))  # of the prompt alone, so far
+        self._held = dict(zip(self._offer.full, held, strict=False))
+        self._plan = self._offer.plan(self._sealed_in_memory, self._limit)  # what is certain, so far
+        self._ids: list[int] = []  # of the blocks to be received
+        self._bodies: dict[Place, mx.array] = {}  # what has come and is what was sealed, as bytes
+        self._state: Place | None = None  # that which the blocks end in
+        self._broken = False  # something is missing: what comes after it is of no use
+        self._failure: BaseException | None = None  # what nobody expected
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self._callbacks: list[Callable[[Fetch], None]] = [over]
+        self._dropped = False
+        self._taken = False
+        self._context: AgentBlocks | None = None
+        self._started = time.perf_counter()
+        self._cancel = link.begin(self._run(), self._end)
+
+    # -- for whoever waits -----------------------------------------------------------------------------------------
+
+    @property
+    def why(self) -> str | None:
+        """Why it found less than there might have been; None when nothing was missing."""
+        return self.reasons[0] if self.reasons else None
+
+    def done(self) -> bool:
+        """Whether `result` would not have to wait."""
+        return self._over.is_set()
+
+    def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
+        """Have `callback` called with this on the tier's thread when it is done; if it is done already, now."""
+        with self._lock:
+            if not self._over.is_set():
+                self._callbacks.append(callback)
+                return
+        callback(self)
+
+    def result(self) -> AgentBlocks | None:
+        """The context, its blocks the caller's to free; None when nothing was found, or it was cancelled. Waits.
+
+        To be called on the thread that uses the arrays, which are made here. It is the same one each time.
+        """
+        self._over.wait()
+        if self._failure:
+            raise self._failure
+        with self._lock:
+            if not self._taken and not self._dropped:
+                self._taken = True
+                self._context = self._assemble()
+                self._bodies.clear()
+            return self._context
+
+    def cancel(self) -> None:
+        """Give it up: nothing more is received, and its blocks are freed. Of no effect after `result`."""
+        with self._lock:
+            if self._taken or self._dropped:
+                return
+            self._dropped = True
+            if self._over.is_set():
+                self._free()
+            else:
+                self._cancel()
+
+    # -- on the link's thread --------------------------------------------------------------------------------------
+
+    def _end(self, task: asyncio.Task[None]) -> None:
+        with self._lock:
+            if task.cancelled():
+                self._dropped = True
+            else:
+                self._failure = task.exception()
+            if self._dropped or self._failure:
+                self._free()
+            else:
+                self.reach = self._reached()
+            self.seconds = time.perf_counter() - self._started
+            self._over.set()
+        for callback in self._callbacks:
+            callback(self)
+
+    @property
+    def _limit(self) -> int:
+        """How many tokens a context that ends in a state may have."""
+        return len(self._offer.wanted) - (self._tokens is not None)
+
+    @property
+    def _sealed_in_memory(self) -> dict[str, str]:
+        """What is held has no need of a digest, but a plan asks for one."""
+        blocks = dict.fromkeys((place.seal for place in self._held), "")
+        return blocks | {place.state().seal: "" for place, block in self._held.items() if block.state is not None}
+
+    def _missed(self, why: str) -> None:
+        if why not in self.reasons:
+            self.reasons.append(why)
+
+    async def _run(self) -> None:
+        if not self._link.breaker.allows():
+            self._missed("open")
+            return
+        try:
+            async with asyncio.timeout(self._link.deadline):
+                await self._load()
+        except OUTAGES as error:
+            self._missed(reason(error))
+        self._link.judge(self.reasons)
+
+    async def _load(self) -> None:
+        digests = await self._ask()
+        if self._offer.has_gap(digests):
+            self._missed("gap")
+        certain = self._plan
+        self._plan = await self._lease(digests)
+        missing = [place for place in self._plan.blocks if place not in self._held]
+        try:
+            nbytes = self._nbytes(self._wanted(self._plan))
+            self._ids = self._pool.allocate(len(missing), self.agent_id, nbytes)
+        except PoolExhaustedError:
+            self._missed("pool")
+            self._plan = certain
+            return
+        if not self._plan.blocks and not self.reasons:
+            self._missed("absent")
+        await self._receive(missing, digests)
+
+    async def _ask(self) -> dict[str, str]:
+        """What there is: the agent's manifest, which goes into the offer, and all digests a plan may need, by seal."""
+        seals = [place.seal for place in self._offer.places]
+        begun = time.perf_counter()
+        raw, *found = await self._link.pipelined(
+            [["GET", manifest_key(self.agent_id)], *([["MGET", *seals]] if seals else [])]
+        )
+        self._link.rates.asked(time.perf_counter() - begun)
+        digests = dict(zip(seals, found[0], strict=True)) if found else {}
+        try:
+            manifest = Manifest.parse(raw, self.agent_id, self._spec) if raw is not None else None
+        except Miss as error:
+            self._missed(str(error))
+            manifest = None
+        if manifest:
+            wanted = manifest.tokens if self._tokens is None else self._offer.wanted
+            self._offer = Offer(self._spec, wanted, manifest, root_of(self.agent_id))
+            if more := [place.seal for place in self._offer.places if place.seal not in digests]:
+                digests |= dict(zip(more, await self._link.server.mget(more), strict=True))
+        return {seal: digest.decode() for seal, digest in digests.items() if digest} | self._sealed_in_memory
+
+    # -- planning --------------------------------------------------------------------------------------------------
+
+    async def _lease(self, digests: dict[str, str]) -> Plan:
+        """A plan of which all is there, protected for as long as this may take; without what is computed sooner."""
+        certain = self._plan
+        while True:
+            plan = self._offer.plan(digests, self._limit)
+            wanted = self._wanted(plan)
+            if not wanted:
+                return plan
+            if self._tokens is not None:
+                self.decision = self._link.rates.decide(plan.reach - certain.reach, self._nbytes(wanted))
+                if not self.decision.fetch:
+                    self._missed("recompute")
+                    return certain
+            lost = await self._lease_all(wanted)
+            if not lost:
+                return plan
+            self._missed("gap")
+            for place in lost:
+                del digests[place.seal]
+
+    def _wanted(self, plan: Plan) -> list[Place]:
+        """What is to be received for a plan: the blocks that are not held, and the furthest state unless it is."""
+        held = self._sealed_in_memory
+        return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in held]
+
+    def _nbytes(self, places: Iterable[Place]) -> int:
+        return sum(place.nbytes(self._spec) for place in places)
+
+    async def _lease_all(self, places: Sequence[Place]) -> list[Place]:
+        """Lease blocks, and states, from the first on up to one that is missing; what is lost with that."""
+        stored = [place for place in places if place.nbytes(self._spec)]
+        kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
+        milliseconds = round(1000 * self._link.deadline)
+        counts = await self._link.pipelined(self._prefix(kind, milliseconds) for kind in kinds)
+        short = [i for i, kind in enumerate(kinds) if counts[i] < len(kind)]
+        if short:  # perhaps because too much is leased already
+            again = await self._link.pipelined(self._prefix(kinds[i], 0) for i in short)
+            for i, count in zip(short, again, strict=True):
+                counts[i] = count
+        return [place for kind, count in zip(kinds, counts, strict=True) for place in kind[count:]]
+
+    def _prefix(self, places: Sequence[Place], milliseconds: int) -> list[Any]:
+        pages = block_shape(places[0].shapes(self._spec)).pages
+        names = [part for place in places for part in place.block]
+        return ["KVPAGEPREFIX", pages, milliseconds, len(places), *names]
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    async def _receive(self, blocks: Sequence[Place], digests: dict[str, str]) -> None:
+        wanted = self._nbytes(self._wanted(self._plan))
+        begun = time.perf_counter()
+        try:
+            chunks = in_chunks(blocks, self._spec)
+            await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
+            await self._take_state(digests)
+        finally:
+            self._link.rates.received(self.nbytes, time.perf_counter() - begun, wanted)
+
+    async def _take_all(self, chunks: Iterator[list[Place]], digests: dict[str, str]) -> None:
+        """Receive chunk after chunk until there are no more, or something is missing."""
+        while not self._broken and (chunk := next(chunks, None)):
+            try:
+                await self._take(chunk, digests)
+            except (Miss, *OUTAGES) as error:
+                self._missed(str(error) if isinstance(error, Miss) else reason(error))
+                self._broken = True
+
+    async def _take(self, places: Sequence[Place], digests: dict[str, str]) -> None:
+        """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is
+        not what was sealed."""
+        nbytes = places[0].nbytes(self._spec)
+        memory = [_memory(nbytes) for _ in places]
+        bodies = [np.asarray(body).data for body in memory]
+        there = [True] * len(places)
+        if nbytes:
+            names = [place.block for place in places]
+            there = await self._link.blocks.mget_blocks_into(names, block_shape(places[0].shapes(self._spec)), bodies)
+        for place, found, body, kept in zip(places, there, bodies, memory, strict=True):
+            if not found or place.digest([body]) != digests[place.seal]:
+                await self._link.server.delete(place.seal)
+                raise Miss("checksum" if found else "shape")
+            self._bodies[place] = kept
+            self.nbytes += nbytes
+
+    async def _take_state(self, digests: dict[str, str]) -> None:
+        """The furthest of the states that can be had, at the end of a block that was had."""
+        ends = {place.end for place in self._had()}
+        for place in self._plan.states:
+            if place.end not in ends:
+                continue
+            if place.seal not in self._sealed_in_memory:
+                try:
+                    await self._take([place], digests)
+                except Miss as error:
+                    self._missed(str(error))
+                    continue
+            self._state = place
+            return
+
+    def _had(self) -> list[Place]:
+        """The planned blocks from the first on that are held or have come."""
+        return list(takewhile(lambda place: place in self._held or place in self._bodies, self._plan.blocks))
+
+    def _kept(self) -> list[Place]:
+        """Those of them that are of use."""
+        end = self._state.end if self._state else 0
+        return [place for place in self._had() if place.end <= end or not self._spec.has_state]
+
+    def _reached(self) -> int:
+        kept = self._kept()
+        return max(0, min(self._plan.reach, kept[-1].end, self._limit)) if kept else 0
+
+    # -- taking it up ----------------------------------------------------------------------------------------------
+
+    def _assemble(self) -> AgentBlocks | None:
+        """What has come, as blocks; all others that were allocated or shared are freed."""
+        try:
+            blocks = self._blocks()
+        except BaseException:
+            self._free()
+            raise
+        used = {block.block_id for block in blocks}
+        ours = [*self._ids, *(block.block_id for block in self._held.values())]
+        changed = {block.block_id: block.nbytes for block in blocks if block not in self._held.values()}
+        self._pool.settle(dict.fromkeys(self._ids, 0) | changed)
+        self._pool.free([block_id for block_id in ours if block_id not in used], self.agent_id)
+        if not blocks:
+            return None
+        count = sum(block.tokens for block in blocks)
+        return AgentBlocks(self.agent_id, self._plan.tokens[:count], tuple(blocks), self._spec.fingerprint)
+
+    def _blocks(self) -> list[KVBlock]:
+        ids = iter(self._ids)
+        blocks = []
+        for place in self._kept():
+            block = self._held.get(place)
+            if block is None:
+                block = KVBlock(next(ids), place.tokens, in_memory(self._bodies[place], place.shapes(self._spec)))
+            blocks.append(block)
+        if self._state and self._state in self._bodies:
+            shapes = self._state.shapes(self._spec)
+            blocks[-1] = replace(blocks[-1], state=in_memory(self._bodies[self._state], shapes))
+        return blocks
+
+    def _free(self) -> None:
+        self._pool.free([*self._ids, *(block.block_id for block in self._held.values())], self.agent_id)
+        self._bodies.clear()
+
+
+def _memory(nbytes: int) -> mx.array:
+    """Bytes to be received into, evaluated, so that another thread may make arrays of them."""
+    memory = mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes]  # MLX fills words eight times as fast
+    mx.eval(memory)
+    return memory

@@ -1,0 +1,128 @@
+"""The link to a page server: a thread with an event loop, on which everything is said to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from typing import Any, TypeVar
+
+import redis
+import redis.asyncio
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+
+from engine.tiers.breaker import CircuitBreaker
+from engine.tiers.worth import Rates
+from kvpage_server.client import AsyncPageClient, PageClientError, Refused
+
+T = TypeVar("T")
+OUTAGES = (redis.RedisError, PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
+FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
+
+
+def reason(error: BaseException) -> str:
+    """How an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an answer to no
+    question of ours; ``full`` no memory left; ``refused`` another error for an answer."""
+    if isinstance(error, TimeoutError | redis.TimeoutError):
+        return "slow"
+    if isinstance(error, redis.InvalidResponse):
+        return "garbled"
+    if isinstance(error, redis.OutOfMemoryError) or (isinstance(error, Refused) and error.code == "OOM"):
+        return "full"
+    gone = isinstance(error, redis.ConnectionError | OSError) and not isinstance(error, redis.AuthenticationError)
+    return "down" if gone else "refused"
+
+
+class Link:
+    """Blocks go through `blocks`, all else through `server`, both to be used on the link's own thread."""
+
+    def __init__(self, url: str, deadline: float, connections: int) -> None:
+        """`deadline` in seconds, for whatever is done in one go; `connections` to receive over at once.
+
+        Raises ValueError for a URL that isn't one.
+        """
+        self.blocks = AsyncPageClient(url, deadline=deadline)
+        self.server: Any = redis.asyncio.Redis.from_url(
+            url, retry=Retry(NoBackoff(), 0), socket_timeout=deadline, socket_connect_timeout=deadline
+        )
+        self.deadline = deadline
+        self.connections = connections
+        self.breaker = CircuitBreaker()
+        self.rates = Rates()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end; what came of it. For any thread but the link's own."""
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
+        """Start; what cancels it. `over` is called on the link's thread when it has ended, in whatever way."""
+        task: asyncio.Task[None] | None = None
+
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(work)
+            task.add_done_callback(over)
+
+        def cancel() -> None:
+            assert task is not None  # calls of the loop keep their order
+            task.cancel()
+
+        self._loop.call_soon_threadsafe(start)
+
+        def cancel_soon() -> None:
+            self._loop.call_soon_threadsafe(cancel)
+
+        return cancel_soon
+
+    async def attempt(self, work: Coroutine[Any, Any, T], failures: Counter[str]) -> T | None:
+        """Do something within the deadline, unless the breaker is open; None, and the reason counted, for an outage."""
+        if not self.breaker.allows():
+            work.close()
+            failures["open"] += 1
+            return None
+        why: list[str] = []
+        try:
+            async with asyncio.timeout(self.deadline):
+                return await work
+        except OUTAGES as error:
+            why.append(reason(error))
+            failures.update(why)
+            return None
+        finally:
+            self.judge(why)
+
+    def judge(self, reasons: Iterable[str]) -> None:
+        """Tell the breaker how it went: what there was to complain of."""
+        if FAILING.isdisjoint(reasons):
+            self.breaker.succeeded()
+        else:
+            self.breaker.failed()
+
+    async def pipelined(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+        """Ask several things at once. Raises what the first refusal of them is."""
+        pipeline = self.server.pipeline(transaction=False)
+        for command in commands:
+            pipeline.execute_command(*command)
+        replies: list[Any] = await pipeline.execute()
+        return replies
+
+    def close(self) -> None:
+        """Cancel what is under way, close the connections and end the thread."""
+        if self._thread.is_alive():
+            self.do(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
+
+    async def _close(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.blocks.close()
+        await self.server.aclose()

@@ -1,0 +1,50 @@
+"""Writing blocks to a page server: those that aren't there yet, each sealed when it is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from typing_extensions import Buffer
+
+from engine.blocks import AgentBlocks, Arrays
+from engine.spec import ModelCacheSpec
+from engine.tiers.link import Link
+from engine.tiers.manifest import Manifest, Place, block_shape, in_chunks
+from kvpage_server.client.buffers import readable
+
+Parts = Mapping[Place, Sequence[Buffer]]  # what belongs where: the arrays, in canonical order
+
+
+def parts_of(context: AgentBlocks, manifest: Manifest, spec: ModelCacheSpec) -> Parts:
+    """The blocks of a context and the states that were taken at their ends, as views of the arrays' memory."""
+    parts: dict[Place, Sequence[Buffer]] = {}
+    for place, block in zip(manifest.places(spec), context.blocks, strict=False):
+        parts[place] = _pieces(block.layers)
+        if block.state is not None:
+            parts[place.state()] = _pieces(block.state)
+    return parts
+
+
+def _pieces(arrays: Arrays) -> list[memoryview]:
+    return [readable(cast(Any, array)) for layer in arrays for array in layer]
+
+
+async def missing(link: Link, spec: ModelCacheSpec, places: Sequence[Place]) -> list[Place]:
+    """Those that are not complete, or not sealed."""
+    found = iter(await link.pipelined(question for place in places for question in _questions(place, spec)))
+    return [place for place in places if [next(found) for _ in _questions(place, spec)].count(0)]
+
+
+def _questions(place: Place, spec: ModelCacheSpec) -> list[list[str | bytes | int]]:
+    sealed: list[list[str | bytes | int]] = [["EXISTS", place.seal]]
+    return [*sealed, ["KVBLOCKEXISTS", *place.block]] if place.nbytes(spec) else sealed
+
+
+async def write(link: Link, spec: ModelCacheSpec, parts: Parts, places: Sequence[Place]) -> None:
+    """Write these of the parts, chunk by chunk, each of which is of use when it is sealed."""
+    for chunk in in_chunks(places, spec):
+        if chunk[0].nbytes(spec):
+            shape = block_shape(chunk[0].shapes(spec))
+            await link.blocks.mset_blocks([place.block for place in chunk], shape, [parts[place] for place in chunk])
+        await link.server.mset({place.seal: place.digest(parts[place]) for place in chunk})
