@@ -12,7 +12,9 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from kvpage_server.store.disk import FILE, FORMAT, Clear, Delete, Disk, DiskError, DiskFull, Put, Quarantine, Retime
+from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.store.disk import FILE, Clear, Delete, Disk, Put, Quarantine, Retime
+from kvpage_server.store.lmdb_file import FORMAT, DiskError, DiskFull
 from kvpage_server.store.record import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
 
 SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
@@ -27,7 +29,10 @@ def disk(tmp_path: Path) -> Iterator[Disk]:
 
 def read(disk: Disk, name: bytes, size: int) -> bytes | None:
     into = bytearray(size)
-    return bytes(into) if disk.read(name, memoryview(into)) else None
+    [outcome] = disk.read([(name, memoryview(into))])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return bytes(into) if outcome else None
 
 
 def body(size: int, seed: int = 0) -> bytes:
@@ -96,6 +101,49 @@ def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
 def test_a_value_is_not_read_into_memory_of_another_size(disk: Disk) -> None:
     disk.write([Put(b"kx", b"", body(5000))])
     assert read(disk, b"kx", 4999) is None
+
+
+def page(head: int, size: int = 3000, version: int = 0, expires: int = 0) -> Put:
+    """A page of a block with 40 layers, which takes three sheets."""
+    key = PageKey(b"r", head // 8, head % 8, 3, 0)
+    blob = encode_page(key, body(size, head + 1000 * version), dtype=DType.UINT8, page_size=1, head_dim=max(size, 1))
+    return Put(name_of_key(bytes(key)), blob[:64], blob[64:], expires=expires, used=7)
+
+
+def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) -> None:
+    first = [page(head, expires=head) for head in range(320)]
+    disk.write(first)
+    assert len(disk) == 3
+    disk.write([page(5, 100, version=1), Delete(first[6].name), Retime(first[7].name, 77), Quarantine(first[8].name)])
+    for head in range(9, 12):
+        disk.write([page(head, 0)])
+    found = {record.name: record for _, record in disk.records() if isinstance(record, Record)}
+    assert found.keys() == {put.name for put in first} - {first[6].name, first[8].name}
+    assert (found[first[7].name].expires, found[first[7].name].meta) == (77, first[7].meta)
+    assert read(disk, first[5].name, 100) == body(100, 1005)
+    assert read(disk, first[6].name, 3000) is None
+    assert all(read(disk, put.name, 0) == b"" for put in first[9:12])
+    assert all(read(disk, put.name, 3000) == put.body for put in first[12:])
+    disk.write([Put(first[5].name, b"", b"a string, where a page was")])
+    assert read(disk, first[5].name, 26) == b"a string, where a page was"
+    disk.write([page(5)])
+    assert read(disk, first[5].name, 3000) == body(3000, 5)
+    disk.write(Delete(put.name) for put in first)
+    assert len(disk) == 0
+
+
+def test_pages_whose_record_is_damaged_are_not_there_and_can_be_written_again(disk: Disk) -> None:
+    pages = [page(head) for head in range(320)]
+    disk.write(pages)
+    where = disk.path.read_bytes().index(pages[130].meta)
+    flip(disk.path, where + 70)
+    with pytest.raises(Damaged, match="checksum"):
+        read(disk, page(129).name, 3000)
+    assert sum(isinstance(record, Damaged) for _, record in disk.records()) == 1
+    assert read(disk, page(1).name, 3000) == body(3000, 1)
+    disk.write([page(130)])
+    assert read(disk, page(130).name, 3000) == body(3000, 130)
+    assert read(disk, page(129).name, 3000) is None
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(disk: Disk) -> None:
@@ -229,7 +277,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path}
 from test_disk import body, read
-from kvpage_server.store.disk import Disk, DiskError, Quarantine
+from kvpage_server.store.disk import Disk, Quarantine
+from kvpage_server.store.lmdb_file import DiskError
 from kvpage_server.store.record import Damaged, Record
 try:
     disk = Disk(Path(sys.argv[1]))
@@ -267,6 +316,20 @@ def test_a_truncated_file_is_refused_with_the_reason(tmp_path: Path, share: floa
     assert (found.returncode, found.stdout) == (1, "")
     assert "refused:" in found.stderr
     assert "is damaged" in found.stderr
+
+
+def test_a_store_that_was_not_closed_is_opened_as_it_was_and_refused_when_it_was_damaged_since(tmp_path: Path) -> None:
+    code = "import os, sys; sys.path[:0] = [%r]; import test_disk as t; t.left_open(t.Path(sys.argv[1])); os._exit(9)"
+    program = [sys.executable, "-c", code % str(Path(__file__).parent), str(tmp_path)]
+    assert subprocess.run(program, timeout=60).returncode == 9
+    assert open_and_read(tmp_path).stdout == "1 0\n"
+    assert subprocess.run(program, timeout=60).returncode == 9
+    os.truncate(tmp_path / FILE, 12_000)
+    assert "is damaged" in open_and_read(tmp_path).stderr
+
+
+def left_open(directory: Path) -> None:
+    Disk(directory).write([Put(b"k3", b"", body(5000, 3))])
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.soak) for n in range(5, 105))])

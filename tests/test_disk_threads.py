@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from kvpage_server.store.behind import Batch, WriteBehind
-from kvpage_server.store.disk import Disk, Put
-from kvpage_server.store.fetch import Fetcher, Outcome
+from kvpage_server.store.disk import Disk, Outcome, Put
+from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.record import Damaged
 from kvpage_server.store.scrub import Scrubber
 
@@ -52,7 +52,7 @@ async def behind(
 
 def found(disk: Disk, name: bytes, size: int) -> bytes | None:
     into = bytearray(size)
-    return bytes(into) if disk.read(name, memoryview(into)) else None
+    return bytes(into) if disk.read([(name, memoryview(into))]) == [True] else None
 
 
 async def durable(writer: WriteBehind[bytes]) -> None:

@@ -3,7 +3,8 @@
 Most values are entries of a dictionary. A page is also known to the index by what its key says; that is how whole
 requests and blocks are found. A block that was stored whole is an `Extent`: one slot, and no entry a page. Its pages
 are made when they are asked for, as `ExtentPage`s. When one of them is about to change by itself, the block is split:
-its pages become entries, which go on lying in the extent's slot.
+its pages become entries, which go on lying in the extent's slot. A block that is resting (see `index`) has no entries
+either; they are made, all of them, when somebody asks for one.
 """
 
 from __future__ import annotations
@@ -13,11 +14,14 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvpage_server.page import unix_ms
+from kvpage_server.store import sheet
 from kvpage_server.store.entry import Entry, is_page, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.index import Block, PageIndex
 from kvpage_server.store.scan import ScanOrder
+
+Place = Unit | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
 
 
 class Catalogue:
@@ -27,22 +31,29 @@ class Catalogue:
         self.entries: dict[bytes, Entry] = {}
         self.index = PageIndex()
         self._in_extents = 0  # pages without an entry
-        self._scans: ScanOrder[Unit] = ScanOrder(self._places, self.__len__)
+        self._scans: ScanOrder[Place] = ScanOrder(self._places, self.__len__)
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}  # plain strings under keys of pages, by block
 
     def __len__(self) -> int:
-        return len(self.entries) + self._in_extents
+        return len(self.entries) + self._in_extents + self.index.resting
 
     # -- finding ---------------------------------------------------------------------------------------------------
 
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
         """What finds the value of a key, as long as nothing is written."""
-        return self._get if self._in_extents else self.entries.get
+        return self._get if self._in_extents or self.index.resting else self.entries.get
 
     def _get(self, key: bytes) -> Entry | None:
         entry = self.entries.get(key)
-        return self.page_in_extent(key) if entry is None else entry
+        if entry is None and (block := self._block_of(key)):
+            return self.entries.get(key) if block.extent is None else self.page_in_extent(key)
+        return entry
+
+    def _block_of(self, key: bytes) -> Block | None:
+        """The block that a page would belong to; it is awake."""
+        name = page_named(key)
+        return self.index.block(name.req_id, name.page) if name else None
 
     def page_in_extent(self, key: bytes) -> ExtentPage | None:
         """A page that has no entry."""
@@ -56,13 +67,19 @@ class Catalogue:
         """Every key."""
         return [key for place in self._places() for key in self._names_at(place)]
 
-    def _places(self) -> list[Unit]:
+    def _places(self) -> list[Place]:
         """Every entry's key, and every block whose pages have none."""
-        return [*self.entries, *(block for block in self.index if block.extent)]
+        return [*self.entries, *(block for block in self.index if block.extent), *self.index.resting_blocks()]
 
-    def _names_at(self, place: Unit) -> Iterable[bytes]:
+    def _names_at(self, place: Place) -> Iterable[bytes]:
         if isinstance(place, bytes):
             return (place,)
+        if isinstance(place, tuple):
+            rows = self.index.rows(*place)
+            if rows is not None:
+                return (key for key, *_ in sheet.pages(*place, rows))
+            block = self.index.block(*place)
+            return block.page_keys() if block is not None and block.extent is None else ()
         return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:

@@ -1,57 +1,52 @@
 """Values on disk, in one LMDB file of a directory.
 
 Three databases lie in the file: `about` (the format, and who the store is), `records` (what describes each value, see
-`record`) and `pieces` (the bodies, in pieces, by number). A body that is overwritten gets new pieces: numbers are never
-reused while the process lives, and a record that is read together with its pieces in one transaction fits them.
-`quarantine` has the last few records that were found damaged, with what is left of their bodies.
+`record` and `sheet`) and `pieces` (the bodies, in pieces, by number). A body that is overwritten gets new pieces:
+numbers are never reused while the process lives, and a record that is read together with its pieces in one transaction
+fits them. `quarantine` has the last few records that were found damaged, with what is left of their bodies.
 
 LMDB's commit is atomic, and durable when it returns: data first, then the page that refers to it. It is never opened
-in its unsafe modes, so a crash of the machine costs what was not committed and nothing else. A file that was not closed
-properly, or was touched since, is looked through before LMDB maps it: a torn file could crash the process.
+in its unsafe modes, so a crash of the machine costs what was not committed and nothing else.
 
 Any thread may read, one at a time may write. Every call here may wait for the disk.
 """
 
 from __future__ import annotations
 
-import errno
-import fcntl
-import os
 import shutil
 import struct
-import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import TypeAlias
 
 import lmdb
 import numpy as np
 import xxhash
-from lmdb.verify import VerifyError, verify
 
-from kvpage_server.durable import flush_directory
-from kvpage_server.page import checksum, unix_ms
+from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
+from kvpage_server.store import sheet
+from kvpage_server.store.lmdb_file import (
+    FORMAT,
+    RESERVE,
+    DiskError,
+    Witness,
+    create,
+    lock,
+    look_through,
+    open_map,
+    told,
+)
 from kvpage_server.store.record import INLINE, PIECE, Damaged, Record, database_key
+from kvpage_server.store.sheet import Spot
 
-FORMAT = 1
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
-_LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
-_SMALLEST_MAP = 1 << 30
-_RESERVE = 1 << 20  # bytes
 _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _NUMBER = struct.Struct(">Q")
 
-
-class DiskError(Exception):
-    """The store on disk cannot be used; the message says which file it is and why."""
-
-
-class DiskFull(Exception):
-    """The disk, or `maxdisk`, has no room for what was to be written. Nothing of it was."""
+Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
 
 
 @dataclass(slots=True)
@@ -95,17 +90,21 @@ class Clear:
 Change = Put | Delete | Retime | Quarantine | Clear
 
 
+_Txn: TypeAlias = "lmdb.Transaction[bytes]"
+_ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
+_Place = tuple[bytes, Spot] | None
+
+
 class Disk:
     """The store of a directory. Raises DiskError when it is not ours, damaged, of a newer format, or in use."""
 
     def __init__(self, directory: Path, *, maxdisk: int = 0) -> None:
         self.path = directory / FILE
-        self._clean = directory / f"{FILE}.clean"
         self._reserve = directory / f"{FILE}.reserve"
-        with _told(self.path):
-            self._lock = _lock(directory / _LOCK)
+        with told(self.path):
+            self._lock = lock(directory / _LOCK)
         try:
-            with _told(self.path):
+            with told(self.path):
                 self._open(maxdisk)
         except BaseException:
             self._lock.close()
@@ -113,34 +112,22 @@ class Disk:
 
     def _open(self, maxdisk: int) -> None:
         if not self.path.exists():
-            _create(self.path)
-        self._look_through()
-        self._env = _map(self.path, maxdisk)
+            create(self.path)
+        self._witness = Witness(self.path)
         try:
+            look_through(self.path, self._witness)
+            self._env = open_map(self.path, maxdisk)
+        except BaseException:
+            self._witness.go()
+            raise
+        try:
+            self._witness.opened()
             self._attach()
             self._keep_reserve()
         except BaseException:
             self._env.close()
+            self._witness.go()
             raise
-
-    def _look_through(self) -> None:
-        """Make sure that LMDB can trust the file's structure. Whether values are intact is seen when they are read."""
-        was = self._clean.read_text() if self._clean.exists() else ""
-        self._clean.unlink(missing_ok=True)
-        with self.path.open("rb") as file:
-            if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
-                raise DiskError(f"{self.path} is not a store of kvpage-server")
-        if was == self._touched():
-            return
-        problems = _verify(self.path)
-        if problems:
-            raise DiskError(
-                f"{self.path} is damaged: {problems[0]}. Restore it from a backup, or move it away to start empty"
-            )
-
-    def _touched(self) -> str:
-        found = self.path.stat()
-        return f"{found.st_size} {found.st_mtime_ns}\n"
 
     def _attach(self) -> None:
         env = self._env
@@ -170,10 +157,8 @@ class Disk:
     def close(self) -> None:
         """Let go of the file; it was closed properly."""
         self._env.close()
-        try:
-            self._clean.write_text(self._touched())
-        except OSError:  # then the next start looks through the file
-            self._clean.unlink(missing_ok=True)
+        self._witness.closed()
+        self._witness.go()
         self._lock.close()
 
     @property
@@ -206,10 +191,10 @@ class Disk:
 
     def _keep_reserve(self) -> None:
         """Take a little of the disk while there is some."""
-        if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 2 * _RESERVE:
+        if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 2 * RESERVE:
             return
         try:
-            self._reserve.write_bytes(bytes(_RESERVE))
+            self._reserve.write_bytes(bytes(RESERVE))
         except OSError:
             self._reserve.unlink(missing_ok=True)
 
@@ -217,54 +202,78 @@ class Disk:
         """Make changes, in their order: all or none. They are durable when it returns. Raises DiskFull, DiskError."""
         before = self._next
         try:
-            with _told(self.path), self._env.begin(write=True) as txn:
+            with told(self.path), self._env.begin(write=True) as txn:
+                sheets = _Sheets(txn, self._records)
                 for change in changes:
-                    if isinstance(change, Put):
-                        self._put(txn, change)
-                    elif isinstance(change, Delete):
-                        self._delete(txn, database_key(change.name))
-                    elif isinstance(change, Retime):
-                        self._retime(txn, database_key(change.name), change.expires)
-                    elif isinstance(change, Quarantine):
-                        self._set_aside(txn, database_key(change.name))
-                    else:
-                        txn.drop(self._records, delete=False)
-                        txn.drop(self._pieces, delete=False)
+                    self._change(txn, sheets, change)
+                sheets.flush()
         except BaseException:
             self._next = before
             raise
+        self._witness.committed()
 
-    def _put(self, txn: lmdb.Transaction[bytes], put: Put) -> None:
-        key = database_key(put.name)
-        old = txn.get(key, db=self._records)
-        if old is not None:
-            self._delete_pieces(txn, key, old)
+    def _change(self, txn: _Txn, sheets: _Sheets, change: Change) -> None:
+        if isinstance(change, Clear):
+            sheets.clear()
+            txn.drop(self._records, delete=False)
+            txn.drop(self._pieces, delete=False)
+            return
+        place = sheet.place_of(change.name)
+        if isinstance(change, Put):
+            self._delete(txn, sheets, change.name, place)
+            self._put(txn, sheets, change, place)
+        elif isinstance(change, Delete):
+            self._delete(txn, sheets, change.name, place)
+        elif isinstance(change, Retime):
+            self._retime(txn, sheets, change, place)
+        else:
+            self._set_aside(txn, sheets, change.name, place)
+
+    def _put(self, txn: _Txn, sheets: _Sheets, put: Put, place: _Place) -> None:
         body = memoryview(put.body)
         record = Record(put.name, put.meta, put.expires, put.used, len(body), put.digest or checksum(body))
-        if len(body) <= INLINE:
+        has_row = place is not None and len(put.meta) == HEADER_SIZE
+        if len(body) <= INLINE and not has_row:
             record.inline = bytes(body)
-        else:
+        elif len(body):
             record.first = self._next
             for start in range(0, len(body), PIECE):
                 number = _NUMBER.pack(self._next)
                 txn.put(number, body[start : start + PIECE], append=True, db=self._pieces)
                 self._next += 1
-        txn.put(key, bytes(record), db=self._records)
+        if place is not None and has_row:
+            key, spot = place
+            sheets.of(key)[spot] = sheet.row_of(record)
+        else:
+            txn.put(database_key(put.name), bytes(record), db=self._records)
 
-    def _delete(self, txn: lmdb.Transaction[bytes], key: bytes) -> None:
+    def _delete(self, txn: _Txn, sheets: _Sheets, name: bytes, place: _Place) -> None:
+        if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
+            self._delete_pieces(txn, sheet.record_of(name, row))
+            return
+        key = database_key(name)
         old = txn.pop(key, db=self._records)
         if old is not None:
-            self._delete_pieces(txn, key, old)
+            self._delete_pieces_of(txn, key, old)
 
-    def _delete_pieces(self, txn: lmdb.Transaction[bytes], key: bytes, data: bytes) -> None:
+    def _delete_pieces_of(self, txn: _Txn, key: bytes, data: bytes) -> None:
         try:
             record = Record.parse(key, data)
         except Damaged:
             return  # where its pieces lie is not known: they stay
+        self._delete_pieces(txn, record)
+
+    def _delete_pieces(self, txn: _Txn, record: Record) -> None:
         for number in record.pieces:
             txn.delete(_NUMBER.pack(number), db=self._pieces)
 
-    def _retime(self, txn: lmdb.Transaction[bytes], key: bytes, expires: int) -> None:
+    def _retime(self, txn: _Txn, sheets: _Sheets, change: Retime, place: _Place) -> None:
+        if place is not None and (row := sheets.of(place[0]).get(place[1])):
+            record = sheet.record_of(change.name, row)
+            record.expires = change.expires
+            sheets.of(place[0])[place[1]] = sheet.row_of(record)
+            return
+        key = database_key(change.name)
         data = txn.get(key, db=self._records)
         if data is None:
             return
@@ -272,56 +281,88 @@ class Disk:
             record = Record.parse(key, data)
         except Damaged:
             return  # who reads it will find out
-        record.expires = expires
+        record.expires = change.expires
         txn.put(key, bytes(record), db=self._records)
 
-    def _set_aside(self, txn: lmdb.Transaction[bytes], key: bytes) -> None:
-        data = txn.pop(key, db=self._records)
+    def _set_aside(self, txn: _Txn, sheets: _Sheets, name: bytes, place: _Place) -> None:
+        key = database_key(name)
+        if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
+            data: bytes | None = bytes(sheet.record_of(name, row))
+        else:
+            data = txn.pop(key, db=self._records)
         if data is None:
             return
         txn.put(_NUMBER.pack(unix_ms()) + key[:_LONGEST_ASIDE], data, db=self._quarantine)
         while txn.stat(self._quarantine)["entries"] > _QUARANTINED:
             oldest = txn.cursor(self._quarantine)
             oldest.first()
-            self._delete_pieces(txn, oldest.key()[_NUMBER.size :], oldest.value())
+            self._delete_pieces_of(txn, oldest.key()[_NUMBER.size :], oldest.value())
             oldest.delete()
         self.quarantined = txn.stat(self._quarantine)["entries"]
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
-        """The records in the order of their database keys, which come with them. One transaction."""
-        with self._env.begin() as txn:
-            cursor = txn.cursor(self._records)
-            if not (cursor.set_range(after + b"\0") if after else cursor.first()):
+    def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
+        """The sheets, see `sheet.unpack`, in the order of their database keys. One transaction."""
+        for key, data in self._all(sheet.PREFIX, 1 << 62):
+            if not key.startswith(sheet.PREFIX):
                 return
-            for _, (key, data) in zip(range(most), cursor, strict=False):
-                try:
-                    yield key, Record.parse(key, data)
-                except Damaged as damage:
-                    yield key, damage
+            try:
+                yield key, sheet.unpack(key, data)
+            except Damaged as damage:
+                yield key, damage
 
-    def read(self, name: bytes, into: memoryview) -> bool:
-        """Fill `into` with the body of a value, False when there is none of that size. Raises Damaged, DiskError.
+    def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
+        """What describes values, in the order of database keys, which come with them; those of sheets when `after` is
+        given one. One transaction.
 
-        The copy is made with the GIL released, and so is the wait for the disk.
+        From `most` database records, of which a sheet has many.
         """
-        with _told(self.path), self._env.begin(buffers=True) as txn:
-            record = self._record(txn, name)
-            if record is None or record.size != len(into):
-                return False
-            start = 0
-            for piece in self._body(txn, record):
-                np.copyto(np.frombuffer(into[start : start + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
-                start += len(piece)
+        for key, data in self._all(after + b"\0" if after else b"", most):
+            try:
+                if key.startswith(sheet.PREFIX):
+                    yield from ((key, record) for record in sheet.records(key, sheet.unpack(key, data)[1]))
+                else:
+                    yield key, Record.parse(key, data)
+            except Damaged as damage:
+                yield key, damage
+
+    def _all(self, start: bytes, most: int) -> Iterator[tuple[bytes, bytes]]:
+        with told(self.path), self._env.begin() as txn:
+            cursor = txn.cursor(self._records)
+            if cursor.set_range(start) if start else cursor.first():
+                yield from (found for _, found in zip(range(most), cursor, strict=False))
+
+    def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
+        """Fill memory with the bodies of values; a value of another size is not there. Raises DiskError.
+
+        Bodies are copied with the GIL released, and so it is while they come from the disk.
+        """
+        with told(self.path), self._env.begin(buffers=True) as txn:
+            sheets: dict[bytes, dict[Spot, bytes]] = {}
+            return [self._outcome(txn, sheets, name, into) for name, into in wanted]
+
+    def _outcome(self, txn: _ReadTxn, sheets: dict[bytes, dict[Spot, bytes]], name: bytes, into: memoryview) -> Outcome:
+        try:
+            return self._read(txn, self._record(txn, sheets, name), into)
+        except Damaged as damage:
+            return damage.with_traceback(None)
+
+    def _read(self, txn: _ReadTxn, record: Record | None, into: memoryview) -> bool:
+        if record is None or record.size != len(into):
+            return False
+        start = 0
+        for piece in self._body(txn, record):
+            np.copyto(np.frombuffer(into[start : start + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
+            start += len(piece)
         if checksum(into) != record.digest:
             raise Damaged("its body does not match the checksum it was stored with")
         return True
 
     def check(self, name: bytes) -> int:
         """The bytes of a value that was read and found intact, 0 when there is none. Raises Damaged, DiskError."""
-        with _told(self.path), self._env.begin(buffers=True) as txn:
-            record = self._record(txn, name)
+        with told(self.path), self._env.begin(buffers=True) as txn:
+            record = self._record(txn, {}, name)
             if record is None:
                 return 0
             digest = xxhash.xxh3_64()
@@ -331,12 +372,21 @@ class Disk:
             raise Damaged("its body does not match the checksum it was stored with")
         return record.size
 
-    def _record(self, txn: lmdb.Transaction[memoryview], name: bytes) -> Record | None:
+    def _record(self, txn: _ReadTxn, sheets: dict[bytes, dict[Spot, bytes]], name: bytes) -> Record | None:
+        """What describes a value; `sheets` are those that have been read. Raises Damaged."""
+        place = sheet.place_of(name)
+        if place is not None:
+            key, spot = place
+            if key not in sheets:
+                data = txn.get(key, db=self._records)
+                sheets[key] = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
+            if row := sheets[key].get(spot):
+                return sheet.record_of(name, row)
         key = database_key(name)
         data = txn.get(key, db=self._records)
         return None if data is None else Record.parse(key, data)
 
-    def _body(self, txn: lmdb.Transaction[memoryview], record: Record) -> Iterator[memoryview]:
+    def _body(self, txn: _ReadTxn, record: Record) -> Iterator[memoryview]:
         left = record.size
         if not record.first:
             if len(record.inline) != left:
@@ -351,76 +401,34 @@ class Disk:
             yield piece
 
 
-def _lock(path: Path) -> IO[bytes]:
-    """Hold the directory, as long as the file is open. Raises DiskError when another process does."""
-    lock = path.open("a+b")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        lock.seek(0)
-        owner = lock.read(20).decode("ascii", "replace").strip()
-        lock.close()
-        raise DiskError(f"{path.parent.absolute()} is in use by another kvpage-server, pid {owner}") from None
-    lock.truncate(0)
-    lock.write(b"%d\n" % os.getpid())
-    lock.flush()
-    return lock
+class _Sheets:
+    """The sheets that a transaction changes. Written once, when it has made all changes."""
 
+    def __init__(self, txn: _Txn, records: lmdb._Database) -> None:
+        self._txn = txn
+        self._records = records
+        self._rows: dict[bytes, dict[Spot, bytes]] = {}
 
-def _create(path: Path) -> None:
-    """A new store: there as a whole, or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    for left in (new, new.with_name(f"{new.name}-lock")):
-        left.unlink(missing_ok=True)
-    env = lmdb.open(str(new), subdir=False, max_dbs=4, map_size=_SMALLEST_MAP)
-    about = env.open_db(b"about")
-    with env.begin(write=True, db=about) as txn:
-        txn.put(b"format", b"%d" % FORMAT)
-        txn.put(b"id", uuid.uuid4().hex.encode())
-    env.close()
-    new.with_name(f"{new.name}-lock").unlink(missing_ok=True)
-    new.rename(path)
-    flush_directory(path.parent)
+    def of(self, key: bytes) -> dict[Spot, bytes]:
+        """The rows of a sheet. One that is damaged has none: where the pieces of its pages lie is not known."""
+        rows = self._rows.get(key)
+        if rows is None:
+            data = self._txn.get(key, db=self._records)
+            try:
+                rows = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
+            except Damaged:
+                rows = {}
+            self._rows[key] = rows
+        return rows
 
+    def clear(self) -> None:
+        """Everything is gone."""
+        self._rows.clear()
 
-def _map(path: Path, maxdisk: int) -> lmdb.Environment:
-    """The file in memory: its address space is taken at once, its disk space as it is needed."""
-    size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
-    while True:
-        try:
-            return lmdb.open(str(path), subdir=False, max_dbs=4, map_size=size, max_spare_txns=4)
-        except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
-            if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):
-                raise
-            size //= 2
-
-
-def _verify(path: Path) -> list[str]:
-    """What is wrong with the structure of a database file."""
-    try:
-        return list(verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
-    except VerifyError as error:
-        return [str(error)]
-
-
-def _says(error: Exception, number: int) -> bool:
-    return os.strerror(number) in str(error)
-
-
-@contextmanager
-def _told(path: Path) -> Iterator[None]:
-    """What LMDB and the system say, as DiskError or DiskFull."""
-    try:
-        yield
-    except lmdb.MapFullError:
-        raise DiskFull("maxdisk is used up") from None
-    except lmdb.Error as error:
-        if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
-            raise DiskFull(str(error)) from None
-        if _says(error, errno.EIO) and shutil.disk_usage(path.parent).free < _RESERVE:  # it could write a part
-            raise DiskFull(os.strerror(errno.ENOSPC)) from None
-        raise DiskError(f"{path}: {error}") from None
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise DiskFull(error.strerror) from None
-        raise DiskError(f"{error.filename or path}: {error.strerror}") from None
+    def flush(self) -> None:
+        """Write them."""
+        for key, rows in self._rows.items():
+            if rows:
+                self._txn.put(key, sheet.pack(key, rows), db=self._records)
+            else:
+                self._txn.delete(key, db=self._records)

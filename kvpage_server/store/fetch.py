@@ -12,12 +12,11 @@ from collections.abc import Callable, Sequence
 from itertools import count
 from queue import SimpleQueue
 
-from kvpage_server.store.disk import Disk, DiskError
-from kvpage_server.store.record import Damaged
+from kvpage_server.store.disk import Disk, Outcome
+from kvpage_server.store.lmdb_file import DiskError
 
 THREADS = 2
 
-Outcome = bool | Exception  # True: read; False: not there; Damaged or DiskError: that
 Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their bodies
 
 
@@ -45,14 +44,13 @@ class Fetcher:
     def _read(self) -> None:
         while (job := self._jobs.get()) is not None:
             ticket, wanted = job
-            outcomes = [self._outcome(name, into) for name, into in wanted]
-            self._loop.call_soon_threadsafe(self._deliver, ticket, outcomes)
+            self._loop.call_soon_threadsafe(self._deliver, ticket, self._outcomes(wanted))
 
-    def _outcome(self, name: bytes, into: memoryview) -> Outcome:
+    def _outcomes(self, wanted: Wanted) -> list[Outcome]:
         try:
-            return self._disk.read(name, into)
-        except (Damaged, DiskError) as error:
-            return error.with_traceback(None)
+            return self._disk.read(wanted)
+        except DiskError as error:
+            return [error.with_traceback(None)] * len(wanted)
 
     def _deliver(self, ticket: int, outcomes: list[Outcome]) -> None:
         self._callers.pop(ticket)(outcomes)

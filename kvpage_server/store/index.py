@@ -1,5 +1,8 @@
 """Which pages a request has: requests, their blocks, and in each block the pages of every layer and plane.
 
+A block of single pages that nobody has asked for since the start is *resting*: the rows of its pages on disk are all
+that is known of it (see `sheet`). It is woken, made a `Block`, when somebody asks.
+
 A block's pages are kept as one bit a head in rows of up to 64 heads of a (layer, plane): a few bytes a page where
 models have eight heads, and enough to spell every page's key. A block that was stored whole says by its extent which
 pages it has. Costs: add and discard O(1); listing O(pages listed).
@@ -7,13 +10,14 @@ pages it has. Costs: add and discard O(1); listing O(pages listed).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
 from types import MappingProxyType
 
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, BlockShape
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.scan import ScanOrder
+from kvpage_server.store.sheet import ROW
 
 _TYPES = MAX_KV_TYPE + 1
 _ROW_HEADS = 64
@@ -139,9 +143,11 @@ class PageIndex:
     """The blocks of every request, in the order of their page ids when listed."""
 
     def __init__(self) -> None:
-        self._requests: dict[bytes, dict[int, Block]] = {}
+        self._requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting
         self._scans = ScanOrder(lambda: list(self._requests), lambda: len(self._requests))
         self.blocks = 0
+        self.resting = 0  # pages of blocks that are
+        self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages that have those rows
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -157,11 +163,44 @@ class PageIndex:
         if block is None:
             block = request[page] = Block(req_id, page)
             self.blocks += 1
+        elif type(block) is not Block:
+            block = self._wake(req_id, page)
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block."""
-        return (block for request in self._requests.values() for block in request.values())
+        """Every block that is awake."""
+        return (block for request in self._requests.values() for block in request.values() if type(block) is Block)
+
+    def note_resting(self, req_id: bytes, page: int, rows: bytes) -> None:
+        """Know pages of a block by their rows. Of one that is not awake."""
+        request = self._requests.setdefault(req_id, {})
+        known = request.get(page)
+        assert not isinstance(known, Block)
+        self.blocks += known is None
+        self.resting += len(rows) // ROW
+        request[page] = rows if known is None else known + rows
+
+    def _wake(self, req_id: bytes, page: int) -> Block:
+        request = self._requests[req_id]
+        rows, block = request[page], Block(req_id, page)
+        assert isinstance(rows, bytes)
+        assert self.on_waking is not None
+        request[page] = block
+        self.resting -= len(rows) // ROW
+        self.on_waking(block, rows)
+        return block
+
+    def rows(self, req_id: bytes, page: int) -> bytes | None:
+        """The rows of a block that is resting; None when it is awake, or there is none."""
+        found = self._requests.get(req_id, {}).get(page)
+        return found if isinstance(found, bytes) else None
+
+    def resting_blocks(self) -> list[tuple[bytes, int]]:
+        """The blocks that are resting."""
+        if not self.resting:
+            return []
+        every = self._requests.items()
+        return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
 
     def remove(self, block: Block) -> None:
         """Forget a block with all its pages; what it knows of them stays with it."""
@@ -186,17 +225,18 @@ class PageIndex:
 
     def of(self, req_id: bytes) -> list[Block]:
         """The blocks of a request, by page id; empty when it has none."""
-        request = self._requests.get(req_id, {})
-        return [request[page] for page in sorted(request)]
+        pages = sorted(self._requests.get(req_id, ()))
+        return [block for page in pages if (block := self.block(req_id, page))]
 
     def block(self, req_id: bytes, page: int) -> Block | None:
         """One block of a request."""
         request = self._requests.get(req_id)
-        return request.get(page) if request is not None else None
+        block = request.get(page) if request is not None else None
+        return block if block is None or type(block) is Block else self._wake(req_id, page)
 
-    def clear(self) -> dict[bytes, dict[int, Block]]:
+    def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
         """Forget everything; what there was."""
         old, self._requests = self._requests, {}
         self._scans.clear()
-        self.blocks = 0
+        self.blocks = self.resting = 0
         return old

@@ -88,8 +88,12 @@ class Record:
 
 def footprint(name: bytes, size: int) -> int:
     """Bytes of the database that a value takes, nearly: LMDB stores pieces in whole pages of 4 KiB."""
-    record = 2 * (64 + len(name))
+    return 2 * (64 + len(name)) + room_for(size)
+
+
+def room_for(size: int) -> int:
+    """Bytes of the database that a body takes, nearly."""
     if size <= INLINE:
-        return record + size
+        return size
     whole, rest = divmod(size, PIECE)
-    return record + 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))
+    return 4096 * (64 * whole + -(-(rest + 16) // 4096 if rest else 0))

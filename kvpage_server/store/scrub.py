@@ -8,7 +8,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from kvpage_server.store.disk import Disk, DiskError
+from kvpage_server.store.disk import Disk
+from kvpage_server.store.lmdb_file import DiskError
 from kvpage_server.store.record import Damaged
 
 _AT_ONCE = 256  # records that are looked up in one transaction

@@ -1,0 +1,229 @@
+"""Every key of a store on disk, as a start finds it.
+
+What lies on disk alone is `Cold`. Blocks whose pages were stored one by one are resting: they are known by the rows of
+their pages, and the entries of a block are made when somebody asks for it. So the index of a million pages is there in
+less than a second.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+
+from kvpage_server.store import sheet
+from kvpage_server.store.cold import Cold
+from kvpage_server.store.disk import Disk
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, page_named
+from kvpage_server.store.eviction import Unit
+from kvpage_server.store.extent import Extent, ExtentPage
+from kvpage_server.store.index import Block
+from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.ondisk import OnDisk
+from kvpage_server.store.record import Damaged, Record, footprint, name_of_block, name_of_key
+from kvpage_server.store.spelling import extent_of
+
+
+class DiskCounters:
+    """What happened between memory and disk since the start."""
+
+    fetched = 0
+    dropped = 0  # values whose bytes memory has no more
+    evicted = 0  # values that had to leave the disk
+    corrupt = 0
+    repaired = 0  # found damaged on disk, and written again from memory
+    skipped = 0  # values that memory keeps to itself, since the disk could not keep up
+
+
+class Known(Keyspace):
+    """See the module."""
+
+    def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
+        super().__init__(maxmemory=maxmemory, policy=policy)
+        self.disk = disk
+        self.counts = DiskCounters()
+        self.any_cold = False  # whether there may be a cold value
+        self._on_disk = OnDisk()
+        self.index.on_waking = self._wake
+
+    def load(self) -> None:
+        """Know every value that is on disk. What cannot be read is passed over; what is overdue expires as ever."""
+        used: list[tuple[int, bytes]] = []
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here is garbage, and there may be millions
+        try:
+            size = self._load_sheets(used) + self._load_records(used)
+        finally:
+            if collecting:
+                gc.enable()
+        used.sort(reverse=True)
+        latest = dict.fromkeys(name for _, name in used)
+        self._on_disk.found(reversed(latest), size)
+        self.any_cold = bool(used)
+
+    def _load_sheets(self, used: list[tuple[int, bytes]]) -> int:
+        every: list[bytes] = []
+        note, used_at = self.index.note_resting, sheet.used
+        for key, found in self.disk.sheets():
+            if isinstance(found, Damaged):
+                self.counts.corrupt += 1
+                continue
+            soonest, rows = found
+            req_id, page = sheet.block_of(key)
+            note(req_id, page, rows)
+            used.append((used_at(rows), name_of_block(req_id, page)))
+            every.append(rows)
+            if soonest:
+                self._note_expiring(req_id, page, rows)
+        return sheet.footprint(b"".join(every))
+
+    def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
+        """One page stands for all until it is due: then the block is woken."""
+        count, row = sheet.expiring(rows)
+        [(key, _, expires, _)] = sheet.pages(req_id, page, row)
+        self._expiry.keys += count
+        self._expiry.note(key, expires)
+
+    def _load_records(self, used: list[tuple[int, bytes]]) -> int:
+        size = 0
+        for key, record in self.disk.records():
+            if key.startswith(sheet.PREFIX):
+                break
+            if isinstance(record, Damaged):
+                self.counts.corrupt += 1
+                continue
+            self._admit(record)
+            used.append((record.used, record.name))
+            takes = footprint(record.name, record.size)
+            self._on_disk.know(record.name, takes)
+            size += takes
+        return size
+
+    def _admit(self, record: Record) -> None:
+        """Know a value. Its record is what was written, and what was written was valid."""
+        name, expires = record.name, record.expires
+        if name[:1] == b"b":
+            req_id, _, page = name[1:].rpartition(b":")
+            block = self.index.open(req_id, int(page))
+            self._catalogue.fill(block, extent_of(record, block))
+            key, keys = next(block.page_keys()), block.pages
+        else:
+            key, keys = name[1:], 1
+            self._catalogue.put(key, self._string_of(key, record))
+        if expires:
+            self._expiry.keys += keys
+            self._expiry.note(key, expires)
+
+    def _string_of(self, key: bytes, record: Record) -> Entry:
+        self._catalogue.note_stray(key)
+        if record.first:
+            return Cold(record.name, record.size, expires=record.expires, used=record.used // 1000)
+        text = Text(record.inline)
+        text.expires = record.expires
+        self._texts += len(key) + record.size + TEXT_OVERHEAD
+        self._units.used(key)
+        return text
+
+    # -- what is resting -------------------------------------------------------------------------------------------
+
+    def _wake(self, block: Block, rows: bytes) -> None:
+        """Give a block the pages that have those rows; all of them are cold."""
+        entries, know, note = self._catalogue.entries, self._on_disk.know, self._expiry.note
+        pages = sheet.pages(block.req_id, block.page, rows)
+        for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):
+            name = name_of_key(key)
+            cold = Cold(name, sheet.size_of(header), expires=expires, header=header, unit=block, used=used // 1000)
+            entries[key] = cold
+            block.add(layer, head, kv_type)
+            know(name, sheet.footprint_of(cold.size))
+            if expires:
+                block.expires_at(expires)
+                note(key, expires)
+
+    def expires_of(self, key: bytes) -> int:
+        """A key's expiry in unix milliseconds; 0 when it has none or does not exist. Wakes nobody."""
+        if self.index.resting and key not in self._catalogue.entries and (page := page_named(key)):
+            rows = self.index.rows(page.req_id, page.page)
+            if rows is not None:
+                return sheet.expires_of(rows, (page.kv_type, page.layer, page.head))
+        return super().expires_of(key)
+
+    def _own(self, key: bytes) -> Entry | None:
+        self._catalogue.get(key)  # it is awake
+        return super()._own(key)
+
+    def _expire(self, key: bytes) -> None:
+        self._catalogue.get(key)
+        super()._expire(key)
+
+    # -- names -----------------------------------------------------------------------------------------------------
+
+    @property
+    def values_on_disk(self) -> int:
+        """How many values there are on disk."""
+        return len(self._on_disk) + self.index.resting
+
+    @property
+    def used_disk(self) -> int:
+        """Bytes that values take there, nearly."""
+        return self._on_disk.used
+
+    def _names_of(self, unit: Unit) -> Iterable[bytes]:
+        """What the values of a unit are stored as."""
+        if isinstance(unit, bytes):
+            return (name_of_key(unit),)
+        if unit.extent is not None:
+            return (name_of_block(unit.req_id, unit.page),)
+        return list(map(name_of_key, unit.page_keys()))
+
+    def _value_of(self, name: bytes) -> Entry | Extent:
+        if name[:1] == b"k":
+            return self._catalogue.entries[name[1:]]
+        block = self._block_named(name)
+        assert block is not None
+        assert block.extent is not None
+        return block.extent
+
+    def _block_named(self, name: bytes) -> Block | None:
+        req_id, _, page = name[1:].rpartition(b":")
+        return self.index.block(req_id, int(page))
+
+    # -- what is cold ----------------------------------------------------------------------------------------------
+
+    def idle(self, key: bytes) -> int:
+        """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
+        cold = self.cold_of([key])
+        return max(self._units.now - cold[0].used, 0) if cold else super().idle(key)
+
+    def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The values that have to be fetched before those keys can be read."""
+        found: dict[Cold, None] = {}
+        get = self._catalogue.get
+        for key in keys:
+            entry = get(key)
+            if type(entry) is Cold:
+                found[entry] = None
+            elif type(entry) is ExtentPage and type(entry.extent.slot) is Cold:
+                found[entry.extent.slot] = None
+        return list(found)
+
+    def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""
+        return [cold for cold in self.cold_of(keys) if cold.name[:1] == b"b"]
+
+    def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
+        """The values that have to be fetched before a block can be read whole."""
+        block = self.index.block(req_id, page)
+        if block is None:
+            return []
+        if block.extent is not None:
+            return [block.extent.slot] if type(block.extent.slot) is Cold else []
+        return self.cold_of(block.page_keys())
+
+    def cold_of_blocks(self, names: Iterable[tuple[bytes, int]]) -> list[Cold]:
+        """The values that have to be fetched before some blocks can be read whole."""
+        return [cold for name in names for cold in self.cold_of_block(*name)]
+
+
+def unit_named(unit: Unit) -> bytes:
+    """What a unit is called on disk."""
+    return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)

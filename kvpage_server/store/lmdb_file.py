@@ -1,0 +1,167 @@
+"""The file that LMDB maps: whose it is, whether it is sound, and how it is opened.
+
+LMDB trusts its file: a bit flipped in a branch page can crash the process that maps it. So a file is looked through
+first, unless nobody has touched it since it was closed in order, or since the last commit of a server that was killed
+while the machine went on: what the system was told to write then, it has.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import IO
+
+import lmdb
+from lmdb.verify import VerifyError, verify
+
+from kvpage_server.durable import flush_directory
+
+FORMAT = 2  # 1 had a record for each page
+RESERVE = 1 << 20  # bytes
+_LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
+_SMALLEST_MAP = 1 << 30
+_NOTE = 100  # bytes
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+
+class DiskError(Exception):
+    """The store on disk cannot be used; the message says which file it is and why."""
+
+
+class DiskFull(Exception):
+    """The disk, or `maxdisk`, has no room for what was to be written. Nothing of it was."""
+
+
+class Witness:
+    """A note beside the file: how it looked when it was last sound, and if it has not been closed, in which boot.
+
+    The machine that was started since may have lost what the system was told to write, the time of a change first.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._note = os.open(path.with_name(f"{path.name}.clean"), os.O_RDWR | os.O_CREAT, 0o644)
+        self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
+
+    def vouches(self) -> bool:
+        """Whether the file is as it was when it was closed, or last committed to in this boot."""
+        said, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
+        return said == seen or bool(self._boot and said == f"{seen} {self._boot}")
+
+    def opened(self) -> None:
+        """The file is sound, and no more known to be closed, whatever happens to the machine."""
+        self.committed()
+        os.fsync(self._note)
+
+    def committed(self) -> None:
+        """The file is sound, as long as the machine goes on."""
+        self._say(f"{self._seen()} {self._boot}" if self._boot else "")
+
+    def closed(self) -> None:
+        """The file is sound and on the disk."""
+        self._say(self._seen())
+
+    def go(self) -> None:
+        """That was the last word."""
+        os.close(self._note)
+
+    def _seen(self) -> str:
+        found = self._path.stat()
+        return f"{found.st_size} {found.st_mtime_ns}"
+
+    def _say(self, text: str) -> None:
+        with suppress(OSError):  # what stands there vouches for another state of the file
+            os.pwrite(self._note, text.encode().ljust(_NOTE), 0)
+
+
+def look_through(path: Path, witness: Witness) -> None:
+    """Make sure that LMDB can trust the file's structure. Whether values are intact is seen when they are read."""
+    with path.open("rb") as file:
+        if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
+            raise DiskError(f"{path} is not a store of kvpage-server")
+    if witness.vouches():
+        return
+    problems = _verify(path)
+    if problems:
+        raise DiskError(f"{path} is damaged: {problems[0]}. Restore it from a backup, or move it away to start empty")
+
+
+def lock(path: Path) -> IO[bytes]:
+    """Hold the directory, as long as the file is open. Raises DiskError when another process does."""
+    lock = path.open("a+b")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.seek(0)
+        owner = lock.read(20).decode("ascii", "replace").strip()
+        lock.close()
+        raise DiskError(f"{path.parent.absolute()} is in use by another kvpage-server, pid {owner}") from None
+    lock.truncate(0)
+    lock.write(b"%d\n" % os.getpid())
+    lock.flush()
+    return lock
+
+
+def create(path: Path) -> None:
+    """A new store: there as a whole, or not at all."""
+    new = path.with_name(f"{path.name}.new")
+    for left in (new, new.with_name(f"{new.name}-lock")):
+        left.unlink(missing_ok=True)
+    env = lmdb.open(str(new), subdir=False, max_dbs=4, map_size=_SMALLEST_MAP)
+    about = env.open_db(b"about")
+    with env.begin(write=True, db=about) as txn:
+        txn.put(b"format", b"%d" % FORMAT)
+        txn.put(b"id", uuid.uuid4().hex.encode())
+    env.close()
+    new.with_name(f"{new.name}-lock").unlink(missing_ok=True)
+    new.rename(path)
+    flush_directory(path.parent)
+
+
+def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
+    """The file in memory: its address space is taken at once, its disk space as it is needed."""
+    size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
+    while True:
+        try:
+            return lmdb.open(str(path), subdir=False, max_dbs=4, map_size=size, max_spare_txns=4)
+        except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
+            if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):
+                raise
+            size //= 2
+
+
+def _verify(path: Path) -> list[str]:
+    """What is wrong with the structure of a database file."""
+    try:
+        return list(verify(str(path), subdir=False))  # type: ignore[no-untyped-call]
+    except VerifyError as error:
+        return [str(error)]
+
+
+def _says(error: Exception, number: int) -> bool:
+    return os.strerror(number) in str(error)
+
+
+@contextmanager
+def told(path: Path) -> Iterator[None]:
+    """What LMDB and the system say, as DiskError or DiskFull."""
+    try:
+        yield
+    except lmdb.MapFullError:
+        raise DiskFull("maxdisk is used up") from None
+    except lmdb.Error as error:
+        if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
+            raise DiskFull(str(error)) from None
+        if _says(error, errno.EIO) and shutil.disk_usage(path.parent).free < RESERVE:  # it could write a part
+            raise DiskFull(os.strerror(errno.ENOSPC)) from None
+        raise DiskError(f"{path}: {error}") from None
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise DiskFull(error.strerror) from None
+        raise DiskError(f"{error.filename or path}: {error.strerror}") from None

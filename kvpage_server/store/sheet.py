@@ -1,0 +1,151 @@
+"""How pages that were stored one by one are described on disk: a row each, those of up to 16 layers of a block in one
+record, its sheet.
+
+Such pages are written, fetched and evicted by the block, and there are a thousand of them in one. So they share a
+record, and a store that starts reads a few kilobytes a block and no page by itself.
+
+    [8: XXH3-64 of all that follows and of the database key][8: no row expires before][rows]
+    row: [64: the page's header][expires: 8][used: 8][XXH3-64 of the body: 8][first piece: 8, 0 for an empty body]
+
+All numbers are little-endian, times unix milliseconds, 0 for never.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+from typing_extensions import Buffer
+
+from kvpage_server.page import HEADER_SIZE, checksum
+from kvpage_server.store.record import Damaged, Record, name_of_key, room_for
+
+_LAYERS, _HEADS = 16, 64  # of a block in one sheet: a page that changes alone has few others written with it
+_NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
+_START = struct.Struct("<QQ")  # digest, soonest
+_DIGEST = 8
+_ROW = struct.Struct("<6xB9xII24xI12xQQQQ")  # kv_type, layer, head, body length; expires, used, digest, first
+_TIMES = struct.Struct("<QQQQ")
+ROW = _ROW.size
+_SIZE, _USED = 48, HEADER_SIZE + 8
+_COLUMNS = np.dtype(
+    {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}
+)
+
+Spot = tuple[int, int, int]  # kv_type, layer, head
+PREFIX = b"p"
+
+
+def place_of(name: bytes) -> tuple[bytes, Spot] | None:
+    """The database key of the sheet that a page has its row in, and which that is; None for the name of no page."""
+    found = _NAME.match(name)
+    if found is None:
+        return None
+    req_id, *numbers = found.groups()
+    layer, head, page, kv_type = map(int, numbers)
+    return b"p%b:%d:%d:%d" % (req_id, page, layer // _LAYERS, head // _HEADS), (kv_type, layer, head)
+
+
+def is_in(name: bytes, key: bytes) -> bool:
+    """Whether the page of that name has its row in a sheet."""
+    place = place_of(name)
+    return place is not None and place[0] == key
+
+
+def block_of(key: bytes) -> tuple[bytes, int]:
+    """The request and page of the block that a sheet belongs to."""
+    req_id, page, _, _ = key[1:].rsplit(b":", 3)
+    return req_id, int(page)
+
+
+def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
+    """The sheet of some rows."""
+    body = b"".join(rows.values())
+    expiries = np.frombuffer(body, _COLUMNS)["expires"]
+    expiring = expiries[expiries > 0]
+    rest = (int(expiring.min()) if len(expiring) else 0).to_bytes(8, "little") + body
+    return checksum(rest + key).to_bytes(8, "little") + rest
+
+
+def unpack(key: bytes, data: Buffer) -> tuple[int, bytes]:
+    """A sheet's soonest expiry and its rows. Raises Damaged."""
+    raw = bytes(data)
+    if len(raw) < _START.size or (len(raw) - _START.size) % ROW:
+        raise Damaged("its record has a wrong length")
+    digest, soonest = _START.unpack_from(raw)
+    if digest != checksum(raw[_DIGEST:] + key):
+        raise Damaged("its record does not match the record's checksum")
+    return soonest, raw[_START.size :]
+
+
+def by_spot(rows: bytes) -> dict[Spot, bytes]:
+    """Each row."""
+    starts = range(0, len(rows), ROW)
+    return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
+
+
+def row_of(record: Record) -> bytes:
+    """The row of a page, whose header is the record's meta."""
+    return record.meta + _TIMES.pack(record.expires, record.used, record.digest, record.first)
+
+
+def record_of(name: bytes, row: bytes) -> Record:
+    """What a row says of the page of that name."""
+    _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
+    return Record(name, row[:HEADER_SIZE], expires, used, size, digest, first)
+
+
+def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
+    """The key of each page, its spot, when it expires and when it was last used."""
+    before, between = b"kv:%b:" % req_id, b":%d:" % page
+    for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
+        yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
+
+
+def headers(rows: bytes) -> Iterator[bytes]:
+    """The header of each page."""
+    return (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
+
+
+def size_of(header: bytes) -> int:
+    """Bytes of a page's body."""
+    return int.from_bytes(header[_SIZE : _SIZE + 4], "little")
+
+
+def records(key: bytes, rows: bytes) -> Iterator[Record]:
+    """What the rows of a sheet say."""
+    req_id, page = block_of(key)
+    for i, (name, *_) in enumerate(pages(req_id, page, rows)):
+        yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
+
+
+def expires_of(rows: bytes, spot: Spot) -> int:
+    """When a page expires; 0 for never, or when it has no row."""
+    found = (row[4] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
+    return next(found, 0)
+
+
+def expiring(rows: bytes) -> tuple[int, bytes]:
+    """How many pages will expire, and the row of the first. There is one."""
+    expires = np.frombuffer(rows, _COLUMNS)["expires"]
+    some = np.flatnonzero(expires)
+    first = int(some[expires[some].argmin()])
+    return len(some), rows[first * ROW : (first + 1) * ROW]
+
+
+def used(rows: bytes) -> int:
+    """When the first page was last used."""
+    return int.from_bytes(rows[_USED : _USED + 8], "little")
+
+
+def footprint_of(size: int) -> int:
+    """Bytes of the database that a page takes, nearly."""
+    return ROW + room_for(size)
+
+
+def footprint(rows: bytes) -> int:
+    """Bytes of the database that pages take, nearly."""
+    sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
+    return len(rows) + sum(room_for(int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))
