@@ -155,7 +155,7 @@ class SafetensorsCacheAdapter:
     def find(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, given_up: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """What `load` finds, and why it found nothing. Reads on for as long as it isn't `given_up`, which is no miss."""
+        """What `load` finds, and why it found nothing. Reads on while it isn't `given_up`, which is no miss."""
         try:
             with self._path(agent_id).open("rb") as file:
                 return self._load(agent_id, TensorReader(file), tokens, given_up), None

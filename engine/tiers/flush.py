@@ -1,0 +1,197 @@
+"""Writing behind the answers: what is dirty goes to the page server, and behind it to the cold tier."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from engine.blocks import AgentBlocks
+from engine.pool import BlockPool
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.hot import Below, CacheEntry, HotTier
+from engine.tiers.metrics import Tally
+from engine.tiers.pages import PageTier
+
+log = logging.getLogger(__name__)
+
+Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
+RETRY = 1.0  # seconds until a tier is tried again that could not be written to
+IDLE = 5.0  # seconds without a use after which a context is written to its file
+
+
+class Flusher:
+    """One thread that writes what is dirty, a context at a time, and never the same one twice.
+
+    First what is to leave memory, then to the page server what has been dirty for longest, then to its file what has
+    not been used for IDLE seconds, so that a chatty agent's file is not written every turn. There is no copy in a
+    queue: an agent's entry in the hot tier is what is owed, so a newer context is written instead of the older.
+
+    While the page server fails, contexts go to their files at once, and stay dirty for the server until it is back.
+    """
+
+    def __init__(
+        self,
+        hot: HotTier,
+        changed: threading.Condition,
+        pool: BlockPool,
+        pages: PageTier | None,
+        cold: SafetensorsCacheAdapter | None,
+        tally: Tally,
+    ) -> None:
+        """`changed` is the lock of `hot`, notified when something became dirty, and by this when something is not."""
+        self._hot = hot
+        self._changed = changed
+        self._pool = pool
+        self._tally = tally
+        self._save: dict[Below, Save] = {}
+        self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None]] = deque()
+        if pages:
+            self._save["page"] = lambda context: saved.nbytes if (saved := pages.save(context)) else None
+            self._publish_blocks: Save = lambda context: saved.nbytes if (saved := pages.publish(context)) else None
+        if cold:
+            self._save["cold"] = cold.save
+        self._failed: dict[Below, float] = {}  # when a tier that cannot be written to is tried again
+        self._writing = threading.Lock()
+        self._closed = False
+        self._thread = threading.Thread(target=self._run, name="kvpage-flush", daemon=True)
+        if self._save:
+            self._thread.start()
+
+    @property
+    def tiers(self) -> set[Below]:
+        """What a new context is owed to."""
+        return set(self._save)
+
+    @property
+    def stuck(self) -> set[Below]:
+        """The tiers that could not be written to when it was last tried."""
+        return set(self._failed)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Nothing is being written meanwhile. Waits for the end of what is."""
+        with self._writing:
+            yield
+
+    def publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
+        """Write the blocks of a prompt before anything else, and call `over` when that is done, well or not.
+
+        The caller's references become the flusher's.
+        """
+        with self._changed:
+            if "page" in self._save and not self._closed:
+                self._prompts.append((context, over))
+                self._changed.notify_all()
+                return
+        self._pool.free(context.block_ids, context.agent_id)
+        if over:
+            over()
+
+    def flush(self) -> None:
+        """Write all that is dirty, to wherever it is owed, before this returns. A tier that fails is tried once."""
+        failed: set[Below] = set()
+        with self._changed:
+            dirty = [entry.context.agent_id for entry in self._hot if entry.owed]
+        for agent_id in dirty:
+            for tier in self._save:
+                if tier not in failed and not self._write(agent_id, tier):
+                    failed.add(tier)
+
+    def close(self) -> None:
+        """Write all that is dirty, and end the thread."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        if self._thread.is_alive():
+            self._thread.join()
+        while self._prompts:
+            self._publish(*self._prompts.popleft())
+        self.flush()
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._closed and not self._prompts and not self._due():
+                    self._changed.wait(self._pause())
+                if self._closed:
+                    return
+                prompt = self._prompts.popleft() if self._prompts else None
+                due = self._due()
+            if prompt:
+                self._publish(*prompt)
+            elif due:
+                self._write(*due)
+
+    def _publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
+        """Write the blocks of a prompt."""
+        with self._writing:
+            if self._try("page", self._publish_blocks, context) is not None:
+                self._tally.count("published")
+        if over:
+            over()
+
+    def _due(self) -> tuple[str, Below] | None:
+        """What to write now, and where to."""
+        now = time.monotonic()
+        due = [(entry, tier) for entry, tier in self._owed() if self._when(entry, tier) <= now]
+        if not due:
+            return None
+        entry, tier = min(due, key=lambda one: (not one[0].leaving, one[1] != "page", one[0].dirty_since))
+        return entry.context.agent_id, tier
+
+    def _pause(self) -> float | None:
+        """Seconds until something is due; None while nothing is dirty."""
+        times = [self._when(entry, tier) for entry, tier in self._owed()]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _owed(self) -> Iterator[tuple[CacheEntry, Below]]:
+        return ((entry, tier) for entry in self._hot for tier in entry.owed)
+
+    def _when(self, entry: CacheEntry, tier: Below) -> float:
+        at_once = tier == "page" or entry.leaving or "page" in self._failed
+        return max(0.0 if at_once else entry.used + IDLE, self._failed.get(tier, 0.0))
+
+    def _write(self, agent_id: str, tier: Below) -> bool:
+        """Write the agent's context, if it is owed there; whether all went well."""
+        with self._writing:
+            with self._changed:
+                entry = self._hot.look(agent_id)
+                if entry is None or tier not in entry.owed:
+                    return True
+                context = entry.context
+                self._pool.share(context.block_ids, agent_id)
+            nbytes = self._try(tier, self._save[tier], context)
+            with self._changed:
+                self._wrote(entry, tier, well=nbytes is not None)
+                self._hot.trim(self.stuck)
+                self._changed.notify_all()
+        return nbytes is not None
+
+    def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
+        """How many bytes it wrote; None when it failed. Frees the context."""
+        start = time.perf_counter()
+        nbytes = None
+        try:
+            nbytes = save(context)
+        except Exception:  # whatever it was, others are still to be written
+            log.exception("the context of %s could not be written", context.agent_id)
+        finally:
+            self._pool.free(context.block_ids, context.agent_id)
+        self._tally.saved(tier, nbytes, time.perf_counter() - start)
+        return nbytes
+
+    def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
+        if not well:
+            self._failed[tier] = time.monotonic() + RETRY
+            entry.dirty_since = time.monotonic()  # it may be this context's fault: the others are next
+            return
+        self._failed.pop(tier, None)
+        entry.kept = True
+        entry.owed.discard(tier)
+        if not entry.owed:
+            self._tally.count("dirty_flushes")
+            self._hot.written(entry)

@@ -1,0 +1,160 @@
+"""The hot tier: contexts that are live in memory. The least recently used leave first, once they are written."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, field
+from typing import Literal
+
+from engine.blocks import AgentBlocks
+from engine.pool import BlockPool
+
+Below = Literal["page", "cold"]  # the tiers to which it is written
+
+
+@dataclass(slots=True, eq=False)
+class CacheEntry:
+    """An agent's context in memory. Its blocks are held under the agent's name."""
+
+    context: AgentBlocks
+    owed: set[Below]  # where it is still to be written: it is dirty unless this is empty
+    whole: bool  # the agent's last context; else what a load brought, which may be only how it begins
+    pinned: bool = False
+    leaving: bool = False  # evicted, but not written yet
+    kept: bool = False  # some tier below has it
+    used: float = field(default_factory=time.monotonic)
+    dirty_since: float = field(default_factory=time.monotonic)
+    sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
+
+
+class HotTier:
+    """Contexts by agent, at most `max_agents` of them and `max_bytes` in their blocks, a block that several share
+    counted once. Pinned ones count, and stay.
+
+    What is dirty is not dropped: it is leaving, no longer counted, until it is written. As much as `max_leaving` bytes
+    may be; beyond that nothing dirty is evicted, and the tier is larger than it should be until something was written.
+    Only what can be written nowhere is dropped to make room, and counted in `lost`.
+
+    Not thread-safe: its owner has a lock.
+    """
+
+    def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
+        self.evictions = 0
+        self.lost = 0  # contexts of which nothing is left anywhere
+        self._pool = pool
+        self._max_agents = max_agents
+        self._max_bytes = max_bytes
+        self._max_leaving = max_leaving
+        self._entries: OrderedDict[str, CacheEntry] = OrderedDict()  # the least recently used first
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[CacheEntry]:
+        """The least recently used first."""
+        return iter(list(self._entries.values()))
+
+    @property
+    def nbytes(self) -> int:
+        """Of all blocks, those of contexts that are leaving included."""
+        return sum(_sizes(self._entries.values()).values())
+
+    def look(self, agent_id: str) -> CacheEntry | None:
+        """The agent's entry, which is not used by that."""
+        return self._entries.get(agent_id)
+
+    def use(self, agent_id: str) -> CacheEntry | None:
+        """The agent's entry, which is now the most recently used, and stays if it was leaving."""
+        entry = self._entries.get(agent_id)
+        if entry:
+            self._entries.move_to_end(agent_id)
+            entry.used = time.monotonic()
+            entry.leaving = False
+        return entry
+
+    def put(self, context: AgentBlocks, owed: Collection[Below], *, whole: bool) -> None:
+        """Keep a context, in place of the agent's last one. The caller's references become the tier's."""
+        before = self._entries.get(context.agent_id)
+        entry = CacheEntry(context, set(owed), whole)
+        entry.sizes = {block.block_id: block.nbytes for block in context.blocks}
+        if before:
+            entry.pinned = before.pinned
+            if before.owed:
+                entry.dirty_since = before.dirty_since
+            self.drop(context.agent_id)
+        self._entries[context.agent_id] = entry
+
+    def drop(self, agent_id: str) -> bool:
+        """Forget the agent's context, written or not; whether there was one."""
+        entry = self._entries.pop(agent_id, None)
+        if entry:
+            self._pool.free(entry.context.block_ids, agent_id)
+        return entry is not None
+
+    def trim(self, stuck: Collection[Below]) -> None:
+        """Evict until the tier is no larger than it should be. `stuck`: the tiers that cannot be written to now."""
+        while self._too_large() and self.evict(stuck):
+            pass
+
+    def evict(self, stuck: Collection[Below]) -> bool:
+        """Evict the least recently used of those that may go; whether there was one."""
+        for entry in self:
+            if not entry.pinned and not entry.leaving and self._let_go(entry, stuck):
+                self.evictions += 1
+                return True
+        return False
+
+    def abandon(self, stuck: Collection[Below]) -> bool:
+        """Drop one that is leaving and can be written nowhere now; whether there was one."""
+        stranded = next((entry for entry in self if entry.leaving and entry.owed <= set(stuck)), None)
+        if stranded is None:
+            return False
+        self.lost += not stranded.kept
+        return self.drop(stranded.context.agent_id)
+
+    def coming(self, stuck: Collection[Below]) -> dict[int, int]:
+        """The blocks that will be free when those that leave are written, unless others hold them; their bytes."""
+        return _sizes([entry for entry in self if entry.leaving and not entry.owed <= set(stuck)])
+
+    def drop_clean(self) -> None:
+        """Drop all that is written and not pinned."""
+        for entry in self:
+            if not entry.owed and not entry.pinned:
+                self.drop(entry.context.agent_id)
+                self.evictions += 1
+
+    def clear(self) -> None:
+        """Drop everything."""
+        for entry in self:
+            self.drop(entry.context.agent_id)
+
+    def written(self, entry: CacheEntry) -> None:
+        """Drop it if it was only here to be written, and nothing newer took its place."""
+        if entry.leaving and self._entries.get(entry.context.agent_id) is entry:
+            self.drop(entry.context.agent_id)
+
+    def _let_go(self, entry: CacheEntry, stuck: Collection[Below]) -> bool:
+        if not entry.owed:
+            return self.drop(entry.context.agent_id)
+        while (leaving := [other for other in self if other.leaving]) and self._too_much([*leaving, entry]):
+            if not self.abandon(stuck):
+                return False
+        entry.leaving = True
+        return True
+
+    def _too_much(self, leaving: Collection[CacheEntry]) -> bool:
+        return sum(_sizes(leaving).values()) > self._max_leaving
+
+    def _too_large(self) -> bool:
+        staying = [entry for entry in self if not entry.leaving]
+        return len(staying) > self._max_agents or sum(_sizes(staying).values()) > self._max_bytes
+
+
+def _sizes(entries: Collection[CacheEntry]) -> dict[int, int]:
+    """Bytes of all their blocks, by id."""
+    sizes: dict[int, int] = {}
+    for entry in entries:
+        sizes |= entry.sizes
+    return sizes

@@ -1,0 +1,352 @@
+"""What agents remember: hot in memory, then on the page server, then in files, and else not at all.
+
+>>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool))
+>>> loading = store.begin_load("alice", prompt)  # the prompts of others go on meanwhile
+>>> known = loading.result()
+>>> batch.submit("alice", prompt, known.blocks)
+>>> if known.blocks:
+...     pool.free(known.blocks.block_ids, "alice")
+>>> for done in batch.step():
+...     store.save(done.blocks)  # which takes references of its own, and writes behind
+...     pool.free(done.blocks.block_ids, done.agent_id)
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+from engine.blocks import AgentBlocks, BlockError, check_agent_id
+from engine.pool import BlockPool
+from engine.prefix import root_of
+from engine.shared import SharedPrefixCache
+from engine.spec import ModelCacheSpec
+from engine.tiers.claim import Claim, Claims
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.flush import Flusher
+from engine.tiers.hot import HotTier
+from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
+from engine.tiers.metrics import StoreMetrics, Tally
+from engine.tiers.pages import PageTier
+
+MAX_HOT_AGENTS = 8
+READERS = 2  # files that are read at once
+QUEUE_BYTES = 1 << 30
+PREFIX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class AgentInfo:
+    """What the store has of an agent."""
+
+    agent_id: str
+    tokens: int
+    tiers: tuple[str, ...]  # of "hot", "page" and "cold"
+    nbytes: int  # of these tokens, in memory
+    dirty: bool
+    pinned: bool
+
+
+class AgentCacheStore:
+    """Saves contexts, and finds them again in the first tier that has them. Thread-safe.
+
+    Of a prompt's beginning the longest that is in memory is taken, the agent's own last context or anybody's full
+    blocks; for full blocks that are not, the page server is asked; a file is read where neither has as much. What is
+    found below comes up. Whatever fails below is less that is found, with the reason counted.
+
+    A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
+    common is there once, and every reference in the pool bears the name of its agent.
+    """
+
+    def __init__(
+        self,
+        spec: ModelCacheSpec,
+        pool: BlockPool,
+        *,
+        pages: PageTier | None = None,
+        cold: SafetensorsCacheAdapter | None = None,
+        max_hot_agents: int = MAX_HOT_AGENTS,
+        hot_bytes: int | None = None,
+        queue_bytes: int | None = None,
+        prefix_bytes: int | None = None,
+    ) -> None:
+        """`pages` and `cold` are the store's own from now on.
+
+        Of contexts in memory there are at most `max_hot_agents`, of `hot_bytes` (half of the pool). `queue_bytes` (a
+        quarter, a GiB at most) may have been evicted and wait to be written, and `prefix_bytes` (an eighth, a GiB at
+        most) of full blocks are kept for others. Raises ValueError for a limit below 0.
+        """
+        if wrong := [limit for limit in (max_hot_agents, hot_bytes, queue_bytes, prefix_bytes) if limit and limit < 0]:
+            raise ValueError(f"a limit is at least 0, got {wrong[0]}")
+        capacity = min(pool.total_bytes, pool.total_blocks * spec.block_tokens * spec.token_nbytes)
+        hot_bytes = capacity // 2 if hot_bytes is None else hot_bytes
+        queue_bytes = min(capacity // 4, QUEUE_BYTES) if queue_bytes is None else queue_bytes
+        prefix_bytes = min(capacity // 8, PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+        self.spec = spec
+        self._pool = pool
+        self._pages = pages
+        self._cold = cold
+        self._tally = Tally()
+        self._changed = threading.Condition()  # the lock of what is in memory
+        self._hot = HotTier(pool, max_hot_agents, hot_bytes, queue_bytes)
+        self._prefixes = SharedPrefixCache(spec, pool, prefix_bytes)
+        self._flusher = Flusher(self._hot, self._changed, pool, pages, cold, self._tally)
+        self.claims = Claims(spec, pages)
+        self._readers = ThreadPoolExecutor(READERS, "kvpage-read")
+        self._ways = Ways(spec, pool, pages, cold, self._readers, self._tally, self._make_room_for, self._came)
+        self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
+
+    def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
+        """The longest stored context that begins as `tokens` do, or without `tokens` the agent's own. Waits for it.
+
+        Its blocks are the caller's to free, under the agent's name. None when there is nothing usable.
+        Raises BlockError for an agent's id that is none.
+        """
+        loaded = self.begin_load(agent_id, tokens).result()
+        return loaded if loaded.blocks else None
+
+    def begin_load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loading:
+        """The same, without waiting: what memory has is found at once, the rest on its way."""
+        check_agent_id(agent_id)
+        with self._changed:
+            memory = self._in_memory(agent_id, tokens)
+            entry = self._hot.look(agent_id)
+            missing = self._missing(tokens, memory.reach) if tokens is not None else not (entry and entry.whole)
+        enough = not missing or not (self._pages or self._cold)
+        loading = Loading(self._ways, agent_id, tokens, memory, enough=enough)
+        self._loadings.add(loading)
+        return loading
+
+    def save(self, context: AgentBlocks) -> None:
+        """Keep a context as its agent's last one. Takes references of its own; what is dirty is written behind.
+
+        An empty one, of an answer whose context was not kept, leaves the last one as it is.
+        Raises IncompatibleBlocksError for blocks of another model, ValueError for blocks that were freed.
+        """
+        context.validate(self.spec)
+        if not context.blocks:
+            return
+        with self._changed:
+            self._take_up(self._prefixes.adopt(context))
+
+    def publish(self, context: AgentBlocks, claim: Claim | None = None) -> None:
+        """Make the full blocks of a prompt known to all, before its answer is complete, and `claim` void when they are.
+
+        Takes references of its own. Raises as `save` does.
+        """
+        context.validate(self.spec)
+        size = self.spec.block_tokens
+        full = tuple(block for block in context.blocks if block.tokens == size)
+        context = replace(context, tokens=context.tokens[: len(full) * size], blocks=full)
+        with self._changed:
+            adopted = self._prefixes.adopt(context)
+        if claim:
+            claim.published()
+        self._flusher.publish(adopted, claim.release if claim else None)
+
+    def delete(self, agent_id: str) -> bool:
+        """Forget an agent, in every tier; whether any had it. What others have in common with it stays.
+
+        Waits for what is being written. Raises OSError when its file cannot be removed.
+        """
+        check_agent_id(agent_id)
+        with self._flusher.paused():
+            with self._changed:
+                entry = self._hot.look(agent_id)
+                names = self._prefixes.names(agent_id, entry.context.tokens) if entry else []
+                self._hot.drop(agent_id)
+                self._prefixes.forget(names)
+            on_server = self._pages.delete(agent_id) if self._pages else False
+            on_file = self._cold.delete(agent_id) if self._cold else False
+        return bool(entry) or on_server or on_file
+
+    def fork(self, agent_id: str, new_id: str) -> bool:
+        """Let `new_id` have the context that `agent_id` has, in place of its own; whether there was one.
+
+        No bytes move: memory and the server share the blocks. Raises BlockError for an agent of another tenant.
+        """
+        check_agent_id(agent_id)
+        if root_of(agent_id) != root_of(check_agent_id(new_id)):
+            raise BlockError(f"agents of different tenants share nothing: {agent_id!r}, {new_id!r}")
+        with self._flusher.paused():
+            with self._changed:
+                entry = self._hot.look(agent_id)
+                if entry and entry.whole:
+                    self._pool.share(entry.context.block_ids, new_id)
+                    self._take_up(replace(entry.context, agent_id=new_id))
+                    return True
+            if self._pages and self._pages.fork(agent_id, new_id):
+                with self._changed:
+                    self._hot.drop(new_id)
+                if self._cold:
+                    self._cold.delete(new_id)  # of what it had before
+                return True
+        found = self._cold.load(agent_id) if self._cold else None
+        if not found:
+            return False
+        self._pool.share(found.block_ids, new_id)
+        self._pool.free(found.block_ids, agent_id)
+        with self._changed:
+            self._take_up(replace(found, agent_id=new_id))
+        return True
+
+    def pin(self, agent_id: str) -> bool:
+        """Keep the agent's context in memory until `unpin`; whether it was there."""
+        return self._pin(agent_id, True)
+
+    def unpin(self, agent_id: str) -> bool:
+        """Let it be evicted again; whether it was there."""
+        return self._pin(agent_id, False)
+
+    def evict_lru(self, n: int = 1) -> int:
+        """Evict `n` agents from memory, the least recently used; how many. What is dirty leaves once it is written,
+        for which this doesn't wait."""
+        with self._changed:
+            evicted = sum(self._hot.evict(self._flusher.stuck) for _ in range(n))
+            self._changed.notify_all()
+        return evicted
+
+    def make_room(self, blocks: int, nbytes: int = 0) -> bool:
+        """Let go of what is in memory until the pool has so many blocks and bytes free; whether it has them now.
+
+        What is dirty is free once it is written: ask again. What can be written nowhere goes last, and is lost.
+        """
+        with self._changed:
+            while not self._has_room(blocks, nbytes):
+                stuck = self._flusher.stuck
+                coming = self._hot.coming(stuck)
+                if self._has_room(blocks - len(coming), nbytes - sum(coming.values())):
+                    break
+                if not (self._hot.evict(stuck) or self._prefixes.evict() or self._hot.abandon(stuck)):
+                    break
+            self._changed.notify_all()
+            return self._has_room(blocks, nbytes)
+
+    def flush_dirty(self) -> None:
+        """Write all that is dirty before this returns. What cannot be written stays dirty."""
+        self._flusher.flush()
+
+    def evict_all_to_disk(self) -> int:
+        """Write all that is dirty, to files too, and let go of all that is written and not pinned; how many agents."""
+        self._flusher.flush()
+        with self._changed:
+            before = len(self._hot)
+            self._hot.drop_clean()
+            return before - len(self._hot)
+
+    def agents(self) -> list[AgentInfo]:
+        """Who is remembered, by whatever tier. Asks the server and the files."""
+        on_server = set(self._pages.agents()) if self._pages else set()
+        on_file = set(self._cold.agents()) if self._cold else set()
+        with self._changed:
+            hot = {entry.context.agent_id: entry for entry in self._hot}
+        infos = []
+        for agent_id in sorted(on_server | on_file | hot.keys()):
+            entry = hot.get(agent_id)
+            tokens = len(entry.context) if entry and entry.whole else None
+            if tokens is None and self._pages and agent_id in on_server:
+                tokens = self._pages.tokens_of(agent_id)
+            if tokens is None and self._cold:
+                tokens = self._cold.reach(agent_id)
+            tiers = [tier for tier, has in (("hot", hot), ("page", on_server), ("cold", on_file)) if agent_id in has]
+            infos.append(
+                AgentInfo(
+                    agent_id,
+                    tokens or 0,
+                    tuple(tiers),
+                    (tokens or 0) * self.spec.token_nbytes,
+                    bool(entry and entry.owed),
+                    bool(entry and entry.pinned),
+                )
+            )
+        return infos
+
+    def metrics(self) -> StoreMetrics:
+        """How it went so far, and what there is now."""
+        with self._changed:
+            dirty = [entry for entry in self._hot if entry.owed]
+            return self._tally.snapshot(
+                evictions=self._hot.evictions,
+                lost=self._hot.lost,
+                hot_agents=len(self._hot),
+                hot_bytes=self._hot.nbytes,
+                dirty_agents=len(dirty),
+                dirty_bytes=sum(sum(entry.sizes.values()) for entry in dirty),
+                prefix_blocks=len(self._prefixes),
+                prefix_bytes=self._prefixes.nbytes,
+                prefix_hits=self._prefixes.hits,
+            )
+
+    def close(self) -> None:
+        """Give up what is being loaded, write all that is dirty, let go of memory and close the tiers."""
+        for loading in list(self._loadings):
+            loading.cancel()
+        self.claims.close()
+        self._flusher.close()
+        self._readers.shutdown()
+        with self._changed:
+            self._hot.clear()
+            self._prefixes.clear()
+        if self._pages:
+            self._pages.close()
+
+    def _in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
+        entry = self._hot.use(agent_id)
+        memory = Found()
+        if entry:
+            blocks, reach = beginning(self.spec, entry.context, tokens)
+            if blocks:
+                self._pool.share(blocks.block_ids, agent_id)
+                memory = Found(blocks, "hot", reach)
+        if tokens is None or not self._missing(tokens, memory.reach):
+            return memory
+        shared = self._prefixes.find(agent_id, tokens)
+        better = shared is not None and len(shared) > memory.reach
+        if worse := memory.blocks if better else shared:
+            self._pool.free(worse.block_ids, agent_id)
+        return Found(shared, "prefix", len(shared)) if shared and better else memory
+
+    def _missing(self, tokens: Sequence[int], reach: int) -> bool:
+        """Whether a full block of the prompt is not in the first `reach` tokens; its last token never has to be."""
+        size = self.spec.block_tokens
+        return reach // size < (len(tokens) - 1) // size
+
+    def _came(self, loaded: Loaded, tokens: Sequence[int] | None) -> None:
+        """What came from below stays in memory: full blocks for all, the agent's own context as its own."""
+        blocks = loaded.blocks
+        nbytes = sum(block.nbytes for block in blocks.blocks) if blocks else 0
+        self._tally.loaded(loaded.tier, nbytes, loaded.seconds, loaded.why)
+        if blocks is None or loaded.tier not in ("page", "cold"):
+            return
+        own = tokens is None or loaded.tier == "cold" or len(blocks) % self.spec.block_tokens
+        with self._changed:
+            adopted = self._prefixes.adopt(blocks)
+            entry = self._hot.look(blocks.agent_id)
+            if own and not (entry and entry.owed):
+                self._hot.put(adopted, (), whole=tokens is None)
+                self._hot.trim(self._flusher.stuck)
+            else:
+                self._pool.free(adopted.block_ids, blocks.agent_id)
+
+    def _take_up(self, context: AgentBlocks) -> None:
+        """A context whose references are the store's already becomes its agent's last one, and dirty."""
+        self._hot.put(context, self._flusher.tiers, whole=True)
+        self._hot.trim(self._flusher.stuck)
+        self._changed.notify_all()
+
+    def _pin(self, agent_id: str, pinned: bool) -> bool:
+        with self._changed:
+            entry = self._hot.use(agent_id)
+            if entry:
+                entry.pinned = pinned
+                self._hot.trim(self._flusher.stuck)
+        return entry is not None
+
+    def _make_room_for(self, tokens: int) -> None:
+        self.make_room(self.spec.blocks_for(max(tokens, 0)), max(tokens, 0) * self.spec.token_nbytes)
+
+    def _has_room(self, blocks: int, nbytes: int) -> bool:
+        return self._pool.available_blocks >= blocks and self._pool.available_bytes >= nbytes

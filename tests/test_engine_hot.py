@@ -1,0 +1,148 @@
+"""The hot tier: who is used least leaves first, nothing dirty is lost, and memory is what it was told to be."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from contexts import SPEC, made, some_tokens
+
+# isort: split
+import pytest
+
+from engine.pool import BlockPool
+from engine.tiers.hot import Below, HotTier
+
+MANY = 1 << 30
+TEN = 10 * SPEC.token_nbytes  # bytes of ten tokens
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(64)
+    yield pool
+    pool.check_empty()
+
+
+def keep(hot: HotTier, pool: BlockPool, agent_id: str, *owed: Below, count: int = 10) -> None:
+    hot.put(made(pool, agent_id, some_tokens(len(agent_id), count)), owed, whole=True)
+
+
+def agents(hot: HotTier) -> list[str]:
+    return [entry.context.agent_id for entry in hot]
+
+
+def test_the_least_recently_used_leaves_first_and_pinned_ones_stay(pool: BlockPool) -> None:
+    hot = HotTier(pool, max_agents=2, max_bytes=MANY, max_leaving=0)
+    for agent in ("alice", "bob", "carol"):
+        keep(hot, pool, agent)
+    hot.use("alice")
+    entry = hot.look("bob")
+    assert entry
+    entry.pinned = True
+    hot.trim(())
+    assert agents(hot) == ["bob", "alice"]
+    assert hot.evictions == 1
+    assert hot.evict(())
+    assert not hot.evict(())
+    assert agents(hot) == ["bob"]
+    keep(hot, pool, "bob")
+    assert not hot.evict(()), "a new context of a pinned agent is pinned"
+    hot.clear()
+
+
+def test_a_newer_context_takes_the_place_of_the_older_and_frees_it(pool: BlockPool) -> None:
+    hot = HotTier(pool, 4, MANY, 0)
+    keep(hot, pool, "alice", count=30)
+    keep(hot, pool, "alice", count=10)
+    assert (len(hot), hot.nbytes, pool.used_blocks) == (1, TEN, 2)
+    hot.clear()
+
+
+def test_bytes_that_agents_share_count_once(pool: BlockPool) -> None:
+    hot = HotTier(pool, 4, 2 * TEN, 0)
+    keep(hot, pool, "alice")
+    entry = hot.look("alice")
+    assert entry
+    for fork in ("bob", "carol"):
+        pool.share(entry.context.block_ids, fork)
+        hot.put(replace(entry.context, agent_id=fork), (), whole=True)
+    hot.trim(())
+    assert (len(hot), hot.nbytes) == (3, TEN)
+    keep(hot, pool, "david", count=20)
+    hot.trim(())
+    assert agents(hot) == ["david"]
+    hot.clear()
+
+
+def test_what_is_dirty_leaves_when_it_is_written(pool: BlockPool) -> None:
+    hot = HotTier(pool, 1, MANY, max_leaving=TEN)
+    keep(hot, pool, "alice", "page", "cold")
+    keep(hot, pool, "bob", "page")
+    hot.trim(())
+    alice = hot.look("alice")
+    assert alice
+    assert alice.leaving
+    assert hot.coming(()) == alice.sizes
+    alice.owed.clear()
+    hot.written(alice)
+    assert agents(hot) == ["bob"]
+    hot.clear()
+
+
+def test_what_is_used_while_it_is_leaving_stays(pool: BlockPool) -> None:
+    hot = HotTier(pool, 1, MANY, max_leaving=TEN)
+    for agent in ("alice", "bob"):
+        keep(hot, pool, agent, "page")
+    hot.trim(())
+    alice = hot.use("alice")
+    assert alice
+    hot.trim(())
+    assert [(entry.context.agent_id, entry.leaving) for entry in hot] == [("bob", True), ("alice", False)]
+    alice.owed.clear()
+    hot.written(alice)
+    assert hot.look("alice")
+    hot.clear()
+
+
+def test_a_newer_context_stays_when_the_older_was_written(pool: BlockPool) -> None:
+    hot = HotTier(pool, 1, MANY, max_leaving=MANY)
+    keep(hot, pool, "alice", "page")
+    hot.evict(())
+    older = hot.look("alice")
+    assert older
+    keep(hot, pool, "alice", "page", count=20)
+    older.owed.clear()
+    hot.written(older)
+    assert hot.nbytes == 2 * TEN
+    hot.clear()
+
+
+def test_no_more_waits_to_be_written_than_may_and_what_is_clean_goes_instead(pool: BlockPool) -> None:
+    hot = HotTier(pool, 1, MANY, max_leaving=TEN)
+    keep(hot, pool, "alice", "page")
+    keep(hot, pool, "bob", "page")
+    keep(hot, pool, "carol")
+    keep(hot, pool, "david", "page")
+    hot.trim(())
+    assert agents(hot) == ["alice", "bob", "david"]
+    assert [entry.leaving for entry in hot] == [True, False, False], "one dirty context more than there should be"
+    assert hot.lost == 0
+    hot.clear()
+
+
+def test_only_what_can_be_written_nowhere_is_dropped(pool: BlockPool) -> None:
+    hot = HotTier(pool, 1, MANY, max_leaving=TEN)
+    for agent in ("alice", "bob", "carol"):
+        keep(hot, pool, agent, "page")
+    alice = hot.look("alice")
+    assert alice
+    alice.kept = True  # there is a file of it
+    hot.trim(["page"])
+    assert (agents(hot), hot.lost) == (["bob", "carol"], 0)
+    keep(hot, pool, "david", "page")
+    hot.trim(["page"])
+    assert (agents(hot), hot.lost) == (["carol", "david"], 1)
+    assert hot.coming(["page"]) == {}
+    hot.clear()

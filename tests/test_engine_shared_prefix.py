@@ -1,0 +1,294 @@
+"""What begins alike is held once and computed once: shared prefixes, and who computes those that nobody has yet."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
+from engine_models import letter_tokenizer, tiny
+from servers import RunningServer, free_port
+
+# isort: split
+import mlx.core as mx
+import pytest
+import redis
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine import kvcache
+from engine.blocks import AgentBlocks
+from engine.pool import BlockPool
+from engine.shared import HOLDER, SharedPrefixCache
+from engine.spec import ModelCacheSpec
+from engine.tiers import claim
+from engine.tiers.claim import Claim, Claims
+from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
+
+TOKENS = some_tokens(1, 60)
+BYTES = BLOCK * SPEC.token_nbytes  # of a block
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(256)
+    yield pool
+    pool.check_empty()
+
+
+def adopted(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> AgentBlocks:
+    """What it makes of a context that somebody has computed."""
+    context = made(pool, agent_id, tokens)
+    result = prefixes.adopt(context)
+    pool.free(context.block_ids, agent_id)
+    return result
+
+
+def share(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> None:
+    pool.free(adopted(prefixes, pool, agent_id, tokens).block_ids, agent_id)
+
+
+def found(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> int:
+    """How many tokens, which are checked and freed."""
+    context = prefixes.find(agent_id, tokens)
+    if context is None:
+        return 0
+    assert is_true(context)
+    pool.free(context.block_ids, agent_id)
+    return len(context)
+
+
+def test_the_longest_beginning_is_found_by_its_exact_tokens(pool: BlockPool) -> None:
+    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
+    share(prefixes, pool, "alice", TOKENS[:43])
+    assert len(prefixes) == 5
+    assert found(prefixes, pool, "bob", TOKENS) == 40
+    assert found(prefixes, pool, "bob", TOKENS[:40]) == 32, "a token of the prompt has to be fed"
+    assert found(prefixes, pool, "bob", (*TOKENS[:20], 95, *TOKENS[21:])) == 16
+    assert found(prefixes, pool, "bob", TOKENS[1:]) == 0
+    assert [prefixes.hit_count(name) for name in prefixes.names("bob", TOKENS)] == [3, 3, 2, 2, 1, 0, 0]
+    assert prefixes.hits == 3
+    prefixes.clear()
+
+
+def test_tenants_share_nothing(pool: BlockPool) -> None:
+    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
+    share(prefixes, pool, "alice@acme", TOKENS)
+    assert found(prefixes, pool, "bob@acme", TOKENS) == 56
+    assert found(prefixes, pool, "bob@other", TOKENS) == 0
+    assert found(prefixes, pool, "bob", TOKENS) == 0
+    prefixes.clear()
+
+
+def test_what_two_have_computed_is_held_once(pool: BlockPool) -> None:
+    prefixes = SharedPrefixCache(SPEC, pool, 100 * BYTES)
+    alice = adopted(prefixes, pool, "alice", TOKENS[:50])
+    bob = adopted(prefixes, pool, "bob", (*TOKENS[:40], 95, 95))
+    assert alice.blocks[:5] == bob.blocks[:5]
+    assert is_true(bob)
+    assert pool.used_blocks == 5 + 2 + 1
+    assert {name: held.blocks for name, held in pool.holdings().items()} == {"alice": 7, "bob": 6, HOLDER: 6}
+    prefixes.clear()
+    for context in (alice, bob):
+        pool.free(context.block_ids, context.agent_id)
+
+
+def test_the_end_of_what_was_not_used_for_longest_goes_first(pool: BlockPool) -> None:
+    prefixes = SharedPrefixCache(SPEC, pool, 8 * BYTES)
+    share(prefixes, pool, "alice", (*TOKENS[:16], *some_tokens(2, 32)))
+    share(prefixes, pool, "bob", (*TOKENS[:16], *some_tokens(3, 32)))
+    assert len(prefixes) == 8
+    assert prefixes.nbytes == 8 * BYTES
+    assert found(prefixes, pool, "carol", (*TOKENS[:16], *some_tokens(3, 33))) == 48
+    assert found(prefixes, pool, "carol", (*TOKENS[:16], *some_tokens(2, 33))) == 32
+    share(prefixes, pool, "david", some_tokens(4, 200))
+    assert found(prefixes, pool, "carol", some_tokens(4, 200)) == 64, "of too long a prompt the beginning stays"
+    assert prefixes.evict()
+    assert found(prefixes, pool, "carol", some_tokens(4, 200)) == 56
+    prefixes.clear()
+    assert not prefixes.evict()
+
+
+def test_a_prefix_ends_where_a_state_was_kept(pool: BlockPool) -> None:
+    model = tiny("gemma3_text")
+    spec = ModelCacheSpec.probe(model, letter_tokenizer(), block_tokens=64)
+    tokens = some_tokens(5, 256)
+    prefixes = SharedPrefixCache(spec, pool, 1 << 30)
+
+    def computed(agent_id: str, checkpoint: int) -> AgentBlocks:
+        cache = make_prompt_cache(model)
+        mx.eval(model(mx.array([tokens[:checkpoint]]), cache=cache))
+        states = {checkpoint: kvcache.capture(spec, cache)}
+        mx.eval(model(mx.array([tokens[checkpoint:]]), cache=cache))
+        blocks = kvcache.extract(spec, cache, pool.allocate(4, agent_id), len(tokens), 0, states)
+        return AgentBlocks(agent_id, tokens, blocks, spec.fingerprint)
+
+    for agent, checkpoint, reach in (("alice", 64, 64), ("bob", 192, 192), ("carol", 128, 192)):
+        context = computed(agent, checkpoint)
+        pool.free(prefixes.adopt(context).block_ids, agent)
+        pool.free(context.block_ids, agent)
+        beginning = prefixes.find("david", tokens)
+        assert beginning
+        assert len(beginning) == beginning.reusable(spec, 255) == reach
+        pool.free(beginning.block_ids, "david")
+    assert found_states(prefixes) == 4
+    prefixes.clear()
+
+
+def found_states(prefixes: SharedPrefixCache) -> int:
+    return sum(entry.block.state is not None for entry in prefixes._entries.values())
+
+
+@pytest.fixture
+def engines(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[Callable[[], Claims]]:
+    """Makes the claims of engines that share the emptied server."""
+    opened: list[tuple[Claims, PageTier]] = []
+
+    def make(url: str = server.url) -> Claims:
+        pages = PageTier(url, SPEC, pool)
+        opened.append((Claims(SPEC, pages), pages))
+        return opened[-1][0]
+
+    yield make
+    for claims, pages in opened:
+        claims.close()
+        pages.close()
+    assert client.keys("claim:*") == []
+
+
+@pytest.fixture
+def alone() -> Iterator[Claims]:
+    """Of an engine without a server."""
+    claims = Claims(SPEC, None)
+    yield claims
+    claims.close()
+
+
+def ends(waiting: Claim, within: float = 5.0) -> str:
+    """What becomes of it."""
+    over = threading.Event()
+    waiting.add_done_callback(over.set)
+    over.wait(within)
+    return waiting.state
+
+
+def test_of_two_agents_one_computes_and_the_other_waits_until_it_is_there(alone: Claims) -> None:
+    first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
+    assert [first.state, second.state, third.state] == ["mine", "wait", "wait"]
+    told: list[str] = []
+    second.add_done_callback(lambda: told.append(second.state))
+    first.add_done_callback(lambda: told.append("at once"))
+    assert told == ["at once"]
+    first.published()
+    assert told == ["at once", "proceed"]
+    assert third.state == "proceed"
+    first.release()
+    first.release()
+
+
+def test_whoever_gives_up_hands_it_to_the_next_and_to_no_more(alone: Claims) -> None:
+    first, second, third = (alone.begin(agent, TOKENS) for agent in ("alice", "bob", "carol"))
+    second.release()
+    first.release()
+    assert third.state == "mine"
+    third.release()
+    again = alone.begin("alice", TOKENS)
+    assert again.state == "mine"
+    again.release()
+
+
+def test_only_what_is_missing_in_common_is_waited_for(alone: Claims) -> None:
+    held = alone.begin("alice", TOKENS, known=8)
+    assert alone.begin("bob", TOKENS, known=15).state == "wait"
+    others = [
+        alone.begin("bob", TOKENS),
+        alone.begin("bob", TOKENS, known=16),
+        alone.begin("bob@acme", TOKENS, known=8),
+        alone.begin("bob", (*TOKENS[:12], 95, *TOKENS[13:]), known=8),
+    ]
+    assert [other.state for other in others] == ["mine"] * 4
+    assert alone.begin("bob", TOKENS[:16], known=8).state == "proceed", "its last token is never known"
+    assert alone.begin("bob", TOKENS[:5]).state == "proceed"
+    for other in (held, *others):
+        other.release()
+
+
+def test_nobody_waits_for_ever(alone: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    first, second = alone.begin("alice", TOKENS), alone.begin("bob", TOKENS)
+    assert ends(second) == "proceed"
+    assert first.state == "mine"
+    first.release()
+
+
+def test_of_two_engines_one_computes_and_the_other_fetches(
+    engines: Callable[[], Claims], server: RunningServer, pool: BlockPool
+) -> None:
+    here, there = engines(), engines()
+    mine = here.begin("alice", TOKENS)
+    assert ends(mine) == "mine"
+    theirs = there.begin("bob", TOKENS)
+    time.sleep(0.2)
+    assert theirs.state == "wait"
+    store = AgentCacheStore(SPEC, pool, pages=PageTier(server.url, SPEC, pool))
+    prompt = made(pool, "alice", TOKENS)
+    store.publish(prompt, mine)
+    pool.free(prompt.block_ids, "alice")
+    assert ends(theirs) == "proceed"
+    elsewhere = AgentCacheStore(SPEC, pool, pages=PageTier(server.url, SPEC, pool))
+    loaded = elsewhere.load("bob", TOKENS)
+    assert loaded
+    assert loaded.blocks
+    assert (loaded.tier, loaded.reach) == ("page", 56)
+    pool.free(loaded.blocks.block_ids, "bob")
+    assert store.agents() == [], "nothing is stored in alice's name"
+    assert store.metrics().published == 1
+    for each in (store, elsewhere):
+        each.close()
+
+
+def test_a_claim_is_held_for_as_long_as_its_engine_lives(
+    engines: Callable[[], Claims], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(claim, "LEASE", 0.4)
+    monkeypatch.setattr(claim, "RENEWAL", 0.1)
+    here, there = engines(), engines()
+    mine = here.begin("alice", TOKENS)
+    assert ends(mine) == "mine"
+    theirs = there.begin("bob", TOKENS)
+    time.sleep(1.0)
+    assert theirs.state == "wait"
+    mine.release()
+    assert ends(theirs) == "mine"
+    theirs.release()
+
+
+def test_when_its_holder_dies_one_of_those_who_wait_takes_it_over(
+    engines: Callable[[], Claims], client: redis.Redis
+) -> None:
+    """What a dead engine leaves behind is a lease that runs out."""
+    here, there = engines(), engines()
+    name = SharedPrefixCache(SPEC, BlockPool(1), 0).names("alice", TOKENS)[0]
+    client.set(f"claim:{name}", "one that is dead", px=500)
+    waiting = [claims.begin(agent, TOKENS) for claims in (here, there) for agent in ("alice", "bob")]
+    while waiting:
+        assert eventually(lambda: any(each.state == "mine" for each in waiting))
+        time.sleep(0.1)
+        (mine,) = (each for each in waiting if each.state == "mine")
+        assert {each.state for each in waiting if each is not mine} <= {"wait"}, "no stampede"
+        waiting.remove(mine)
+        mine.release()
+
+
+def test_without_an_answer_of_the_server_each_engine_computes(
+    engines: Callable[..., Claims], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = engines(f"redis://127.0.0.1:{free_port()}")
+    first, second = gone.begin("alice", TOKENS), gone.begin("bob", TOKENS)
+    assert ends(first) == "mine"
+    assert second.state == "wait", "within the engine one is enough"
+    first.published()
+    assert second.state == "proceed"
+    first.release()

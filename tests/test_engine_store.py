@@ -1,0 +1,411 @@
+"""What agents remember: hot, then on the server, then in files; nothing is lost, leaked, written twice or mixed up."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import CancelledError
+from dataclasses import FrozenInstanceError
+from pathlib import Path
+from typing import Any
+
+from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
+from servers import RunningServer, free_port, start_server
+
+# isort: split
+import pytest
+import redis
+
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.pool import BlockPool
+from engine.tiers import flush, loading
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.loading import Loaded
+from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
+
+TOKENS = some_tokens(1, 60)
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it, once its stores are closed."""
+    pool = BlockPool(256)
+    yield pool
+    pool.check_empty()
+
+
+@pytest.fixture
+def cold(tmp_path: Path, pool: BlockPool) -> SafetensorsCacheAdapter:
+    return SafetensorsCacheAdapter(SPEC, pool, tmp_path)
+
+
+def remember(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> None:
+    """As the engine does after an answer."""
+    context = made(pool, agent_id, tokens)
+    store.save(context)
+    pool.free(context.block_ids, agent_id)
+
+
+def recalled(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tuple[int, ...] | None) -> tuple[str, int]:
+    """From which tier how many tokens come; they are checked and freed."""
+    loaded = store.load(agent_id, tokens)
+    return ("none", 0) if loaded is None else (loaded.tier, taken(pool, loaded))
+
+
+def taken(pool: BlockPool, loaded: Loaded) -> int:
+    assert loaded.blocks
+    assert is_true(loaded.blocks)
+    pool.free(loaded.blocks.block_ids, loaded.blocks.agent_id)
+    return loaded.reach
+
+
+def test_the_next_turn_finds_the_last_one_in_memory(pool: BlockPool) -> None:
+    store = AgentCacheStore(SPEC, pool)
+    remember(store, pool, "alice", TOKENS[:50])
+    assert recalled(store, pool, "alice", TOKENS) == ("hot", 50)
+    assert recalled(store, pool, "alice", None) == ("hot", 50)
+    assert recalled(store, pool, "alice", TOKENS[:50]) == ("hot", 49)
+    assert recalled(store, pool, "alice", (*TOKENS[:30], 95, 95, 95, 95)) == ("hot", 30)
+    assert recalled(store, pool, "bob", TOKENS) == ("prefix", 48)
+    assert recalled(store, pool, "bob@acme", TOKENS) == ("none", 0)
+    metrics = store.metrics()
+    assert (metrics.hot_hits, metrics.prefix.hits, metrics.misses) == (4, 1, {"absent": 1})
+    assert metrics.hot_bytes == 50 * SPEC.token_nbytes
+    store.close()
+
+
+def test_who_is_used_least_recently_is_evicted_to_a_file_and_comes_back_from_it(
+    pool: BlockPool, cold: SafetensorsCacheAdapter
+) -> None:
+    store = AgentCacheStore(SPEC, pool, cold=cold, max_hot_agents=2, prefix_bytes=0)
+    for i, agent in enumerate(("alice", "bob", "carol")):
+        remember(store, pool, agent, some_tokens(i, 30))
+    store.flush_dirty()
+    assert [info.agent_id for info in store.agents() if "hot" in info.tiers] == ["bob", "carol"]
+    assert recalled(store, pool, "alice", (*some_tokens(0, 30), 5)) == ("cold", 30)
+    assert [info.agent_id for info in store.agents() if "hot" in info.tiers] == ["alice", "carol"]
+    assert recalled(store, pool, "alice", (*some_tokens(0, 30), 5)) == ("hot", 30)
+    metrics = store.metrics()
+    assert (metrics.warm_hits, metrics.disk_loads, metrics.evictions, metrics.dirty_flushes) == (1, 1, 2, 3)
+    store.close()
+    assert metrics.cold.saved_bytes > 90 * SPEC.token_nbytes
+
+
+@pytest.fixture
+def stores(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[Callable[..., AgentCacheStore]]:
+    """Makes stores on the emptied server, as so many engines have them, and closes them."""
+    made: list[AgentCacheStore] = []
+
+    def make(url: str = server.url, **options: Any) -> AgentCacheStore:
+        made.append(AgentCacheStore(SPEC, pool, pages=PageTier(url, SPEC, pool), **options))
+        return made[-1]
+
+    yield make
+    for store in made:
+        store.close()
+
+
+def test_what_one_engine_writes_behind_another_finds_on_the_server(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    here, there = stores(), stores()
+    remember(here, pool, "alice", TOKENS[:50])
+    assert eventually(lambda: here.metrics().dirty_agents == 0)
+    assert recalled(there, pool, "alice", TOKENS) == ("page", 50)
+    assert recalled(there, pool, "alice", TOKENS[:56]) == ("hot", 50), "it came up"
+    assert recalled(there, pool, "bob", TOKENS) == ("prefix", 48)
+    metrics = there.metrics()
+    assert (metrics.page_hits, metrics.hot_hits, metrics.page.loaded_bytes) == (1, 1, 50 * SPEC.token_nbytes)
+    assert metrics.page.load_seconds > 0
+    with pytest.raises(FrozenInstanceError):
+        metrics.evictions = 7  # type: ignore[misc]
+
+
+def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    here, there = stores(), stores()
+    remember(here, pool, "alice", TOKENS[:20])
+    remember(there, pool, "alice", TOKENS[:50])
+    there.flush_dirty()
+    assert recalled(here, pool, "alice", TOKENS) == ("page", 50)
+    assert here.metrics().page.loaded_bytes == 50 * SPEC.token_nbytes
+    assert pool.holdings()["shared prefixes"].blocks == 2 * 6 - 0, "each engine has each full block once"
+
+
+def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_idle(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(flush, "IDLE", 0.5)
+    store = stores(cold=cold)
+    with store._flusher.paused():  # the server is slow
+        for count in range(10, 60):
+            remember(store, pool, "alice", TOKENS[:count])
+    assert eventually(lambda: store.metrics().page.saves > 0)
+    metrics = store.metrics()
+    assert (metrics.page.saves, metrics.cold.saves, metrics.dirty_agents) == (1, 0, 1)
+    assert eventually(lambda: store.metrics().dirty_agents == 0)
+    assert (store.metrics().cold.saves, store.metrics().dirty_flushes) == (1, 1)
+    assert cold.reach("alice") == 59
+    before = store.metrics()
+    store.flush_dirty()
+    store.evict_all_to_disk()
+    store.close()
+    assert (store.metrics().page.saves, store.metrics().cold.saves) == (before.page.saves, before.cold.saves)
+
+
+def test_what_is_dirty_is_written_at_the_end(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
+) -> None:
+    first = stores(cold=cold)
+    for i in range(4):
+        remember(first, pool, f"agent{i}", some_tokens(i, 20))
+    first.close()
+    assert [cold.reach(f"agent{i}") for i in range(4)] == [20] * 4
+    second = stores()
+    assert [recalled(second, pool, f"agent{i}", None) for i in range(4)] == [("page", 20)] * 4
+
+
+def test_while_the_server_is_gone_files_remember_and_the_server_learns_it_later(
+    pool: BlockPool, cold: SafetensorsCacheAdapter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush, "RETRY", 0.1)
+    port = free_port()
+    store = AgentCacheStore(SPEC, pool, pages=PageTier(f"redis://127.0.0.1:{port}", SPEC, pool), cold=cold)
+    remember(store, pool, "alice", TOKENS[:50])
+    assert eventually(lambda: cold.reach("alice") == 50), "at once, though it was used just now"
+    assert store.metrics().dirty_agents == 1
+    assert store.metrics().unsaved.get("page", 0) > 0
+    with start_server(port=port) as server:
+        assert eventually(lambda: store.metrics().dirty_agents == 0)
+        other = AgentCacheStore(SPEC, pool, pages=PageTier(server.url, SPEC, pool))
+        assert recalled(other, pool, "alice", None) == ("page", 50)
+        other.close()
+        assert store.metrics().cold.saves == 1
+        store.close()
+
+
+@pytest.fixture
+def sleeping(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Lets the server fall asleep; it wakes up at the end of the test."""
+    monkeypatch.setattr(loading, "HEDGE_AFTER", 0.1)
+    yield lambda: server.process.send_signal(signal.SIGSTOP)
+    server.process.send_signal(signal.SIGCONT)
+
+
+def test_a_file_is_read_beside_a_server_that_takes_long(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, sleeping: Callable[[], None]
+) -> None:
+    first = stores(cold=cold)
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    second = stores(cold=cold)
+    sleeping()
+    asked = time.monotonic()
+    assert recalled(second, pool, "alice", TOKENS) == ("cold", 50)
+    assert time.monotonic() - asked < 3, "before the server's deadline"
+    metrics = second.metrics()
+    assert (metrics.hedges, metrics.hedges_won, metrics.warm_hits, metrics.page_hits) == (1, 1, 1, 0)
+
+
+def test_an_agent_in_memory_does_not_wait_long_for_a_server_that_might_have_more(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, sleeping: Callable[[], None]
+) -> None:
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:40])
+    store.flush_dirty()
+    sleeping()
+    asked = time.monotonic()
+    assert recalled(store, pool, "alice", TOKENS) == ("hot", 40)
+    assert time.monotonic() - asked < 3
+    assert recalled(store, pool, "alice", TOKENS[:44]) == ("hot", 40)
+
+
+def test_a_load_holds_nobody_up_and_can_be_given_up(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, sleeping: Callable[[], None]
+) -> None:
+    store = stores()
+    remember(store, pool, "alice", TOKENS[:20])
+    store.flush_dirty()
+    sleeping()
+    before = pool.holdings()
+    loading = store.begin_load("bob", TOKENS)
+    told: list[bool] = []
+    loading.add_done_callback(lambda: told.append(True))
+    assert not loading.done()
+    with pytest.raises(TimeoutError):
+        loading.result(timeout=0.01)
+    loading.cancel()
+    loading.cancel()
+    assert told == [True]
+    with pytest.raises(CancelledError):
+        loading.result()
+    assert eventually(lambda: pool.holdings() == before)
+    settled = store.begin_load("bob", TOKENS[:17])
+    assert settled.done()
+    settled.cancel()
+    assert pool.holdings() == before
+
+
+def test_a_file_fills_in_what_the_server_has_lost(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, client: redis.Redis
+) -> None:
+    first = stores(cold=cold)
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    client.delete("manifest:alice", *(f"seal:{name}" for name in first._prefixes.names("alice", TOKENS)[2:]))
+    second = stores(cold=cold)
+    assert recalled(second, pool, "alice", TOKENS) == ("cold", 50)
+    third = stores()
+    assert recalled(third, pool, "alice", TOKENS) == ("page", 16)
+    client.flushall()
+    fourth = stores(cold=cold)
+    assert recalled(fourth, pool, "alice", None) == ("cold", 50)
+    assert recalled(fourth, pool, "nobody", None) == ("none", 0)
+    assert fourth.metrics().misses == {"absent": 1}
+
+
+def test_a_fork_costs_no_bytes_and_outlives_what_it_was_made_from(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
+) -> None:
+    store = stores(cold=cold)
+    remember(store, pool, "alice", TOKENS[:50])
+    store.flush_dirty()
+    blocks, written = pool.used_blocks, store.metrics().page.saved_bytes
+    assert store.fork("alice", "bob")
+    assert not store.fork("nobody", "carol")
+    with pytest.raises(BlockError, match="tenant"):
+        store.fork("alice", "alice@acme")
+    store.flush_dirty()
+    assert (pool.used_blocks, store.metrics().page.saved_bytes) == (blocks, written)
+    assert store.delete("alice")
+    assert not store.delete("alice")
+    assert recalled(store, pool, "bob", TOKENS) == ("hot", 50)
+    assert [(info.agent_id, info.tokens, info.tiers) for info in store.agents()] == [
+        ("bob", 50, ("hot", "page", "cold"))
+    ]
+    elsewhere = stores()
+    assert elsewhere.fork("bob", "carol")
+    assert recalled(elsewhere, pool, "carol", None) == ("page", 50)
+    store.delete("bob")
+    assert recalled(elsewhere, pool, "carol", TOKENS) == ("hot", 50)
+
+
+def test_a_fork_can_be_made_of_a_file(tmp_path: Path, pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+    store = AgentCacheStore(SPEC, pool, cold=cold)
+    remember(store, pool, "alice", TOKENS[:50])
+    store.evict_all_to_disk()
+    assert store.fork("alice", "bob")
+    store.close()
+    assert cold.agents() == ["alice", "bob"]
+    assert cold.reach("bob") == 50
+
+
+def test_a_deleted_agent_is_nowhere_and_what_others_share_with_it_stays(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, client: redis.Redis
+) -> None:
+    store = stores(cold=cold)
+    remember(store, pool, "alice", TOKENS[:50])
+    remember(store, pool, "bob", (*TOKENS[:16], 95, 95, 95))
+    store.flush_dirty()
+    assert pool.used_blocks == 7 + 1
+    store.delete("alice")
+    assert [info.agent_id for info in store.agents()] == ["bob"]
+    assert pool.used_blocks == 3, "nor are her blocks kept for others"
+    assert recalled(store, pool, "alice", TOKENS) == ("prefix", 16)
+    store.delete("bob")
+    assert client.dbsize() == 0
+    assert cold.agents() == []
+    assert pool.used_blocks == 0
+
+
+def test_two_agents_with_one_system_prompt_hold_and_store_it_once(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    """Though each has computed it, at the same moment."""
+    store = stores()
+    contexts = [made(pool, agent, (*TOKENS[:40], *some_tokens(i, 8))) for i, agent in enumerate(("alice", "bob"))]
+    for context in contexts:
+        store.save(context)
+        pool.free(context.block_ids, context.agent_id)
+    assert pool.used_blocks == 5 + 2
+    store.flush_dirty()
+    assert store.metrics().page.saved_bytes == 7 * BLOCK * SPEC.token_nbytes
+
+
+def test_a_pinned_agent_stays_in_memory(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+    store = AgentCacheStore(SPEC, pool, cold=cold, max_hot_agents=1, prefix_bytes=0)
+    assert not store.pin("alice")
+    remember(store, pool, "alice", TOKENS[:50])
+    assert store.pin("alice")
+    remember(store, pool, "bob", TOKENS[:30])
+    store.flush_dirty()
+    assert {info.agent_id: (info.tiers, info.pinned) for info in store.agents()} == {
+        "alice": (("hot", "cold"), True),
+        "bob": (("cold",), False),
+    }
+    assert store.evict_all_to_disk() == 0
+    assert store.unpin("alice")
+    assert store.evict_lru(5) == 1
+    assert pool.used_blocks == 0
+    store.close()
+
+
+def test_room_is_made_of_what_was_not_used_for_longest(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+    pool.reconfigure(20)
+    store = AgentCacheStore(SPEC, pool, cold=cold, hot_bytes=1 << 30)
+    for i, agent in enumerate(("alice", "bob")):
+        remember(store, pool, agent, some_tokens(i, 64))
+    assert pool.available_blocks == 4
+    assert eventually(lambda: store.make_room(10))
+    assert not any("hot" in info.tiers for info in store.agents() if info.agent_id == "alice")
+    assert recalled(store, pool, "bob", None) == ("hot", 64)
+    assert eventually(lambda: store.make_room(20))
+    assert not store.make_room(21)
+    store.close()
+
+
+def test_a_full_pool_makes_room_for_what_is_loaded(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:
+    pool.reconfigure(20)
+    store = AgentCacheStore(SPEC, pool, cold=cold, hot_bytes=1 << 30)
+    for i, agent in enumerate(("alice", "bob", "carol")):
+        remember(store, pool, agent, some_tokens(i, 64))
+        store.evict_all_to_disk()
+    for i, agent in enumerate(("alice", "bob", "carol", "alice")):
+        assert recalled(store, pool, agent, (*some_tokens(i % 3, 64), 1)) == ("cold", 64)
+    store.close()
+
+
+def test_what_can_be_written_nowhere_is_lost_only_when_its_room_is_needed(
+    pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(flush, "RETRY", 0.05)
+    gone = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
+    room = 64 * SPEC.token_nbytes
+    store = AgentCacheStore(SPEC, pool, pages=gone, max_hot_agents=1, queue_bytes=room, prefix_bytes=0)
+    for i in range(3):
+        remember(store, pool, f"agent{i}", some_tokens(i, 64))
+        assert eventually(lambda: store.metrics().unsaved.get("page", 0) > 0)
+    assert eventually(lambda: store.metrics().lost == 1)
+    assert recalled(store, pool, "agent0", None) == ("none", 0)
+    assert recalled(store, pool, "agent1", None) == ("hot", 64)
+    assert pool.used_blocks == 2 * 8
+    store.close()
+
+
+def test_a_context_of_another_model_is_refused(pool: BlockPool) -> None:
+    store = AgentCacheStore(SPEC, pool)
+    with pytest.raises(IncompatibleBlocksError):
+        store.save(AgentBlocks("alice", (), (), SPEC.fingerprint ^ 1))
+    with pytest.raises(BlockError, match="an agent id is"):
+        store.load("../alice", TOKENS)
+    with pytest.raises(ValueError, match="a limit is at least 0"):
+        AgentCacheStore(SPEC, pool, hot_bytes=-1)
+    store.save(AgentBlocks("alice", (), (), SPEC.fingerprint))
+    assert store.agents() == []
+    store.close()
