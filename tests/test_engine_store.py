@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import os
+import random
 import signal
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
 from dataclasses import FrozenInstanceError
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
-from servers import RunningServer, free_port, start_server
+from servers import RunningServer, free_port, resident, start_server
 
 # isort: split
+import hypothesis
+import hypothesis.strategies as st
 import pytest
 import redis
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
 from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
 from engine.pool import BlockPool
@@ -409,3 +417,190 @@ def test_a_context_of_another_model_is_refused(pool: BlockPool) -> None:
     store.save(AgentBlocks("alice", (), (), SPEC.fingerprint))
     assert store.agents() == []
     store.close()
+
+
+AGENTS = [f"agent{i}" for i in range(5)]
+agents = st.sampled_from(AGENTS)
+contexts = st.builds(
+    lambda trunk, common, seed, more: (*some_tokens(trunk, 24)[:common], *some_tokens(seed, more)),
+    trunk=st.integers(100, 101),
+    common=st.sampled_from([0, 8, 13, 24]),
+    seed=st.integers(0, 3),
+    more=st.integers(1, 30),
+)
+
+
+class Remembering(RuleBasedStateMachine):
+    """Everything that can be done to a store, in any order, beside a dict that says what it must remember."""
+
+    server: RunningServer
+    directory: Path
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.pool = BlockPool(64, total_bytes=64 * BLOCK * SPEC.token_nbytes)
+        with self.server.client() as client:
+            client.flushall()
+        self.cold = SafetensorsCacheAdapter(SPEC, self.pool, self.directory)
+        for agent in self.cold.agents():
+            self.cold.delete(agent)
+        self.open()
+        self.remembered: dict[str, tuple[int, ...]] = {}
+        self.forgetful = False  # whether the tiers below have lost something
+
+    def open(self) -> None:
+        room = 12 * BLOCK * SPEC.token_nbytes
+        self.store = AgentCacheStore(
+            SPEC,
+            self.pool,
+            pages=PageTier(self.server.url, SPEC, self.pool),
+            cold=self.cold,
+            max_hot_agents=2,
+            queue_bytes=room,
+            prefix_bytes=room,
+        )
+
+    @rule(agent=agents, tokens=contexts)
+    def save(self, agent: str, tokens: tuple[int, ...]) -> None:
+        if self.store.make_room(SPEC.blocks_for(len(tokens)), len(tokens) * SPEC.token_nbytes):
+            remember(self.store, self.pool, agent, tokens)
+            self.remembered[agent] = tokens
+
+    @rule(agent=agents, tokens=contexts)
+    def load(self, agent: str, tokens: tuple[int, ...]) -> None:
+        loaded = self.store.load(agent, tokens)
+        if loaded:
+            assert loaded.blocks
+            assert loaded.blocks.tokens[: loaded.reach] == tokens[: loaded.reach]
+            assert 0 < loaded.reach < len(tokens)
+            taken(self.pool, loaded)
+        elif not self.forgetful and agent in self.remembered:
+            assert len(tokens) == 1 or self.remembered[agent][0] != tokens[0]
+
+    @rule(agent=agents)
+    def load_all(self, agent: str) -> None:
+        loaded = self.store.load(agent)
+        if loaded:
+            assert loaded.blocks
+            assert loaded.blocks.tokens == self.remembered[agent]
+            taken(self.pool, loaded)
+        else:
+            assert self.forgetful or agent not in self.remembered
+
+    @rule(agent=agents, tokens=contexts)
+    def give_up(self, agent: str, tokens: tuple[int, ...]) -> None:
+        self.store.begin_load(agent, tokens).cancel()
+
+    @rule(agent=agents, tokens=contexts)
+    def publish(self, agent: str, tokens: tuple[int, ...]) -> None:
+        if self.store.make_room(SPEC.blocks_for(len(tokens)), len(tokens) * SPEC.token_nbytes):
+            context = made(self.pool, agent, tokens)
+            self.store.publish(context)
+            self.pool.free(context.block_ids, agent)
+
+    @rule(agent=agents, new=agents)
+    def fork(self, agent: str, new: str) -> None:
+        forked = self.store.fork(agent, new)
+        assert forked <= (agent in self.remembered)
+        assert self.forgetful or forked == (agent in self.remembered)
+        if forked:
+            self.remembered[new] = self.remembered[agent]
+
+    @rule(agent=agents)
+    def delete(self, agent: str) -> None:
+        deleted = self.store.delete(agent)
+        assert deleted <= (self.remembered.pop(agent, None) is not None)
+
+    @rule(agent=agents, pinned=st.booleans())
+    def pin(self, agent: str, pinned: bool) -> None:
+        (self.store.pin if pinned else self.store.unpin)(agent)
+
+    @rule(count=st.integers(1, 3))
+    def evict(self, count: int) -> None:
+        self.store.evict_lru(count)
+
+    @rule()
+    def flush(self) -> None:
+        self.store.flush_dirty()
+        assert self.store.metrics().dirty_agents == 0
+
+    @rule()
+    def evict_all(self) -> None:
+        self.store.evict_all_to_disk()
+        pinned = sum(info.pinned for info in self.store.agents())
+        assert self.store.metrics().hot_agents == pinned
+
+    @rule()
+    def restart(self) -> None:
+        self.store.close()
+        self.pool.check_empty()
+        self.open()
+
+    @rule()
+    def lose_what_the_server_has(self) -> None:
+        with self.server.client() as client:
+            client.flushall()
+        self.forgetful = True
+
+    @invariant()
+    def everything_is_within_its_bounds(self) -> None:
+        metrics = self.store.metrics()
+        assert metrics.lost == 0
+        assert metrics.prefix_bytes <= 12 * BLOCK * SPEC.token_nbytes
+        assert set(self.pool.holdings()) <= {*AGENTS, "shared prefixes"}
+
+    def teardown(self) -> None:
+        self.store.close()
+        self.pool.check_empty()
+
+
+@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+def test_whatever_is_done_nothing_is_mixed_up_lost_or_leaked(
+    server: RunningServer, tmp_path: Path, examples: int
+) -> None:
+    Remembering.server, Remembering.directory = server, tmp_path
+    run_state_machine_as_test(
+        Remembering, settings=hypothesis.settings(max_examples=examples, stateful_step_count=30, deadline=None)
+    )
+
+
+@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.soak)])
+def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, seconds: float
+) -> None:
+    """Each goes on where it was, from whichever tier, and begins as all of them do."""
+    pool = BlockPool(400)
+    store = AgentCacheStore(
+        SPEC, pool, pages=PageTier(server.url, SPEC, pool), cold=SafetensorsCacheAdapter(SPEC, pool, tmp_path)
+    )
+    system = some_tokens(9, 3 * BLOCK)
+    remembered = {f"agent{i}": system for i in range(50)}
+    chance = random.Random(3)
+    tiers: Counter[str] = Counter()
+    most = threads = turns = 0
+    began = time.monotonic()
+    while time.monotonic() < began + seconds or turns < 150:
+        agent = f"agent{turns}" if turns < 50 else f"agent{chance.randrange(50)}"
+        prompt = (*remembered[agent], *some_tokens(turns, 12))
+        loaded = store.load(agent, prompt)
+        if turns >= 50:
+            assert loaded, f"{agent} is forgotten"
+            assert loaded.reach == len(remembered[agent]), f"{agent} is remembered in part"
+        if loaded:
+            tiers[loaded.tier] += 1
+            taken(pool, loaded)
+        answer = prompt if len(prompt) < 8 * BLOCK else system
+        assert eventually(partial(store.make_room, SPEC.blocks_for(len(answer))))
+        remember(store, pool, agent, answer)
+        remembered[agent] = answer
+        turns += 1
+        if turns == 100:
+            most, threads = resident(os.getpid()), threading.active_count()
+    assert set(tiers) >= {"hot", "page", "prefix"}
+    assert resident(os.getpid()) < most + (32 << 20)
+    assert threading.active_count() <= threads + 2
+    assert store.metrics().lost == 0
+    assert store.metrics().hot_agents < 50
+    store.close()
+    pool.check_empty()
+    assert client.dbsize() > 0

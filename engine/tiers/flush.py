@@ -41,12 +41,15 @@ class Flusher:
         pages: PageTier | None,
         cold: SafetensorsCacheAdapter | None,
         tally: Tally,
+        max_prompts: int,
     ) -> None:
-        """`changed` is the lock of `hot`, notified when something became dirty, and by this when something is not."""
+        """`changed` is the lock of `hot`, notified when something became dirty, and by this when something is not.
+        As much as `max_prompts` bytes of prompts wait to be published."""
         self._hot = hot
         self._changed = changed
         self._pool = pool
         self._tally = tally
+        self._max_prompts = max_prompts
         self._save: dict[Below, Save] = {}
         self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None]] = deque()
         if pages:
@@ -80,10 +83,12 @@ class Flusher:
     def publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
         """Write the blocks of a prompt before anything else, and call `over` when that is done, well or not.
 
-        The caller's references become the flusher's.
+        Not at all while the server fails, or as much as may be waits to be. The caller's references become the
+        flusher's.
         """
         with self._changed:
-            if "page" in self._save and not self._closed:
+            full = sum(block.nbytes for prompt, _ in self._prompts for block in prompt.blocks) >= self._max_prompts
+            if "page" in self._save and "page" not in self._failed and not full and not self._closed:
                 self._prompts.append((context, over))
                 self._changed.notify_all()
                 return
@@ -93,6 +98,8 @@ class Flusher:
 
     def flush(self) -> None:
         """Write all that is dirty, to wherever it is owed, before this returns. A tier that fails is tried once."""
+        while self._publish():
+            pass
         failed: set[Below] = set()
         with self._changed:
             dirty = [entry.context.agent_id for entry in self._hot if entry.owed]
@@ -108,8 +115,6 @@ class Flusher:
             self._changed.notify_all()
         if self._thread.is_alive():
             self._thread.join()
-        while self._prompts:
-            self._publish(*self._prompts.popleft())
         self.flush()
 
     def _run(self) -> None:
@@ -119,20 +124,25 @@ class Flusher:
                     self._changed.wait(self._pause())
                 if self._closed:
                     return
-                prompt = self._prompts.popleft() if self._prompts else None
                 due = self._due()
-            if prompt:
-                self._publish(*prompt)
-            elif due:
+            if not self._publish() and due:
                 self._write(*due)
 
-    def _publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
-        """Write the blocks of a prompt."""
+    def _publish(self) -> bool:
+        """Write the blocks of the prompt that has waited for longest; whether there was one."""
         with self._writing:
-            if self._try("page", self._publish_blocks, context) is not None:
+            with self._changed:
+                if not self._prompts:
+                    return False
+                context, over = self._prompts.popleft()
+            if self._try("page", self._publish_blocks, context) is None:
+                with self._changed:
+                    self._failed["page"] = time.monotonic() + RETRY
+            else:
                 self._tally.count("published")
         if over:
             over()
+        return True
 
     def _due(self) -> tuple[str, Below] | None:
         """What to write now, and where to."""

@@ -93,7 +93,7 @@ class AgentCacheStore:
         self._changed = threading.Condition()  # the lock of what is in memory
         self._hot = HotTier(pool, max_hot_agents, hot_bytes, queue_bytes)
         self._prefixes = SharedPrefixCache(spec, pool, prefix_bytes)
-        self._flusher = Flusher(self._hot, self._changed, pool, pages, cold, self._tally)
+        self._flusher = Flusher(self._hot, self._changed, pool, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages)
         self._readers = ThreadPoolExecutor(READERS, "kvpage-read")
         self._ways = Ways(spec, pool, pages, cold, self._readers, self._tally, self._make_room_for, self._came)
