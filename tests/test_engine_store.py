@@ -221,6 +221,33 @@ def test_a_file_is_read_beside_a_server_that_takes_long(
     assert (metrics.hedges, metrics.hedges_won, metrics.warm_hits, metrics.page_hits) == (1, 1, 1, 0)
 
 
+def test_a_server_that_answers_after_all_is_sooner_than_a_file_that_waits_for_its_turn(
+    stores: Callable[..., AgentCacheStore],
+    pool: BlockPool,
+    cold: SafetensorsCacheAdapter,
+    server: RunningServer,
+    sleeping: Callable[[], None],
+) -> None:
+    first = stores(cold=cold)
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    second = stores(cold=cold)
+    sleeping()
+    loading = second.begin_load("alice", TOKENS)
+    disk = threading.Event()
+    for _ in range(2):
+        second._readers.submit(disk.wait)  # behind the look at the file, before its reading
+    assert eventually(lambda: loading._hedged)
+    server.process.send_signal(signal.SIGCONT)
+    loaded = loading.result(timeout=10)
+    assert (loaded.tier, taken(pool, loaded)) == ("page", 50)
+    disk.set()
+    second._readers.submit(lambda: None).result()
+    metrics = second.metrics()
+    assert (metrics.hedges, metrics.hedges_won, metrics.warm_hits, metrics.page_hits) == (1, 0, 0, 1)
+    assert pool.used_blocks == 7, "what memory keeps"
+
+
 def test_an_agent_in_memory_does_not_wait_long_for_a_server_that_might_have_more(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, sleeping: Callable[[], None]
 ) -> None:
@@ -276,6 +303,8 @@ def test_a_file_fills_in_what_the_server_has_lost(
     assert recalled(fourth, pool, "alice", None) == ("cold", 50)
     assert recalled(fourth, pool, "nobody", None) == ("none", 0)
     assert fourth.metrics().misses == {"absent": 1}
+    assert third.metrics().server.misses == {}
+    assert fourth.metrics().server.misses == fourth.metrics().cold_misses | {"absent": 2}
 
 
 def test_a_fork_costs_no_bytes_and_outlives_what_it_was_made_from(
@@ -554,7 +583,7 @@ class Remembering(RuleBasedStateMachine):
         self.pool.check_empty()
 
 
-@pytest.mark.parametrize("examples", [20, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
+@pytest.mark.parametrize("examples", [12, pytest.param(400, marks=[pytest.mark.soak, pytest.mark.timeout(900)])])
 def test_whatever_is_done_nothing_is_mixed_up_lost_or_leaked(
     server: RunningServer, tmp_path: Path, examples: int
 ) -> None:
@@ -564,7 +593,7 @@ def test_whatever_is_done_nothing_is_mixed_up_lost_or_leaked(
     )
 
 
-@pytest.mark.parametrize("seconds", [2.0, pytest.param(60.0, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("seconds", [1.0, pytest.param(60.0, marks=pytest.mark.soak)])
 def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
     server: RunningServer, client: redis.Redis, tmp_path: Path, seconds: float
 ) -> None:
@@ -579,7 +608,7 @@ def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
     tiers: Counter[str] = Counter()
     most = threads = turns = 0
     began = time.monotonic()
-    while time.monotonic() < began + seconds or turns < 150:
+    while time.monotonic() < began + seconds or turns < 120:
         agent = f"agent{turns}" if turns < 50 else f"agent{chance.randrange(50)}"
         prompt = (*remembered[agent], *some_tokens(turns, 12))
         loaded = store.load(agent, prompt)

@@ -6,7 +6,10 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal
+from typing import Literal, Self
+
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.pages import PageTier
 
 Tier = Literal["hot", "prefix", "page", "cold", "none"]  # where a context came from
 
@@ -21,6 +24,38 @@ class Traffic:
     saves: int = 0
     saved_bytes: int = 0
     save_seconds: float = 0.0  # of the saves
+
+
+@dataclass(frozen=True, slots=True)
+class PageServer:
+    """How it goes with the page server, and what load-or-recompute is decided from."""
+
+    misses: Mapping[str, int]  # by reason, of loads that found less than they might have, too
+    unsaved: Mapping[str, int]  # writes that failed, by reason
+    unasked: Mapping[str, int]  # other questions without an answer, by reason
+    fetched: int  # loads of which it was decided that fetching is sooner
+    recomputed: int  # and of which computing is
+    link_rate: float | None  # bytes a second; None when it was not measured lately
+    latency: float | None  # seconds
+    prefill_rate: float | None  # tokens a second
+    breaker: str  # "closed", "open" or "half-open"
+    opened: int  # how often the breaker has opened
+
+    @classmethod
+    def of(cls, pages: PageTier) -> Self:
+        """Now."""
+        return cls(
+            misses=dict(pages.misses),
+            unsaved=dict(pages.unsaved),
+            unasked=dict(pages.unasked),
+            fetched=pages.loads[True],
+            recomputed=pages.loads[False],
+            link_rate=pages.rates.link_rate,
+            latency=pages.rates.latency,
+            prefill_rate=pages.rates.prefill_rate,
+            breaker=pages.breaker.state,
+            opened=pages.breaker.opened,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +82,9 @@ class StoreMetrics:
     prefix_blocks: int
     prefix_bytes: int
     prefix_hits: int  # prompts of which memory had a beginning, used in the end or not
+    server: PageServer | None  # None without one
+    cold_misses: Mapping[str, int]  # files that were of no use, by reason
+    cold_unsaved: Mapping[str, int]  # files that could not be written, by reason
 
     @property
     def hot_hits(self) -> int:
@@ -109,8 +147,8 @@ class Tally:
                 save_seconds=was.save_seconds + seconds,
             )
 
-    def snapshot(self, **now: int) -> StoreMetrics:
-        """All of it, with what there is `now`."""
+    def snapshot(self, pages: PageTier | None, cold: SafetensorsCacheAdapter | None, **now: int) -> StoreMetrics:
+        """All of it, with what the tiers have counted and what there is `now` in memory."""
         with self._lock:
             return StoreMetrics(
                 hot=self.traffic["hot"],
@@ -124,5 +162,8 @@ class Tally:
                 hedges=self.events["hedges_won"] + self.events["hedges_lost"],
                 hedges_won=self.events["hedges_won"],
                 published=self.events["published"],
+                server=PageServer.of(pages) if pages else None,
+                cold_misses=dict(cold.misses) if cold else {},
+                cold_unsaved=dict(cold.unsaved) if cold else {},
                 **now,
             )

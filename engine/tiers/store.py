@@ -147,6 +147,11 @@ class AgentCacheStore:
             claim.published()
         self._flusher.publish(adopted, claim.release if claim else None)
 
+    def prefilled(self, tokens: int, seconds: float) -> None:
+        """Learn that so many tokens of a prompt took so long to compute: what is computed sooner is not fetched."""
+        if self._pages:
+            self._pages.rates.prefilled(tokens, seconds)
+
     def delete(self, agent_id: str) -> bool:
         """Forget an agent, in every tier; whether any had it. What others have in common with it stays.
 
@@ -269,6 +274,8 @@ class AgentCacheStore:
         with self._changed:
             dirty = [entry for entry in self._hot if entry.owed]
             return self._tally.snapshot(
+                self._pages,
+                self._cold,
                 evictions=self._hot.evictions,
                 lost=self._hot.lost,
                 hot_agents=len(self._hot),
