@@ -18,19 +18,23 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import count
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.blocks import AgentBlocks
 from engine.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from engine.singly import Sampler
+from engine.tiers.claim import Claim
+from engine.tiers.loading import Loaded, Loading
+from engine.tiers.metrics import Tier
+from engine.tiers.store import AgentCacheStore
 
 log = logging.getLogger(__name__)
 
 AHEAD = 8  # prompts that are loaded before there is room for them
-LOOK_AGAIN = 0.02  # seconds, while somebody outside may make room
-
-Tier = Literal["hot", "page", "cold", "prefix", "none"]
+LOOK_AGAIN = 0.02  # seconds, while somebody outside may make room, or somebody's patience may end
+PATIENCE = 2.0  # times as long as computing it takes, to wait for what another computes
+TELLING = 64  # tokens of a prompt whose time tells how fast they are computed
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,16 +86,21 @@ class _Job:
     submitted: float = field(default_factory=time.perf_counter)
     stage: _Stage = _Stage.SUBMITTED
     error: Exception | None = None  # why it will not be answered
-    loading: Any = None
-    loaded: Any = None  # Loaded; the references on its blocks are held under the agent's id until it runs
+    loading: Loading | None = None
+    loaded: Loaded | None = None  # the references on its blocks are held under the agent's id until it runs
     restore_seconds: float = 0.0
-    claim: Any = None
+    claim: Claim | None = None
     reach: int = 0  # tokens that were known when it was made
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds
     not_before: int = 0  # so many answers have ended: the pool was too full to load it
     joined: float = 0.0  # the batch, time.perf_counter()
     running: int | None = None  # its uid there
+
+    @property
+    def waits(self) -> bool:
+        """For another who has the claim."""
+        return self.claim is not None and self.claim.state == "wait"
 
 
 class AgentEngine:
@@ -101,7 +110,7 @@ class AgentEngine:
     once `on_done` or `on_error`. One that raises ends its own answer, and no other.
     """
 
-    def __init__(self, batch: BlockPoolBatchEngine, store: Any = None) -> None:
+    def __init__(self, batch: BlockPoolBatchEngine, store: AgentCacheStore | None = None) -> None:
         """`batch` is the engine's own from now on; for what has no room there it makes some, in `store`, or waits."""
         self._batch = batch
         self._batch.wait_for_blocks = True
@@ -109,6 +118,7 @@ class AgentEngine:
         self._uids = count()
         self._jobs: dict[int, _Job] = {}  # by uid; those that are pending, in their order
         self._running: dict[int, _Job] = {}  # by the batch's uid
+        self._speed = 0.0  # tokens of prompts a second, lately; 0 before it is known
         self._ended = 0  # answers that have given back what they needed
         self._woken = threading.Event()
         self._closed = False
@@ -176,7 +186,8 @@ class AgentEngine:
         for done in self._batch.step_once():
             self._complete(done)
         if timeout > 0 and not self._batch.running:
-            self._woken.wait(min(timeout, LOOK_AGAIN) if self._batch.wanted else timeout)
+            look_again = self._batch.wanted or self._at(_Stage.WAITING)
+            self._woken.wait(min(timeout, LOOK_AGAIN) if look_again else timeout)
         self._woken.clear()
         return bool(self._jobs)
 
@@ -218,34 +229,42 @@ class AgentEngine:
     def _take_up(self) -> None:
         """What was loaded is ready, unless somebody else computes what it lacks."""
         for job in self._at(_Stage.LOADING):
-            if not job.loading.done():
+            if not (job.loading and job.loading.done()):
                 continue
-            loading, job.loading = job.loading, None
-            job.loaded = loading.result()
+            try:
+                job.loaded, job.loading = job.loading.result(), None
+            except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked, and to nobody else
+                self._fail(job, error)
+                continue
             job.restore_seconds += job.loaded.seconds
             if job.loaded.why == "pool" and not job.loaded.blocks and self._batch.running:
                 job.not_before = self._ended + 1
                 job.stage = _Stage.SUBMITTED
             else:
-                self._claim(job)
+                self._claim(job, job.loaded.reach)
 
-    def _claim(self, job: _Job) -> None:
+    def _claim(self, job: _Job, reach: int) -> None:
         """What a prompt lacks is computed once, by whoever has the claim on it; who has waited for that loads again,
         and claims what is still missing, unless there is no more than before."""
-        if job.claim is None or (job.claim.state == "proceed" and job.loaded.reach > job.reach):
+        if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
-            job.reach = job.loaded.reach
-            job.claim = self._store.claims.begin(job.agent_id, job.tokens, job.reach)
+            job.reach = reach
+            job.claim = self._store.claims.begin(job.agent_id, job.tokens, reach)
             job.claim.add_done_callback(self.wake)
         job.waiting_since = time.perf_counter()
-        job.stage = _Stage.WAITING if job.claim.state == "wait" else _Stage.READY
+        job.stage = _Stage.WAITING if job.waits else _Stage.READY
 
     def _wait_no_longer(self) -> None:
+        """Who has waited goes on; who has waited for longer than computing it takes does so, too."""
         for job in self._at(_Stage.WAITING):
-            if job.claim.state == "wait":
+            waited = time.perf_counter() - job.waiting_since
+            if job.waits and self._speed and waited > PATIENCE * (len(job.tokens) - job.reach) / self._speed:
+                self._release(job)
+            if job.waits:
                 continue
-            job.waited += time.perf_counter() - job.waiting_since
-            if job.claim.state == "mine" and (job.loaded.blocks or not job.reach):
+            job.waited += waited
+            has_all = not job.reach or (job.loaded and job.loaded.blocks)
+            if has_all and job.claim and job.claim.state == "mine":
                 job.stage = _Stage.READY
             else:
                 self._let_go(job)
@@ -263,7 +282,7 @@ class AgentEngine:
                     job.tokens,
                     job.loaded.blocks if job.loaded else None,
                     on_token=self._renamed(job) if job.on_token else None,
-                    on_prompt=self._publisher(job) if self._store else None,
+                    on_prompt=self._publisher(job, self._store) if self._store else None,
                     **job.options,
                 )
             except (ValueError, RuntimeError) as error:
@@ -294,13 +313,13 @@ class AgentEngine:
 
         return receive
 
-    def _publisher(self, job: _Job) -> PromptReceiver:
+    def _publisher(self, job: _Job, store: AgentCacheStore) -> PromptReceiver:
         """What a prompt had computed is known to all before its answer is complete."""
 
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
                 claim, job.claim = job.claim, None  # the store's now, until the server has the blocks
-                self._store.publish(blocks, claim)
+                store.publish(blocks, claim)
             self._release(job)
 
         return publish
@@ -310,6 +329,11 @@ class AgentEngine:
         del self._jobs[job.uid]
         self._ended += 1
         self._release(job)
+        computed = done.prompt_tokens - done.tokens_reused
+        if computed >= TELLING and done.tokens:
+            self._speed = computed / done.prefill_seconds
+            if self._store:
+                self._store.prefilled(computed, done.prefill_seconds)
         if self._store and done.blocks.blocks:
             keep = self._store.save if job.keep else self._store.publish
             keep(done.blocks)
