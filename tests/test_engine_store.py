@@ -131,6 +131,20 @@ def test_what_one_engine_writes_behind_another_finds_on_the_server(
         metrics.evictions = 7  # type: ignore[misc]
 
 
+def test_what_memory_has_of_an_agent_is_not_taken_for_all_of_it(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool
+) -> None:
+    here, there = stores(), stores(prefix_bytes=0)
+    remember(here, pool, "alice", TOKENS[:50])
+    here.flush_dirty()
+    assert recalled(there, pool, "alice", (*TOKENS[:20], 95, 95, 95, 95, 95)) == ("page", 20)
+    assert recalled(there, pool, "alice", TOKENS[:21]) == ("hot", 20)
+    assert recalled(there, pool, "bob", (*TOKENS[:20], 95, 95, 95, 95, 95)) == ("page", 16)
+    assert [info.agent_id for info in there.agents() if "hot" in info.tiers] == ["alice"], "bob has nothing of his own"
+    assert recalled(there, pool, "alice", None) == ("page", 50)
+    assert recalled(there, pool, "alice", None) == ("hot", 50)
+
+
 def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
     stores: Callable[..., AgentCacheStore], pool: BlockPool
 ) -> None:

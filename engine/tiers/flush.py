@@ -135,7 +135,10 @@ class Flusher:
                 if not self._prompts:
                     return False
                 context, over = self._prompts.popleft()
-            if self._try("page", self._publish_blocks, context) is None:
+                in_vain = self._failed.get("page", 0.0) > time.monotonic()
+            if in_vain:
+                self._pool.free(context.block_ids, context.agent_id)
+            elif self._try("page", self._publish_blocks, context) is None:
                 with self._changed:
                     self._failed["page"] = time.monotonic() + RETRY
             else:

@@ -113,8 +113,7 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         with self._changed:
             memory = self._in_memory(agent_id, tokens)
-            entry = self._hot.look(agent_id)
-            missing = self._missing(tokens, memory.reach) if tokens is not None else not (entry and entry.whole)
+            missing = self._missing(tokens, memory.reach) if tokens is not None else memory.blocks is None
         enough = not missing or not (self._pages or self._cold)
         loading = Loading(self._ways, agent_id, tokens, memory, enough=enough)
         self._loadings.add(loading)
@@ -303,7 +302,7 @@ class AgentCacheStore:
     def _in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
         entry = self._hot.use(agent_id)
         memory = Found()
-        if entry:
+        if entry and (entry.whole or tokens is not None):
             blocks, reach = beginning(self.spec, entry.context, tokens)
             if blocks:
                 self._pool.share(blocks.block_ids, agent_id)
@@ -328,11 +327,12 @@ class AgentCacheStore:
         self._tally.loaded(loaded.tier, nbytes, loaded.seconds, loaded.why)
         if blocks is None or loaded.tier not in ("page", "cold"):
             return
-        own = tokens is None or loaded.tier == "cold" or len(blocks) % self.spec.block_tokens
+        full = len(blocks) % self.spec.block_tokens == 0
+        anybodys = loaded.tier == "page" and full and tokens and blocks.tokens == tuple(tokens[: len(blocks)])
         with self._changed:
             adopted = self._prefixes.adopt(blocks)
             entry = self._hot.look(blocks.agent_id)
-            if own and not (entry and entry.owed):
+            if not anybodys and not (entry and entry.owed):
                 self._hot.put(adopted, (), whole=tokens is None)
                 self._hot.trim(self._flusher.stuck)
             else:
