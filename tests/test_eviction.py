@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import random
+import time
 import tracemalloc
-from collections.abc import Callable
-from itertools import islice
+from itertools import islice, permutations
 
 import pytest
 import redis
@@ -16,13 +16,15 @@ from servers import start_server
 from stored_pages import set_block
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.eviction import LRU, Policy, Unit
+from kvpage_server.store.eviction import Policy, Unit
+from kvpage_server.store.lru import LRU
 from kvpage_server.store.memory import Keyspace, OutOfMemory
 from kvpage_server.store.policies import POLICIES
 from kvpage_server.store.prefix import Prefix
+from kvpage_server.store.queues import Queues, successor
 from kvpage_server.store.s3fifo import S3FIFO
 
-KINDS: list[Callable[[], Policy]] = [LRU, S3FIFO, Prefix]
+KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
 
 def evict(policy: Policy, count: int = 1) -> list[Unit]:
@@ -44,8 +46,9 @@ class PolicyMachine(RuleBasedStateMachine):
     """Any policy, beside a plain set of what there is and when it was used."""
 
     @initialize(make=st.sampled_from(KINDS))
-    def start(self, make: Callable[[], Policy]) -> None:
-        self.policy, self.used = make(), dict[bytes, int]()
+    def start(self, make: type[Queues]) -> None:
+        self.policy: Queues = make()
+        self.used = dict[bytes, int]()
 
     @rule(numbers=st.lists(st.integers(0, 30), max_size=6, unique=True), seconds=st.integers(0, 5))
     def use(self, numbers: list[int], seconds: int) -> None:
@@ -62,6 +65,12 @@ class PolicyMachine(RuleBasedStateMachine):
     def remove(self, number: int) -> None:
         self.policy.removed(b"%d" % number)
         self.used.pop(b"%d" % number, None)
+
+    @rule(kind=st.sampled_from(KINDS), most=st.integers(0, 9))
+    def give_way_to_another(self, kind: type[Queues], most: int) -> None:
+        if not self.policy.hands_over:
+            self.policy = successor(self.policy, kind)
+        self.policy.hand_over(most)
 
     @rule(count=st.integers(1, 5), guarded=st.sets(st.integers(0, 30)))
     def evict_what_is_not_guarded(self, count: int, guarded: set[int]) -> None:
@@ -83,6 +92,7 @@ class PolicyMachine(RuleBasedStateMachine):
     def it_knows_what_there_is_and_since_when(self) -> None:
         assert set(self.policy) == self.used.keys()
         assert len(self.policy) == len(self.used)
+        assert all(unit in self.policy for unit in self.used)
         assert all(self.policy.idle(unit) == self.policy.now - at for unit, at in self.used.items())
 
     def teardown(self) -> None:
@@ -95,6 +105,44 @@ PolicyMachine.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestEveryPolicy = PolicyMachine.TestCase
+
+
+@pytest.mark.parametrize(("start", "to"), list(permutations(KINDS, 2)))
+def test_a_policy_takes_over_in_steps_and_knows_what_was_used_when(start: type[Queues], to: type[Queues]) -> None:
+    old = start()
+    for number in range(100):
+        old.now += 10
+        old.used(b"%d" % number)
+    policy = successor(old, to)
+    while policy.hands_over:
+        policy.hand_over(7)
+        policy.now += 10
+        policy.used(b"50")
+        policy.used(b"new %d" % policy.now)
+    assert [policy.idle(b"%d" % number) for number in (0, 49, 50)] == [policy.now - 10, policy.now - 500, 0]
+    came = [unit for unit in policy if isinstance(unit, bytes) and unit.startswith(b"new")]
+    assert len(came) == 100 // 7 + 1
+    assert evict(policy, 99) == [b"%d" % number for number in range(100) if number != 50]
+    assert set(policy) == {b"50", *came}
+
+
+@pytest.mark.parametrize("to", ["allkeys-lru", "allkeys-s3fifo", "allkeys-prefix"])
+def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
+    keys = Keyspace(policy="allkeys-prefix" if to != "allkeys-prefix" else "allkeys-lru")
+    for number in range(50_000):
+        keys.set_string(b"%d" % number, b"")
+    longest = 0.0
+    started = time.process_time()
+    keys.policy = to
+    while True:
+        longest = max(longest, time.process_time() - started)
+        started = time.process_time()
+        if keys.sweep(unix_ms(), 2000) < 2000:
+            break
+    assert longest < 0.02
+    keys.maxmemory = 1
+    keys.make_room()
+    assert not len(keys)
 
 
 # -- S3-FIFO -------------------------------------------------------------------------------------------------------

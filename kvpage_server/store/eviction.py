@@ -6,7 +6,6 @@ bytes: the owner asks for victims for as long as it needs room.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
@@ -51,65 +50,6 @@ class Policy(Protocol):
 
     def clear(self) -> dict[Unit, Any]:
         """Forget everything; what there was."""
-
-
-class LRU:
-    """Least recently used first. Every operation is O(1)."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        self._units: OrderedDict[Unit, int] = OrderedDict()  # and when each was used
-
-    def __len__(self) -> int:
-        return len(self._units)
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._units)
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._units
-
-    def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
-        self._units[unit] = self.now
-        self._units.move_to_end(unit)
-
-    def follows(self, units: Sequence[Unit]) -> None:
-        """What extends what makes no difference."""
-
-    def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
-        return self.now - self._units[unit]
-
-    def removed(self, unit: Unit) -> None:
-        """The unit is gone."""
-        self._units.pop(unit, None)
-
-    evicted = removed
-
-    def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go."""
-        for _ in range(len(self._units)):
-            unit = next(iter(self._units))
-            yield unit
-            if unit in self._units:
-                self._units.move_to_end(unit)
-
-    def clear(self) -> dict[Unit, Any]:
-        """Forget everything; what there was."""
-        old, self._units = self._units, OrderedDict()
-        return old
-
-
-def taken_over(old: Policy, new: Policy) -> Policy:
-    """A policy that knows what another did; that one itself, when they are of one kind. O(n log n)."""
-    if type(new) is type(old):
-        return old
-    for unit in sorted(old, key=old.idle, reverse=True):
-        new.now = old.now - old.idle(unit)
-        new.used(unit)
-    new.now = old.now
-    return new
 
 
 def name_of(unit: Unit) -> int:

@@ -14,12 +14,13 @@ from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
 from kvpage_server.store.arena import Arena
 from kvpage_server.store.catalogue import Catalogue
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
-from kvpage_server.store.eviction import Policy, Unit
+from kvpage_server.store.eviction import Unit
 from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block
 from kvpage_server.store.lease import Guards
 from kvpage_server.store.policies import POLICIES
+from kvpage_server.store.queues import Queues
 from kvpage_server.store.quota import Quotas
 
 OVER_QUOTA = "over quota"
@@ -51,7 +52,7 @@ class Holdings:
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
         self._expiry = Expiry(self.expires_of)
-        self._units: Policy = POLICIES[policy]()
+        self._units: Queues | Quotas = POLICIES[policy]()
         self._quotas: Quotas | None = None  # they are the policy of units then
         self._touching = True  # whether reading counts as a use
         self._texts = 0  # bytes of short strings

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from kvpage_server.store.eviction import LRU, Policy
+from kvpage_server.store.lru import LRU
 from kvpage_server.store.prefix import Prefix
+from kvpage_server.store.queues import Queues
 from kvpage_server.store.s3fifo import S3FIFO
 
 NO_EVICTION = "noeviction"
 VOLATILE_TTL = "volatile-ttl"
 
-POLICIES: dict[str, Callable[[], Policy]] = {
+POLICIES: dict[str, type[Queues]] = {
     "allkeys-prefix": Prefix,
     "allkeys-lru": LRU,
     "allkeys-s3fifo": S3FIFO,

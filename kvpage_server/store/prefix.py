@@ -23,24 +23,24 @@ tells; the first places are the queues themselves. A ghost takes some 150 bytes 
 
 from __future__ import annotations
 
-from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from math import exp, inf, log2
-from typing import Any
 
 from kvpage_server.store.eviction import BURST, Unit, name_of
+from kvpage_server.store.queues import NOBODY, QUEUES, Queues
 
-_END, _ONCE, _OFTEN = 0, 1, 4
-_KINDS = 5
-_NOBODY = -1
+_END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
+_KINDS = range(1, QUEUES + 1)
 
 _FRESH = 8  # units that came since
 _GHOSTS = 4  # for each unit
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-_FIRST_BONUS = (-4.0, 0.0, 1.0, 1.0, 1.0)  # times the mean time between uses, and for the last two once and twice more
-_LOWEST, _HIGHEST = (-4.0, 0.0, -1.0, -1.0, -1.0), (1.0, 0.0, 4.0, 4.0, 4.0)
-_TIMES = (1, 0, 1, 2, 3)
+# By kind, with none at 0. A bonus is in times the mean time between uses, and for the last two kinds in twice and three
+# times that.
+_FIRST_BONUS = (0.0, -4.0, 0.0, 1.0, 1.0, 1.0)
+_LOWEST, _HIGHEST = (0.0, -4.0, 0.0, -1.0, -1.0, -1.0), (0.0, 1.0, 0.0, 4.0, 4.0, 4.0)
+_TIMES = (0, 1, 0, 1, 2, 3)
 _LEARN = 1.0  # of a doubling, in the mean time between uses
 _MEMORY = 4  # times as many units as there are: how much time what was learned is worth
 _DOUBT = 8  # comebacks a kind is taken to have had at the mean rate
@@ -50,47 +50,24 @@ _MOST_STEPS = 4096  # up a chain, to see that it does not bite its tail
 _USES_BITS, _KIND_BITS = 8, 3
 
 
-class Prefix:
+class Prefix(Queues):
     """See the module."""
 
-    def __init__(self) -> None:
-        self.now = 0
-        self._reset()
-
     def _reset(self) -> None:
+        super()._reset()
         self._time = 0  # units that came so far
-        self._places: dict[Unit, int] = {}
-        self._free: list[int] = []
-        self._units: list[Unit | None] = [None] * _KINDS
-        self._before = array("i", range(_KINDS))  # neighbours in the queue: itself when it is in none
-        self._after = array("i", range(_KINDS))
-        self._kind = array("b", range(_KINDS))
-        self._uses = array("B", bytes(_KINDS))
-        self._last = array("q", [0] * _KINDS)  # use, in units that came
-        self._at = array("q", [0] * _KINDS)  # last use, in seconds
-        self._counted = array("q", [0] * _KINDS)  # last use that counted, in seconds
-        self._parent = array("i", [_NOBODY] * _KINDS)
-        self._children = array("i", [0] * _KINDS)
+        self._before_time = 0  # the last use of what was handed over last
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
         self._aside: list[tuple[Unit, int, int]] = []  # units that were spared, with their places and their parents'
         self._gone = 0  # so many were evicted since the last of them were queued again
         self._between = 0.0  # two uses of a unit, on average
         self._seen = 0  # so many uses went into it
         self._factor = list(_FIRST_BONUS)
-        self._bonus = [0.0] * _KINDS
+        self._bonus = [0.0] * (QUEUES + 1)
         self._learned = 0  # when
-        self._absent = [0] * _KINDS  # ghosts by kind
-        self._away = [0.0] * _KINDS  # for how long they were, together
-        self._back = [0.0] * _KINDS  # how many came back
-
-    def __len__(self) -> int:
-        return len(self._places)
-
-    def __iter__(self) -> Iterator[Unit]:
-        return iter(self._places)
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._places
+        self._absent = [0] * (QUEUES + 1)  # ghosts by kind
+        self._away = [0.0] * (QUEUES + 1)  # for how long they were, together
+        self._back = [0.0] * (QUEUES + 1)  # how many came back
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
@@ -98,70 +75,71 @@ class Prefix:
         """The unit was written or read."""
         place = self._places.get(unit)
         if place is None:
-            self._enter(unit)
+            self._come(self._place_of(unit), self._uses_before(unit))
+            return
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+            self._come(place, 1)
             return
         self._unlink(place)
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
             self._note_time_between(self._time - self._last[place])
             uses = self._uses[place] = min(self._uses[place] + 1, 255)
-            self._kind[place] = min(uses.bit_length(), _OFTEN)
+            self._queue[place] = self._home + _kind(uses)
         self._at[place] = self.now
         self._last[place] = self._time
-        self._link(place, self._before[self._kind[place]])
+        self._link(place, self._before[self._queue[place]])
 
-    def _enter(self, unit: Unit) -> None:
-        uses = 1
+    def _uses_before(self, unit: Unit) -> int:
+        """How often a unit that comes was used, this time included, as far as is remembered."""
         ghost = self._ghosts.pop(name_of(unit), None)
-        if ghost is not None:
-            last, before, kind = _unpacked(ghost)
-            self._absent[kind] -= 1
-            self._back[kind] += 1
-            self._note_time_between(self._time - last)
-            uses = min(before + 1, 255)
+        if ghost is None:
+            return 1
+        last, before, kind = _unpacked(ghost)
+        self._absent[kind] -= 1
+        self._back[kind] += 1
+        self._note_time_between(self._time - last)
+        return min(before + 1, 255)
+
+    def _come(self, place: int, uses: int) -> None:
         self._time += 1
-        place = self._new_place()
-        self._places[unit], self._units[place] = place, unit
-        self._uses[place] = uses
-        self._at[place] = self._counted[place] = self.now
-        self._last[place] = self._time
-        self._parent[place], self._children[place] = _NOBODY, 0
-        self._kind[place] = min(uses.bit_length(), _OFTEN)
-        self._link(place, self._before[self._kind[place]])
+        self._at[place] = self.now
+        self._enter(place, uses, self._time)
+        self._link(place, self._before[self._queue[place]])
         if self._time - self._learned >= _LEARN_EVERY:
             self._learn()
 
-    def _new_place(self) -> int:
-        if self._free:
-            return self._free.pop()
-        place = len(self._units)
-        self._units.append(None)
-        for column in (self._before, self._after):
-            column.append(place)
-        for numbers in (self._kind, self._uses, self._last, self._at, self._counted, self._parent, self._children):
-            numbers.append(0)
-        return place
+    def _enter(self, place: int, uses: int, last: int) -> None:
+        self._uses[place] = uses
+        self._counted[place] = self._at[place]
+        self._last[place] = last
+        self._parent[place], self._children[place] = NOBODY, 0
+        self._queue[place] = self._home + _kind(uses)
 
-    def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
-        return self.now - self._at[self._places[unit]]
+    def _inherit(self, place: int) -> None:
+        self._before_time -= 1
+        self._enter(place, 1, self._before_time)
+        self._link(place, self._queue[place])
 
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def follows(self, units: Sequence[Unit]) -> None:
         """Each of these extends the one before it."""
-        before = _NOBODY
+        before = NOBODY
         for unit in units:
-            place = self._places.get(unit, _NOBODY)
-            if _NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
+            place = self._places.get(unit, NOBODY)
+            if self._older >= 0 and self._is_older(place):
+                place = NOBODY
+            if NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
                 self._adopt(before, place)
             before = place
-        if before != _NOBODY and self._kind[before] == _ONCE and not self._children[before]:
+        if before != NOBODY and self._queue[before] == self._home + _ONCE and not self._children[before]:
             self._requeue(before, _END)
 
     def _is_orphan(self, place: int) -> bool:
         parent = self._parent[place]
-        return parent == _NOBODY or self._units[parent] is None
+        return parent == NOBODY or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
         """Whether a unit extends another, in any number of steps; taken for granted when there are too many."""
@@ -171,7 +149,7 @@ class Prefix:
             if place == ancestor:
                 return True
             place = self._parent[place]
-            if place == _NOBODY:
+            if place == NOBODY:
                 return False
         return True
 
@@ -179,39 +157,29 @@ class Prefix:
         self._abandon(child)
         self._parent[child] = parent
         self._children[parent] += 1
-        if self._kind[parent] == _END:
+        if self._queue[parent] == self._home + _END:
             self._requeue(parent, _ONCE)
 
     def _abandon(self, child: int) -> None:
         """A unit extends its parent no more."""
         parent = self._parent[child]
-        if parent == _NOBODY:
+        if parent == NOBODY:
             return
-        self._parent[child] = _NOBODY
+        self._parent[child] = NOBODY
         self._children[parent] -= 1
         if self._children[parent]:
             return
         if self._units[parent] is None:
-            self._free.append(parent)
-        elif self._after[parent] == parent:
-            self._link(parent, self._kind[parent])
+            self._give_back(parent)
+        elif not self._after[parent]:
+            self._link(parent, self._queue[parent])
 
     def _requeue(self, place: int, kind: int) -> None:
         self._unlink(place)
-        self._kind[place] = kind
-        self._link(place, self._before[kind])
-
-    # -- queues ----------------------------------------------------------------------------------------------------
-
-    def _link(self, place: int, behind: int) -> None:
-        after = self._after[behind]
-        self._before[place], self._after[place] = behind, after
-        self._after[behind] = self._before[after] = place
-
-    def _unlink(self, place: int) -> None:
-        before, after = self._before[place], self._after[place]
-        self._after[before], self._before[after] = after, before
-        self._before[place] = self._after[place] = place
+        queue = self._queue[place] = self._home + kind
+        first = self._after[queue]
+        is_first = first != queue and self._last[place] < self._last[first]
+        self._link(place, queue if is_first else self._before[queue])
 
     # -- going -----------------------------------------------------------------------------------------------------
 
@@ -220,18 +188,23 @@ class Prefix:
         place = self._places.pop(unit, None)
         if place is None:
             return
-        self._unlink(place)
         self._units[place] = None
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+            self._give_back(place)
+            return
+        self._unlink(place)
         self._abandon(place)
         if not self._children[place]:
-            self._free.append(place)
+            self._give_back(place)
 
     def evicted(self, unit: Unit) -> None:
         """The unit is gone for want of room."""
         place = self._places.get(unit)
-        if place is None:
+        if place is None or (self._older >= 0 and self._is_older(place)):
+            self.removed(unit)
             return
-        kind = self._kind[place]
+        kind = self._queue[place] - self._home
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
             self._absent[_unpacked(old)[2]] -= 1
@@ -246,6 +219,7 @@ class Prefix:
 
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go."""
+        yield from self._older_victims()
         if self._gone >= len(self._aside):
             self._bring_back(len(self._aside))
         before, cut = len(self._aside), 0
@@ -276,21 +250,21 @@ class Prefix:
         for unit, place, parent in some:
             if self._places.get(unit) != place:
                 continue
-            if self._after[place] == place and not self._children[place]:
-                self._link(place, self._before[self._kind[place]])
-            before = self._units[parent] if parent != _NOBODY and self._parent[place] == _NOBODY else None
+            if not self._after[place] and not self._children[place]:
+                self._link(place, self._before[self._queue[place]])
+            before = self._units[parent] if parent != NOBODY and self._parent[place] == NOBODY else None
             if before is not None:
                 self.follows((before, unit))
 
     def _next(self) -> int | None:
         """The place of the unit to go next, which nothing extends."""
-        after, fresh_from = self._after, self._time - _FRESH
+        after, home, fresh_from = self._after, self._home, self._time - _FRESH
         while True:
             found = fresh = None
             lowest = lowest_fresh = inf
-            for kind in range(_KINDS):
-                first = after[kind]
-                if first == kind:
+            for kind in _KINDS:
+                first = after[home + kind]
+                if first == home + kind:
                     continue
                 last = self._last[first]
                 rank = last + self._bonus[kind]
@@ -314,25 +288,23 @@ class Prefix:
     def _learn(self) -> None:
         passed, self._learned = self._time - self._learned, self._time
         kept = exp(-passed / (_MEMORY * max(len(self._places), 1)))
-        for kind in range(_KINDS):
+        for kind in _KINDS:
             self._back[kind] *= kept
             self._away[kind] = self._away[kind] * kept + self._absent[kind] * passed
         came_back, away = sum(self._back), sum(self._away)
         if came_back and away:
             doubt = _DOUBT / (came_back / away)
-            rates = [(self._back[kind] + _DOUBT) / (self._away[kind] + doubt) for kind in range(_KINDS)]
+            rates = [(back + _DOUBT) / (gone + doubt) for back, gone in zip(self._back, self._away, strict=True)]
             step = _LEARN * passed / max(self._between, 1.0)
-            for kind in range(_KINDS):
+            for kind in _KINDS:
                 better = min(max(log2(rates[kind] / rates[_ONCE]), -2.0), 2.0)
                 self._factor[kind] = min(max(self._factor[kind] + step * better, _LOWEST[kind]), _HIGHEST[kind])
         between = self._between or float(len(self._places))
         self._bonus = [factor * times * between for factor, times in zip(self._factor, _TIMES, strict=True)]
 
-    def clear(self) -> dict[Unit, Any]:
-        """Forget everything; what there was."""
-        old = self._places
-        self._reset()
-        return old
+
+def _kind(uses: int) -> int:
+    return min(uses.bit_length() + 1, _OFTEN)
 
 
 def _packed(last: int, uses: int, kind: int) -> int:

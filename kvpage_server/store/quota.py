@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from kvpage_server.store.entry import TEXT_OVERHEAD
-from kvpage_server.store.eviction import Policy, Unit, taken_over
+from kvpage_server.store.eviction import Unit
 from kvpage_server.store.index import Block
+from kvpage_server.store.queues import Queues
 
 _MOST_NAMES = 1 << 17  # that are remembered
 
@@ -52,7 +53,7 @@ class Quota:
 
     __slots__ = ("bytes", "evicted", "limit", "matches", "pattern", "sizes", "units")
 
-    def __init__(self, rule: Rule, units: Policy) -> None:
+    def __init__(self, rule: Rule, units: Queues) -> None:
         self.pattern, self.limit, self.matches = rule
         self.bytes = 0
         self.sizes: dict[Unit, int] = {}  # of every unit that is counted
@@ -82,7 +83,7 @@ class Quota:
 class Quotas:
     """Every quota, in order, and the policy of the whole store: together, they are a policy of units."""
 
-    def __init__(self, rules: Iterable[Rule], every: Policy, make: Callable[[], Policy]) -> None:
+    def __init__(self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues]) -> None:
         self.every = every
         self._quotas = [Quota(rule, make()) for rule in rules]
         self._names: dict[bytes, Quota | None] = {}
@@ -178,12 +179,6 @@ class Quotas:
                     if unit in self.every:
                         yield unit
         yield from self.every.victims()
-
-    def change(self, make: Callable[[], Policy]) -> None:
-        """Let other policies decide."""
-        self.every = taken_over(self.every, make())
-        for quota in self._quotas:
-            quota.units = taken_over(quota.units, make())
 
     def clear(self) -> dict[Unit, Any]:
         """Forget everything; what there was."""

@@ -39,7 +39,7 @@ class Ration(Room):
     def set_quotas(self, rules: Sequence[Rule]) -> None:
         """Have these quotas and no others. What there is is counted in steps, when it is much; nothing goes yet."""
         old = {quota.pattern: quota for quota in self.quotas}
-        every = self._quotas.every if self._quotas is not None else self._units
+        every = self._policies()[0]
         self._quotas = Quotas(rules, every, POLICIES[self._policy]) if rules else None
         self._units = every if self._quotas is None else self._quotas
         for quota in self.quotas:
@@ -126,7 +126,8 @@ class Ration(Room):
 
     def _go_on(self) -> bool:
         """Do a part of what is done in steps; whether there is more."""
-        return self._count_some()
+        counts, hands_over = self._count_some(), self._hand_over()
+        return counts or hands_over
 
     def _count_some(self) -> bool:
         if self._uncounted is not None and next(self._uncounted, self) is self:

@@ -9,14 +9,16 @@ from typing import cast
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, Text
-from kvpage_server.store.eviction import Unit, taken_over
+from kvpage_server.store.eviction import Unit
 from kvpage_server.store.holdings import OVER_QUOTA, Holdings
 from kvpage_server.store.index import Block
 from kvpage_server.store.lease import SHARE
 from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
-from kvpage_server.store.quota import Quota
+from kvpage_server.store.queues import Queues, successor
+from kvpage_server.store.quota import Quota, Quotas
 
 PROMISE = 10_000  # milliseconds
+_AT_ONCE = 500  # units that are handed over before others have their turn
 
 
 class OutOfMemory(Exception):
@@ -33,14 +35,39 @@ class Room(Holdings):
 
     @policy.setter
     def policy(self, name: str) -> None:
-        """Let another policy decide. It learns what there is, and when that was used last. O(n log n)."""
+        """Let another policy decide. It is told what there is, and when that was used last, in steps."""
         self._policy = name
-        if self._quotas is not None:
-            self._quotas.change(POLICIES[name])
+        self._hand_over()
+
+    def _hand_over(self) -> bool:
+        """Tell the policy some of what the one before knew; whether there is more."""
+        self._begin_to_hand_over()
+        for policy in self._policies():
+            for unit in policy.hand_over(_AT_ONCE):
+                if isinstance(unit, Block):
+                    policy.follows(self._around(unit))
+            if policy.hands_over:
+                return True
+        return self._begin_to_hand_over()
+
+    def _begin_to_hand_over(self) -> bool:
+        """Have the policies that are wanted, unless those there are were not told everything yet."""
+        kind = POLICIES[self._policy]
+        if all(type(policy) is kind for policy in self._policies()) or any(p.hands_over for p in self._policies()):
+            return False
+        if self._quotas is None:
+            self._units = successor(self._policies()[0], kind)
         else:
-            self._units = taken_over(self._units, POLICIES[name]())
-        for block in self.index:
-            self._join(block)
+            self._quotas.every = successor(self._quotas.every, kind)
+            for quota in self._quotas.all:
+                quota.units = successor(quota.units, kind)
+        return True
+
+    def _policies(self) -> list[Queues]:
+        """That of all units, and those of quotas."""
+        if isinstance(self._units, Quotas):
+            return [self._units.every, *(quota.units for quota in self._units.all)]
+        return [self._units]
 
     def make_room(self, *, may_evict: bool = True) -> None:
         """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""

@@ -9,79 +9,78 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from kvpage_server.store.eviction import BURST, Unit, name_of
+from kvpage_server.store.queues import FIRST, Queues
 
 _SMALL = 0.1  # of all units
 _MOST_USES = 3
+_NEW, _MAIN = 1, 2  # queues
 
 
-class _Uses:
-    """How often a unit was used since it came, or was passed over: `uses`. When: `at`, and last counted: `counted`."""
-
-    __slots__ = ("at", "counted", "uses")
-
-    def __init__(self, now: int) -> None:
-        self.uses = 0
-        self.at = self.counted = now
-
-
-class S3FIFO:
+class S3FIFO(Queues):
     """Quick to let go of what was used once. Every operation is O(1), amortised."""
 
-    def __init__(self) -> None:
-        self.now = 0
-        self._small: OrderedDict[Unit, _Uses] = OrderedDict()
-        self._main: OrderedDict[Unit, _Uses] = OrderedDict()
+    def _reset(self) -> None:
+        super()._reset()
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # names of units that left the small queue
-
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-    def __iter__(self) -> Iterator[Unit]:
-        yield from self._main
-        yield from self._small
-
-    def __contains__(self, unit: Unit) -> bool:
-        return unit in self._main or unit in self._small
-
-    def _find(self, unit: Unit) -> _Uses | None:
-        return self._main.get(unit) or self._small.get(unit)
+        self._sizes = [0] * FIRST  # of the queues
 
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
-        found = self._find(unit)
-        if found is None:
+        place = self._places.get(unit)
+        if place is None:
             name = name_of(unit)
             came_back = name in self._ghosts
             if came_back:
                 del self._ghosts[name]
-            (self._main if came_back else self._small)[unit] = _Uses(self.now)
+            self._come(self._place_of(unit), _MAIN if came_back else _NEW)
             return
-        found.at = self.now
-        if self.now - found.counted >= BURST:
-            found.counted = self.now
-            found.uses = min(found.uses + 1, _MOST_USES)
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+            self._come(place, _NEW)
+        self._at[place] = self.now
+        if self.now - self._counted[place] >= BURST:
+            self._counted[place] = self.now
+            self._uses[place] = min(self._uses[place] + 1, _MOST_USES)
 
     def follows(self, units: Sequence[Unit]) -> None:
         """What extends what makes no difference."""
 
-    def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
-        found = self._find(unit)
-        if found is None:
-            raise KeyError(unit)
-        return self.now - found.at
+    def _come(self, place: int, queue: int) -> None:
+        self._uses[place] = 0
+        self._at[place] = self._counted[place] = self.now
+        self._enter(place, queue, self._before[self._home + queue])
+
+    def _enter(self, place: int, queue: int, behind: int) -> None:
+        self._sizes[queue] += 1
+        self._queue[place] = self._home + queue
+        self._link(place, behind)
+
+    def _leave(self, place: int) -> None:
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+        else:
+            self._sizes[self._queue[place] - self._home] -= 1
+            self._unlink(place)
+
+    def _inherit(self, place: int) -> None:
+        self._uses[place] = 0
+        self._counted[place] = self._at[place]
+        self._enter(place, _NEW, self._home + _NEW)
 
     def removed(self, unit: Unit) -> None:
         """The unit is gone and not missed."""
-        if self._small.pop(unit, None) is None:
-            self._main.pop(unit, None)
+        place = self._places.pop(unit, None)
+        if place is not None:
+            self._leave(place)
+            self._units[place] = None
+            self._give_back(place)
 
     def evicted(self, unit: Unit) -> None:
         """The unit is gone for want of room."""
-        if unit in self._small:
+        place = self._places.get(unit)
+        if place is not None and self._queue[place] == self._home + _NEW:
             self._ghosts[name_of(unit)] = None
             while len(self._ghosts) > len(self) * (1 - _SMALL):
                 self._ghosts.popitem(last=False)
@@ -89,25 +88,20 @@ class S3FIFO:
 
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go."""
+        yield from self._older_victims()
         left = len(self)
         while left and len(self):
-            from_small = bool(self._small) and (len(self._small) >= _SMALL * len(self) or not self._main)
-            queue = self._small if from_small else self._main
-            unit, found = next(iter(queue.items()))
-            if found.uses > (1 if from_small else 0):
-                found.uses = 0 if from_small else found.uses - 1
+            small, main = self._sizes[_NEW], self._sizes[_MAIN]
+            queue = _NEW if small and (small >= _SMALL * len(self) or not main) else _MAIN
+            place = self._after[self._home + queue]
+            unit = self._units[place]
+            assert unit is not None
+            if self._uses[place] > (1 if queue == _NEW else 0):
+                self._uses[place] = 0 if queue == _NEW else self._uses[place] - 1
             else:
                 left -= 1
                 yield unit
-                if queue.get(unit) is not found:
+                if self._places.get(unit) != place or self._queue[place] != self._home + queue:
                     continue
-            del queue[unit]
-            self._main[unit] = found
-
-    def clear(self) -> dict[Unit, Any]:
-        """Forget everything; what there was."""
-        old = {**self._small, **self._main}
-        self._small.clear()
-        self._main.clear()
-        self._ghosts.clear()
-        return old
+            self._leave(place)
+            self._enter(place, _MAIN, self._before[self._home + _MAIN])

@@ -1,0 +1,62 @@
+"""allkeys-lru: what was used longest ago goes first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from kvpage_server.store.eviction import Unit
+from kvpage_server.store.queues import Queues
+
+
+class LRU(Queues):
+    """Least recently used first. Every operation is O(1)."""
+
+    def used(self, unit: Unit) -> None:
+        """The unit was written or read."""
+        place = self._places.get(unit)
+        if place is None:
+            place = self._place_of(unit)
+        else:
+            self._leave(place)
+        self._at[place] = self.now
+        self._enter(place, self._before[self._home + 1])
+
+    def _enter(self, place: int, behind: int) -> None:
+        self._queue[place] = self._home + 1
+        self._link(place, behind)
+
+    def _leave(self, place: int) -> None:
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+        else:
+            self._unlink(place)
+
+    def _inherit(self, place: int) -> None:
+        self._enter(place, self._home + 1)
+
+    def removed(self, unit: Unit) -> None:
+        """The unit is gone."""
+        place = self._places.pop(unit, None)
+        if place is not None:
+            self._leave(place)
+            self._units[place] = None
+            self._give_back(place)
+
+    evicted = removed
+
+    def follows(self, units: Sequence[Unit]) -> None:
+        """What extends what makes no difference."""
+
+    def victims(self) -> Iterator[Unit]:
+        """The units in the order they should go."""
+        yield from self._older_victims()
+        queue = self._home + 1
+        for _ in range(len(self._places)):
+            place = self._after[queue]
+            unit = self._units[place]
+            if unit is None:
+                return
+            yield unit
+            if self._places.get(unit) == place:
+                self._unlink(place)
+                self._link(place, self._before[queue])

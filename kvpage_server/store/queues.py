@@ -1,0 +1,205 @@
+"""Units in queues, by place: what every policy of eviction is made of.
+
+A unit has a place, and at it a field in each column. A queue is a ring of places, linked in two columns, which begins
+and ends with a place of its own. Whatever is done to one unit is O(1), and one takes few bytes.
+
+**A change of policy.** The next policy takes the places and columns as they are, and queues of its own beside those
+there are. It hands the units over in steps, from the one used last to the one used first, each to the front of the
+queue it belongs in; what is used meanwhile goes to the end, as ever. So the order is that of use, whichever policy
+was there before. What was not handed over yet is the first to go. To begin costs nothing, however many units there are.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from array import array
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from kvpage_server.store.eviction import Unit
+
+NOBODY = 0  # no place
+QUEUES = 5  # of a policy, at the most
+FIRST = 1 + 2 * QUEUES  # place of a unit: before it are the queues of a policy, and of the one before
+_LOOKED_AT = 10_000  # places at once: a millisecond or two
+
+
+class Queues(ABC):
+    """Units at their places. A policy says which queue they belong in, and in which order they go."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self._reset()
+
+    def _reset(self) -> None:
+        self._home = 0  # its queues are at the places behind this one
+        self._older = -1  # those of the policy before are behind this one; negative: everything was handed over
+        self._waiting = 0  # units that were not
+        self._looked = FIRST  # none of them is before this place, once those queues are empty
+        self._places: dict[Unit, int] = {}
+        self._free: list[int] = []
+        self._units: list[Unit | None] = [None] * FIRST
+        self._before = array("i", range(FIRST))  # neighbours in the queue; NOBODY when it is in none
+        self._after = array("i", range(FIRST))
+        self._queue = array("b", range(FIRST))  # where it belongs
+        self._uses = array("B", bytes(FIRST))
+        self._at = array("q", [0] * FIRST)  # last use, in seconds
+        self._counted = array("q", [0] * FIRST)  # last use that counted, in seconds
+        self._last = array("q", [0] * FIRST)  # use, in units that came
+        self._parent = array("i", [NOBODY] * FIRST)  # what it extends
+        self._children = array("i", [0] * FIRST)  # how many extend it
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._places)
+
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._places
+
+    def idle(self, unit: Unit) -> int:
+        """Seconds since a unit's last use."""
+        return self.now - self._at[self._places[unit]]
+
+    @abstractmethod
+    def used(self, unit: Unit) -> None:
+        """The unit was written or read."""
+
+    @abstractmethod
+    def follows(self, units: Sequence[Unit]) -> None:
+        """Each of these extends the one before it. Unknown ones end a run."""
+
+    @abstractmethod
+    def removed(self, unit: Unit) -> None:
+        """The unit is gone and not missed."""
+
+    @abstractmethod
+    def evicted(self, unit: Unit) -> None:
+        """The unit is gone for want of room."""
+
+    @abstractmethod
+    def victims(self) -> Iterator[Unit]:
+        """The units in the order they should go."""
+
+    def clear(self) -> dict[Unit, Any]:
+        """Forget everything; what there was."""
+        old = self._places
+        self._reset()
+        return old
+
+    # -- places ------------------------------------------------------------------------------------------------------
+
+    def _place_of(self, unit: Unit) -> int:
+        """A place for a unit that came."""
+        if self._free:
+            place = self._free.pop()
+        else:
+            place = len(self._units)
+            self._units.append(None)
+            self._uses.append(0)
+            self._queue.append(0)
+            for numbers in (self._before, self._after, self._parent, self._children):
+                numbers.append(0)
+            for times in (self._at, self._counted, self._last):
+                times.append(0)
+        self._places[unit], self._units[place] = place, unit
+        return place
+
+    def _give_back(self, place: int) -> None:
+        self._queue[place] = 0
+        self._free.append(place)
+
+    def _link(self, place: int, behind: int) -> None:
+        after = self._after[behind]
+        self._before[place], self._after[place] = behind, after
+        self._after[behind] = self._before[after] = place
+
+    def _unlink(self, place: int) -> None:
+        before, after = self._before[place], self._after[place]
+        self._after[before], self._before[after] = after, before
+        self._before[place] = self._after[place] = NOBODY
+
+    # -- a change of policy ------------------------------------------------------------------------------------------
+
+    def take_over(self, old: Queues) -> None:
+        """Know what another policy knows, which has nothing to hand over itself and is used no more."""
+        assert not old.hands_over
+        self.now = old.now
+        self._home, self._waiting, self._looked = QUEUES - old._home, len(old), FIRST
+        self._older = old._home if self._waiting else -1
+        self._places, self._free, self._units = old._places, old._free, old._units
+        self._before, self._after, self._queue, self._uses = old._before, old._after, old._queue, old._uses
+        self._at, self._counted, self._last = old._at, old._counted, old._last
+        self._parent, self._children = old._parent, old._children
+
+    @property
+    def hands_over(self) -> bool:
+        """Whether there are units that the policy before knew of and this one does not yet."""
+        return self._older >= 0
+
+    def hand_over(self, most: int) -> list[Unit]:
+        """Hand over up to so many units; which ones."""
+        found: list[Unit] = []
+        while self.hands_over and len(found) < most:
+            ends = self._before[self._older + 1 : self._older + QUEUES + 1]
+            place = max((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
+            unit = self._units[place or self._left_over()]
+            if unit is None:
+                break
+            place = self._places[unit]
+            self._take(place)
+            self._inherit(place)
+            found.append(unit)
+        return found
+
+    def _left_over(self) -> int:
+        """The place of a unit that waits, and is in none of the queues. Looks at some places; NOBODY: not there.
+
+        A policy may have places of units that are gone, which are given back.
+        """
+        for place in range(self._looked, min(self._looked + _LOOKED_AT, len(self._units))):
+            self._looked = place + 1
+            if self._is_older(place):
+                if self._units[place] is not None:
+                    return place
+                self._give_back(place)
+        return NOBODY
+
+    def _take(self, place: int) -> None:
+        """A unit waits no more: it is handed over, used, or gone."""
+        self._unlink(place)
+        self._waiting -= 1
+        if not self._waiting:
+            self._older = -1
+
+    def _is_older(self, place: int) -> bool:
+        """Whether a unit waits, while any does."""
+        return 0 <= self._queue[place] - 1 - self._older < QUEUES
+
+    @abstractmethod
+    def _inherit(self, place: int) -> None:
+        """A unit was used before all that are in the queues."""
+
+    def _older_victims(self) -> Iterator[Unit]:
+        """What was not handed over yet, what was used longest ago first. Who is spared is handed over."""
+        while self.hands_over:
+            ends = self._after[self._older + 1 : self._older + QUEUES + 1]
+            place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
+            place = place or self._left_over()
+            unit = self._units[place]
+            if unit is None:
+                return
+            yield unit
+            if self._places.get(unit) == place and self._is_older(place):
+                self._take(place)
+                self._inherit(place)
+
+
+def successor(old: Queues, kind: type[Queues]) -> Queues:
+    """A policy that takes over from another, or that one itself when it is of that kind."""
+    if type(old) is kind:
+        return old
+    new = kind()
+    new.take_over(old)
+    return new
