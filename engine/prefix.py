@@ -43,4 +43,6 @@ def chain_hashes(fingerprint: int, tokens: Sequence[int], block_tokens: int, roo
 
 def common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
     """How many tokens from the first on are the same in both."""
+    if (shortest := min(len(a), len(b))) and tuple(a[:shortest]) == tuple(b[:shortest]):
+        return shortest
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))

@@ -1,4 +1,5 @@
-"""A proxy on the loopback that treats a server's answers badly: it cuts them off, holds them back, lets them drip."""
+"""A proxy on the loopback that treats a server's answers badly: it cuts them off, holds them back, lets them drip,
+changes them."""
 
 from __future__ import annotations
 
@@ -21,9 +22,13 @@ class Proxy:
     cut_after: int | None = None  # bytes, then the connection is closed
     mend_after: int | None = None  # so many cuts, then no more
     stall_after: int | None = None  # bytes, then nothing more
+    die_after: int | None = None  # bytes on all connections together, then nobody is there
+    flip_at: int | None = None  # the byte that comes with a bit turned over
+    hold: float = 0  # seconds before every piece
     drip: float = 0  # seconds between single bytes
     connections: int = 0  # that have been made so far
     _open: list[socket.socket] = field(default_factory=list)
+    _passed: int = 0  # bytes on all connections together
 
     @property
     def url(self) -> str:
@@ -36,6 +41,9 @@ class Proxy:
             except OSError:
                 return
             self.connections += 1
+            if self._is_dead(0):
+                client.close()
+                continue
             server = socket.create_connection(("127.0.0.1", self.target))
             self._open += [client, server]
             threading.Thread(target=self._pass_on, args=(client, server), daemon=True).start()
@@ -60,7 +68,14 @@ class Proxy:
                     if self.mend_after is not None and (mended := self.mend_after - 1) <= 0:
                         self.cut_after, self.mend_after = None, mended
                     break
+                if self.flip_at is not None and passed <= self.flip_at < passed + len(data):
+                    changed = bytearray(data)
+                    changed[self.flip_at - passed] ^= 1
+                    data = bytes(changed)
                 passed += len(data)
+                if self._is_dead(len(data)):
+                    break
+                time.sleep(self.hold)
                 if self.drip:
                     for byte in data:
                         sink.sendall(bytes([byte]))
@@ -68,6 +83,10 @@ class Proxy:
                 else:
                     sink.sendall(data)
         self._close(source, sink)
+
+    def _is_dead(self, count: int) -> bool:
+        self._passed += count
+        return self.die_after is not None and self._passed > self.die_after
 
     def _close(self, *sockets: socket.socket) -> None:
         for sock in sockets:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import takewhile
 from typing import Any
@@ -18,7 +18,7 @@ from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import root_of
 from engine.spec import ModelCacheSpec
 from engine.tiers.link import OUTAGES, Link, reason
-from engine.tiers.manifest import Manifest, Miss, Place, block_shape, in_chunks
+from engine.tiers.manifest import Layout, Manifest, Miss, Place
 from engine.tiers.plan import Offer, Plan
 from engine.tiers.refs import manifest_key
 from engine.tiers.worth import Decision
@@ -34,6 +34,7 @@ class Fetch:
         self,
         link: Link,
         spec: ModelCacheSpec,
+        layout: Layout,
         pool: BlockPool,
         agent_id: str,
         tokens: Sequence[int] | None,
@@ -55,6 +56,7 @@ class Fetch:
         self.reach = 0  # tokens of the prompt that needn't be computed with what has come, once it is done
         self._link = link
         self._spec = spec
+        self._layout = layout
         self._pool = pool
         self._tokens = tokens
         self._offer = Offer(spec, tuple(tokens or ()), None, root_of(agent_id))  # of the prompt alone, so far
@@ -170,7 +172,7 @@ class Fetch:
         self._plan = await self._lease(digests)
         missing = [place for place in self._plan.blocks if place not in self._held]
         try:
-            nbytes = self._nbytes(self._wanted(self._plan))
+            nbytes = self._layout.nbytes(*self._wanted(self._plan))
             self._ids = self._pool.allocate(len(missing), self.agent_id, nbytes)
         except PoolExhaustedError:
             self._missed("pool")
@@ -212,7 +214,7 @@ class Fetch:
             if not wanted:
                 return plan
             if self._tokens is not None:
-                self.decision = self._link.rates.decide(plan.reach - certain.reach, self._nbytes(wanted))
+                self.decision = self._link.rates.decide(plan.reach - certain.reach, self._layout.nbytes(*wanted))
                 if not self.decision.fetch:
                     self._missed("recompute")
                     return certain
@@ -228,12 +230,9 @@ class Fetch:
         held = self._sealed_in_memory
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in held]
 
-    def _nbytes(self, places: Iterable[Place]) -> int:
-        return sum(place.nbytes(self._spec) for place in places)
-
     async def _lease_all(self, places: Sequence[Place]) -> list[Place]:
         """Lease blocks, and states, from the first on up to one that is missing; what is lost with that."""
-        stored = [place for place in places if place.nbytes(self._spec)]
+        stored = [place for place in places if self._layout.nbytes(place)]
         kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
         milliseconds = round(1000 * self._link.deadline)
         counts = await self._link.pipelined(self._prefix(kind, milliseconds) for kind in kinds)
@@ -245,17 +244,17 @@ class Fetch:
         return [place for kind, count in zip(kinds, counts, strict=True) for place in kind[count:]]
 
     def _prefix(self, places: Sequence[Place], milliseconds: int) -> list[Any]:
-        pages = block_shape(places[0].shapes(self._spec)).pages
+        pages = self._layout.block(places[0]).pages
         names = [part for place in places for part in place.block]
         return ["KVPAGEPREFIX", pages, milliseconds, len(places), *names]
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     async def _receive(self, blocks: Sequence[Place], digests: dict[str, str]) -> None:
-        wanted = self._nbytes(self._wanted(self._plan))
+        wanted = self._layout.nbytes(*self._wanted(self._plan))
         begun = time.perf_counter()
         try:
-            chunks = in_chunks(blocks, self._spec)
+            chunks = self._layout.chunks(blocks)
             await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
             await self._take_state(digests)
         finally:
@@ -273,13 +272,13 @@ class Fetch:
     async def _take(self, places: Sequence[Place], digests: dict[str, str]) -> None:
         """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is
         not what was sealed."""
-        nbytes = places[0].nbytes(self._spec)
+        nbytes = self._layout.nbytes(places[0])
         memory = [_memory(nbytes) for _ in places]
         bodies = [np.asarray(body).data for body in memory]
         there = [True] * len(places)
         if nbytes:
             names = [place.block for place in places]
-            there = await self._link.blocks.mget_blocks_into(names, block_shape(places[0].shapes(self._spec)), bodies)
+            there = await self._link.blocks.mget_blocks_into(names, self._layout.block(places[0]), bodies)
         for place, found, body, kept in zip(places, there, bodies, memory, strict=True):
             if not found or place.digest([body]) != digests[place.seal]:
                 await self._link.server.delete(place.seal)
@@ -340,10 +339,10 @@ class Fetch:
         for place in self._kept():
             block = self._held.get(place)
             if block is None:
-                block = KVBlock(next(ids), place.tokens, in_memory(self._bodies[place], place.shapes(self._spec)))
+                block = KVBlock(next(ids), place.tokens, in_memory(self._bodies[place], self._layout.shapes(place)))
             blocks.append(block)
         if self._state and self._state in self._bodies:
-            shapes = self._state.shapes(self._spec)
+            shapes = self._layout.shapes(self._state)
             blocks[-1] = replace(blocks[-1], state=in_memory(self._bodies[self._state], shapes))
         return blocks
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
+from typing import NamedTuple, Self
 
 import xxhash
 from typing_extensions import Buffer
@@ -17,6 +17,7 @@ from kvpage_server.page import BlockShape, DType, Plane
 
 FORMAT = 3  # of manifests and digests
 CHUNK = 8 << 20  # bytes of blocks that are asked for or sent in one go, a block at least
+MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
 
 
 class Miss(Exception):
@@ -46,20 +47,65 @@ class Place:
         """Where the state after these tokens lies."""
         return replace(self, of_state=True)
 
-    def shapes(self, spec: ModelCacheSpec) -> Shapes:
-        """Of the arrays that lie there."""
-        return spec.state_shapes(self.end) if self.of_state else spec.token_shapes(self.tokens)
-
-    def nbytes(self, spec: ModelCacheSpec) -> int:
-        """Of these arrays. 0 for the tokens of a model whose layers all carry states."""
-        return spec.state_nbytes(self.end) if self.of_state else self.tokens * spec.token_nbytes
-
     def digest(self, bodies: Iterable[Buffer]) -> str:
         """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
         digest = xxhash.xxh3_64(f"{FORMAT}:{self.seal}".encode())
         for body in bodies:
             digest.update(body)
         return digest.hexdigest()
+
+
+class Layout:
+    """What lies at the places of a model, worked out once for each kind of place."""
+
+    def __init__(self, spec: ModelCacheSpec) -> None:
+        self._spec = spec
+        self._kinds: dict[tuple[bool, int], _Kind] = {}
+
+    def nbytes(self, *places: Place) -> int:
+        """Of the arrays there, in all. 0 for the tokens of a model whose layers all carry states."""
+        return sum(self._kind(place).nbytes for place in places)
+
+    def shapes(self, place: Place) -> Shapes:
+        """Of the arrays there."""
+        return self._kind(place).shapes
+
+    def block(self, place: Place) -> BlockShape:
+        """How the server is told of them, of which there must be some."""
+        block = self._kind(place).block
+        assert block is not None
+        return block
+
+    def chunks(self, places: Iterable[Place]) -> Iterator[list[Place]]:
+        """Places in their order, neighbours of one size together, of at most CHUNK bytes."""
+        chunk: list[Place] = []
+        for place in places:
+            nbytes = self.nbytes(place)
+            if chunk and (nbytes != self.nbytes(chunk[0]) or (len(chunk) + 1) * nbytes > CHUNK):
+                yield chunk
+                chunk = []
+            chunk.append(place)
+        if chunk:
+            yield chunk
+
+    def _kind(self, place: Place) -> _Kind:
+        key = place.of_state, place.end if place.of_state else place.tokens
+        kind = self._kinds.get(key)
+        if kind is None:
+            spec, (of_state, tokens) = self._spec, key
+            shapes = spec.state_shapes(tokens) if of_state else spec.token_shapes(tokens)
+            nbytes = sum(kept.nbytes for layer in shapes for kept in layer)
+            kind = _Kind(shapes, nbytes, block_shape(shapes) if nbytes else None)
+            if len(self._kinds) == MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[key] = kind
+        return kind
+
+
+class _Kind(NamedTuple):
+    shapes: Shapes
+    nbytes: int
+    block: BlockShape | None
 
 
 def block_shape(shapes: Shapes) -> BlockShape:
@@ -74,19 +120,6 @@ def block_shape(shapes: Shapes) -> BlockShape:
     if alike and all((kept.heads, kept.rows) == (heads, rows) for kept in layers[0]):
         return BlockShape(len(layers), heads, rows, tuple(kept.plane for kept in layers[0]))
     return BlockShape(1, 1, 1, (Plane(0, DType.UINT8, sum(kept.nbytes for layer in layers for kept in layer)),))
-
-
-def in_chunks(places: Sequence[Place], spec: ModelCacheSpec) -> Iterator[list[Place]]:
-    """Places in their order, neighbours of one size together, of at most CHUNK bytes."""
-    chunk: list[Place] = []
-    for place in places:
-        nbytes = place.nbytes(spec)
-        if chunk and (nbytes != chunk[0].nbytes(spec) or (len(chunk) + 1) * nbytes > CHUNK):
-            yield chunk
-            chunk = []
-        chunk.append(place)
-    if chunk:
-        yield chunk
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from engine.tiers import refs, saving
 from engine.tiers.breaker import CircuitBreaker
 from engine.tiers.fetch import Fetch
 from engine.tiers.link import Link
-from engine.tiers.manifest import Manifest, Miss, Place
+from engine.tiers.manifest import Layout, Manifest, Miss, Place
 from engine.tiers.worth import Rates
 
 T = TypeVar("T")
@@ -75,6 +75,7 @@ class PageTier:
         self.unasked: Counter[str] = Counter()  # all other questions that got no answer, by reason
         self.loads: Counter[bool] = Counter()  # decided loads: whether they fetched
         self._spec = spec
+        self._layout = Layout(spec)
         self._pool = pool
         self._link = Link(url, deadline, connections)
         self._token = uuid.uuid4().hex  # whose claims are ours
@@ -102,7 +103,7 @@ class PageTier:
         first blocks of the result.
         """
         check_agent_id(agent_id)
-        return Fetch(self._link, self._spec, self._pool, agent_id, tokens, held, self._count)
+        return Fetch(self._link, self._spec, self._layout, self._pool, agent_id, tokens, held, self._count)
 
     def _count(self, fetch: Fetch) -> None:
         self.misses.update(fetch.reasons)
@@ -147,15 +148,17 @@ class PageTier:
     async def _save(self, manifest: Manifest, parts: saving.Parts) -> Saved:
         saved = await self._write(parts)
         await refs.replace(self._link.server, manifest.agent_id, manifest.dump(self._spec))
-        await self._write(parts)  # what somebody deleted before the manifest held on to it
+        again = await self._write(parts)  # what somebody deleted before this manifest held on to it
+        if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
+            await refs.bury(self._link.server, manifest.names)
         return saved
 
     async def _write(self, parts: saving.Parts) -> Saved:
-        missing = await saving.missing(self._link, self._spec, list(parts))
-        await saving.write(self._link, self._spec, parts, missing)
+        missing = await saving.missing(self._link, self._layout, list(parts))
+        await saving.write(self._link, self._layout, parts, missing)
         written = sum(not place.of_state for place in missing)
         present = sum(not place.of_state for place in parts) - written
-        return Saved(written, present, sum(place.nbytes(self._spec) for place in missing))
+        return Saved(written, present, self._layout.nbytes(*missing))
 
     # -- agents ----------------------------------------------------------------------------------------------------
 
@@ -189,7 +192,7 @@ class PageTier:
     def sealed(self, names: Sequence[str]) -> int:
         """How many of the blocks with these names, from the first on, are stored."""
         places = [Place(name, self._spec.block_tokens, 0) for name in names]
-        missing = self._ask(saving.missing(self._link, self._spec, places))
+        missing = self._ask(saving.missing(self._link, self._layout, places))
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
     def claim(self, name: str, seconds: float) -> bool:

@@ -37,7 +37,7 @@ async def replace(server: Any, agent_id: str, manifest: str | None) -> bool:
         dropped = _recount(pipe, before, manifest)
 
     replies = await server.transaction(change, key)
-    await _bury(server, dropped, replies)
+    await _bury_dropped(server, dropped, replies)
     return found
 
 
@@ -56,7 +56,7 @@ async def copy(server: Any, agent_id: str, new_id: str) -> bool:
             dropped = _recount(pipe, before, manifest)
 
     replies = await server.transaction(change, source, key)
-    await _bury(server, dropped, replies)
+    await _bury_dropped(server, dropped, replies)
     return found
 
 
@@ -77,19 +77,23 @@ def _recount(pipe: Any, before: bytes | None, after: bytes | str | None) -> list
     return dropped
 
 
-async def _bury(server: Any, dropped: Sequence[str], replies: Sequence[Any]) -> None:
-    """Delete those of the blocks that have been counted out, as the last of these replies say, that nobody names."""
+async def _bury_dropped(server: Any, dropped: Sequence[str], replies: Sequence[Any]) -> None:
+    """Bury those of the blocks that have been counted out, as the last of these replies say, that nobody names."""
     counts = replies[len(replies) - len(dropped) :]
-    unnamed = [name for name, count in zip(dropped, counts, strict=True) if count == 0]
-    if not unnamed:
+    await bury(server, [name for name, count in zip(dropped, counts, strict=True) if count == 0])
+
+
+async def bury(server: Any, names: Sequence[str]) -> None:
+    """Delete those of these blocks that no manifest names."""
+    if not names:
         return
-    keys = [_count_key(name) for name in unnamed]
+    keys = list(map(_count_key, names))
 
     async def change(pipe: Any) -> None:
         counts = await pipe.mget(keys)
         pipe.multi()
-        for name, count in zip(unnamed, counts, strict=True):
-            if count == b"0":
+        for name, count in zip(names, counts, strict=True):
+            if count in (None, b"0"):
                 pipe.execute_command("KVPAGEDEL", name)
                 pipe.delete(f"seal:{name}", f"state:{name}", _count_key(name))
 

@@ -10,7 +10,7 @@ from typing_extensions import Buffer
 from engine.blocks import AgentBlocks, Arrays
 from engine.spec import ModelCacheSpec
 from engine.tiers.link import Link
-from engine.tiers.manifest import Manifest, Place, block_shape, in_chunks
+from engine.tiers.manifest import Layout, Manifest, Place
 from kvpage_server.client.buffers import readable
 
 Parts = Mapping[Place, Sequence[Buffer]]  # what belongs where: the arrays, in canonical order
@@ -30,21 +30,21 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
     return [readable(cast(Any, array)) for layer in arrays for array in layer]
 
 
-async def missing(link: Link, spec: ModelCacheSpec, places: Sequence[Place]) -> list[Place]:
+async def missing(link: Link, layout: Layout, places: Sequence[Place]) -> list[Place]:
     """Those that are not complete, or not sealed."""
-    found = iter(await link.pipelined(question for place in places for question in _questions(place, spec)))
-    return [place for place in places if [next(found) for _ in _questions(place, spec)].count(0)]
+    found = iter(await link.pipelined(question for place in places for question in _questions(place, layout)))
+    return [place for place in places if [next(found) for _ in _questions(place, layout)].count(0)]
 
 
-def _questions(place: Place, spec: ModelCacheSpec) -> list[list[str | bytes | int]]:
+def _questions(place: Place, layout: Layout) -> list[list[str | bytes | int]]:
     sealed: list[list[str | bytes | int]] = [["EXISTS", place.seal]]
-    return [*sealed, ["KVBLOCKEXISTS", *place.block]] if place.nbytes(spec) else sealed
+    return [*sealed, ["KVBLOCKEXISTS", *place.block]] if layout.nbytes(place) else sealed
 
 
-async def write(link: Link, spec: ModelCacheSpec, parts: Parts, places: Sequence[Place]) -> None:
+async def write(link: Link, layout: Layout, parts: Parts, places: Sequence[Place]) -> None:
     """Write these of the parts, chunk by chunk, each of which is of use when it is sealed."""
-    for chunk in in_chunks(places, spec):
-        if chunk[0].nbytes(spec):
-            shape = block_shape(chunk[0].shapes(spec))
-            await link.blocks.mset_blocks([place.block for place in chunk], shape, [parts[place] for place in chunk])
+    for chunk in layout.chunks(places):
+        if layout.nbytes(chunk[0]):
+            names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
+            await link.blocks.mset_blocks(names, layout.block(chunk[0]), bodies)
         await link.server.mset({place.seal: place.digest(parts[place]) for place in chunk})

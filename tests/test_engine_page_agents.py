@@ -1,0 +1,286 @@
+"""Agents on the page server: forks cost nothing, what nobody names is deleted, and writers do not harm one another."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+import redis
+from engine_families import TOKENS as FAMILY_TOKENS
+from engine_families import family
+from servers import RunningServer
+from test_engine_pages import SPEC, TOKENS, context, held, same
+
+from engine import kvcache
+from engine.blocks import AgentBlocks, BlockError, KVBlock
+from engine.pool import BlockPool
+from engine.prefix import root_of
+from engine.tiers import saving
+from engine.tiers.manifest import block_names
+from engine.tiers.pages import PageTier, Saved
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(64)
+    yield pool
+    pool.check_empty()
+
+
+@pytest.fixture
+def tier(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[PageTier]:
+    tier = PageTier(server.url, SPEC, pool)
+    yield tier
+    assert not tier.misses
+    tier.close()
+
+
+@pytest.fixture
+def other(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[PageTier]:
+    """Another engine's."""
+    tier = PageTier(server.url, SPEC, pool)
+    yield tier
+    tier.close()
+
+
+def stored(client: redis.Redis) -> set[str]:
+    """The blocks of which anything is there."""
+    names = {key.decode().split(":")[1] for key in client.scan_iter(count=10_000)}
+    return {name for name in names if len(name) == 32}
+
+
+def names(tokens: tuple[int, ...], agent_id: str = "") -> set[str]:
+    return set(block_names(tokens, SPEC, root_of(agent_id)))
+
+
+# -- forks and what is left of them ------------------------------------------------------------------------------------
+
+
+def test_a_fork_has_the_whole_context_for_a_manifest(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    before = client.dbsize()
+    assert tier.fork("alice", "twin")
+    assert client.dbsize() == before + 1
+    loaded = tier.load("twin")
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+    assert tier.agents() == ["alice", "twin"]
+    assert [tier.tokens_of(agent) for agent in ("alice", "twin", "nobody")] == [700, 700, None]
+
+
+def test_of_nothing_there_is_no_fork(tier: PageTier, client: redis.Redis) -> None:
+    assert not tier.fork("nobody", "twin")
+    assert not tier.delete("nobody")
+    assert client.dbsize() == 0
+
+
+def test_deleting_frees_only_what_nobody_else_has(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    longer = context((*TOKENS[:530], *TOKENS[:100]), "bob")
+    tier.save(context())
+    tier.save(longer)
+    tier.fork("alice", "twin")
+    assert tier.delete("alice")
+    assert tier.tokens_of("alice") is None
+    assert stored(client) == names(TOKENS) | names(longer.tokens)
+    assert tier.delete("twin")
+    assert stored(client) == names(longer.tokens)
+    assert held(pool, tier.load("bob")) == 630
+    assert tier.delete("bob")
+    assert client.dbsize() == 0
+
+
+def test_a_fork_that_goes_on_leaves_its_origin_alone(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context(TOKENS[:300]))
+    tier.fork("alice", "twin")
+    tier.save(context(TOKENS[:600], "twin"))
+    assert stored(client) == names(TOKENS[:300]) | names(TOKENS[:600])
+    for agent, count in (("alice", 300), ("twin", 600)):
+        loaded = tier.load(agent)
+        assert same(loaded, context(), count)
+        held(pool, loaded)
+    tier.fork("twin", "alice")  # in place of what alice had
+    assert stored(client) == names(TOKENS[:600])
+
+
+def test_saving_and_forking_again_counts_nobody_twice(tier: PageTier, client: redis.Redis) -> None:
+    for _ in range(3):
+        tier.save(context())
+        tier.fork("alice", "twin")
+        tier.fork("alice", "alice")
+    assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"2"}
+    tier.delete("alice")
+    tier.delete("twin")
+    assert client.dbsize() == 0
+
+
+def test_tenants_share_nothing(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    ours, theirs = context(TOKENS, "alice@acme"), context(TOKENS, "alice@other")
+    assert tier.save(ours)
+    assert tier.save(theirs) == Saved(3, 0, 700 * SPEC.token_nbytes)
+    assert not names(TOKENS, "alice@acme") & names(TOKENS, "alice@other")
+    with pytest.raises(BlockError, match="a fork belongs to its agent's tenant"):
+        tier.fork("alice@acme", "alice@other")
+    assert tier.fork("alice@acme", "bob@acme")
+    tier.delete("alice@other")
+    assert tier.load("eve@other", TOKENS) is None
+    loaded = tier.load("bob@acme", TOKENS)
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+    assert tier.misses.pop("absent") == 1
+
+
+# -- prefixes ----------------------------------------------------------------------------------------------------------
+
+
+def test_published_blocks_are_found_by_their_tokens_and_belong_to_nobody(
+    tier: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    assert tier.publish(context(TOKENS[:600])) == Saved(2, 0, 512 * SPEC.token_nbytes)
+    assert tier.publish(context(TOKENS[:200])) == Saved(0, 0, 0)
+    assert tier.agents() == []
+    assert held(pool, tier.load("bob", TOKENS)) == 512
+    assert tier.save(context()) == Saved(1, 2, 188 * SPEC.token_nbytes)
+
+
+def test_how_much_of_a_prefix_is_stored(tier: PageTier, client: redis.Redis) -> None:
+    prefix = block_names(TOKENS[:512], SPEC)
+    assert tier.sealed(prefix) == 0
+    tier.publish(context(TOKENS[:300]))
+    assert tier.sealed(prefix) == 1
+    tier.publish(context())
+    assert tier.sealed(prefix) == 2
+    assert tier.sealed([*prefix, "f" * 32, prefix[0]]) == 2
+    client.execute_command("KVPAGEDEL", prefix[0])
+    assert tier.sealed(prefix) == 0
+    assert tier.sealed([]) == 0
+
+
+def test_what_is_in_memory_is_not_fetched(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    memory = tier.load("alice", TOKENS[:512])
+    assert memory
+    fetch = tier.fetch("bob", (*TOKENS[:530], 1), held=memory.blocks[:1])
+    loaded = fetch.result()
+    assert loaded
+    assert fetch.nbytes == 256 * SPEC.token_nbytes
+    assert fetch.reach == 512
+    assert loaded.blocks[0] is memory.blocks[0]
+    assert pool.used_blocks == 3
+    assert same(loaded, context(), 512)
+    held(pool, memory)
+    held(pool, loaded)
+    with pytest.raises(ValueError, match="held blocks are the first of 0 full ones, got 2"):
+        tier.fetch("bob", TOKENS[:30], held=memory.blocks)
+
+
+def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServer, client: redis.Redis) -> None:
+    """The blocks were kept without one."""
+    of = family("gemma3_text")
+    at_256 = of.computed(256)
+    whole = of.blocks(at_256, 256)
+    tier = PageTier(server.url, of.spec, BlockPool(8))
+    assert tier.save(whole)
+    (block,) = whole.blocks
+    (own,) = tier._pool.allocate(1, "memory")
+    fetch = tier.fetch("agent", FAMILY_TOKENS, held=[KVBlock(own, 256, block.layers)])
+    loaded = fetch.result()
+    assert loaded
+    assert fetch.nbytes == of.spec.state_nbytes(256)
+    assert loaded.block_ids == [own]
+    tier._pool.free([own], "memory")
+    restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)
+    assert np.array_equal(of.continuation(restored, 256), of.continuation(of.computed(256), 256))
+    tier._pool.free(loaded.block_ids)
+    tier._pool.check_empty()
+    tier.close()
+
+
+# -- who computes what -------------------------------------------------------------------------------------------------
+
+
+def test_one_engine_claims_a_block_until_it_releases_it_or_is_gone(tier: PageTier, other: PageTier) -> None:
+    assert tier.claim("name", 10)
+    assert not other.claim("name", 10)
+    assert not other.release("name")
+    assert not other.renew("name", 10)
+    assert tier.renew("name", 0.05)
+    time.sleep(0.06)
+    assert not tier.renew("name", 10)
+    assert other.claim("name", 10)
+    assert other.release("name")
+    assert not other.release("name")
+    assert tier.claim("name", 10)
+    assert not tier.unasked
+
+
+# -- several writers ---------------------------------------------------------------------------------------------------
+
+
+def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
+    tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    """And meanwhile everybody who reads finds one of the two, or less of it, but nothing mixed; in the end nothing is
+    left over."""
+    turns = [context(TOKENS[:count]) for count in (300, 600, 257, 700)]
+    others = [context(TOKENS[:0:-1][:count]) for count in (310, 680)]
+    saving = threading.Event()
+
+    def save(to: PageTier, contexts: list[AgentBlocks]) -> None:
+        for _ in range(5):
+            for one in contexts:
+                assert to.save(one)
+
+    def read() -> int:
+        found = 0
+        while not saving.is_set():
+            loaded = other.load("alice")
+            if loaded:
+                assert any(same(loaded, one, len(loaded)) for one in (*turns, *others))
+                found += held(pool, loaded)
+        return found
+
+    with ThreadPoolExecutor(3) as threads:
+        reader = threads.submit(read)
+        writers = [threads.submit(save, tier, turns), threads.submit(save, other, others)]
+        for writer in writers:
+            writer.result()
+        saving.set()
+        assert reader.result() > 0
+    loaded = tier.load("alice")
+    assert loaded
+    (last,) = [one for one in (turns[-1], others[-1]) if one.tokens == loaded.tokens]
+    assert same(loaded, last, len(last))
+    held(pool, loaded)
+    assert stored(client) == names(last.tokens)
+    assert set(other.misses) <= {"gap", "shape", "absent"}
+
+
+def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_end(
+    tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between bob's look at what is there and his manifest alice, the only one who had named the blocks, goes."""
+    tier.save(context())
+    write = saving.write
+    deleted = []
+
+    async def delete_before(link: object, *args: object) -> None:
+        if link is tier._link and not deleted:
+            deleted.append(await_deletion())
+        await write(link, *args)  # type: ignore[arg-type]
+
+    def await_deletion() -> bool:
+        with ThreadPoolExecutor(1) as thread:
+            return thread.submit(other.delete, "alice").result()
+
+    monkeypatch.setattr(saving, "write", delete_before)
+    assert tier.save(context(TOKENS, "bob"))
+    assert deleted == [True]
+    loaded = tier.load("bob")
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+    assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"1"}

@@ -1,0 +1,279 @@
+"""A page server that is slow, full, wrong or gone costs time, never an answer, and the reason is counted."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from proxy import Proxy, start_proxy
+from servers import RunningServer, free_port, start_server
+from test_engine_pages import BLOCK, SPEC, TOKENS, context, held, same
+
+# isort: split
+import mlx.core as mx
+
+from engine.blocks import AgentBlocks
+from engine.pool import BlockPool
+from engine.tiers.breaker import FAILURES, State
+from engine.tiers.manifest import block_names
+from engine.tiers.pages import PageTier
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(32)
+    yield pool
+    pool.check_empty()
+
+
+@pytest.fixture
+def proxy(server: RunningServer, client: redis.Redis) -> Iterator[Proxy]:
+    """In front of a server on which alice has TOKENS."""
+    direct = PageTier(server.url, SPEC, BlockPool(4))
+    assert direct.save(context())
+    direct.close()
+    with start_proxy(server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageTier]:
+    """Behind the proxy; it asks for block after block."""
+    monkeypatch.setattr("engine.tiers.manifest.CHUNK", BLOCK)
+    tier = PageTier(proxy.url, SPEC, pool, deadline=1.0, connections=1)
+    yield tier
+    tier.close()
+
+
+def test_a_server_that_is_gone_is_a_miss(pool: BlockPool) -> None:
+    tier = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
+    assert tier.load("alice", TOKENS) is None
+    assert tier.save(context()) is None
+    assert (tier.misses, tier.unsaved) == ({"down": 1}, {"down": 1})
+    tier.close()
+
+
+def test_a_server_that_never_answers_is_a_miss_in_time(pool: BlockPool) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        tier = PageTier(f"redis://127.0.0.1:{silent.getsockname()[1]}", SPEC, pool, deadline=0.2)
+        begun = time.monotonic()
+        assert tier.load("alice", TOKENS) is None
+        assert tier.save(context(TOKENS[:9])) is None
+        assert time.monotonic() - begun < 3
+        tier.close()
+    assert (tier.misses, tier.unsaved) == ({"slow": 1}, {"slow": 1})
+
+
+def test_the_deadline_is_for_the_whole_load_however_often_something_comes(
+    proxy: Proxy, tier: PageTier, pool: BlockPool
+) -> None:
+    proxy.drip = 0.01
+    begun = time.monotonic()
+    assert tier.load("alice", TOKENS) is None
+    assert time.monotonic() - begun < 3
+    assert tier.misses == {"slow": 1}
+
+
+def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+    """The link stalls in the second block."""
+    proxy.stall_after = BLOCK + BLOCK // 2
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), 256)
+    held(pool, loaded)
+    assert tier.misses == {"slow": 1}
+
+
+def test_what_came_before_the_server_died_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+    proxy.die_after = BLOCK + BLOCK // 2
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), 256)
+    held(pool, loaded)
+    assert tier.misses == {"down": 1}
+
+
+def test_a_connection_that_breaks_once_is_made_anew(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+    proxy.cut_after, proxy.mend_after = BLOCK + BLOCK // 2, 1
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), 700)
+    held(pool, loaded)
+    assert not tier.misses
+
+
+@pytest.mark.parametrize("where", [BLOCK // 2, BLOCK + BLOCK // 2])
+def test_a_bit_that_turns_over_on_the_way_is_a_miss(proxy: Proxy, tier: PageTier, pool: BlockPool, where: int) -> None:
+    proxy.flip_at = where
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), where // BLOCK * 256) or loaded is None
+    held(pool, loaded)
+    assert tier.misses == {"checksum": 1}
+
+
+def test_an_answer_that_makes_no_sense_is_a_miss(pool: BlockPool) -> None:
+    def babble(listening: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listening.accept()
+            except OSError:
+                return
+            with client:
+                client.recv(4096)
+                client.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        threading.Thread(target=babble, args=(listening,), daemon=True).start()
+        tier = PageTier(f"redis://127.0.0.1:{listening.getsockname()[1]}", SPEC, pool)
+        assert tier.load("alice", TOKENS) is None
+        assert tier.save(context()) is None
+        assert (tier.misses, tier.unsaved) == ({"garbled": 1}, {"garbled": 1})
+        tier.close()
+        listening.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_full_server_keeps_what_it_had(pool: BlockPool) -> None:
+    """Blocks that came in before it was full are of use; the manifest still names the context that is complete."""
+    with start_server("--maxmemory", "600kb", "--maxmemory-policy", "noeviction") as full:
+        tier = PageTier(full.url, SPEC, pool)
+        assert tier.save(context(TOKENS[:300]))
+        assert tier.save(context()) is None
+        assert tier.unsaved == {"full": 1}
+        loaded = tier.load("alice")
+        assert same(loaded, context(), 300)
+        held(pool, loaded)
+        assert tier.breaker.state == State.CLOSED
+        tier.close()
+
+
+def test_a_server_that_knows_no_pages_is_no_tier(redis_server: RunningServer, pool: BlockPool) -> None:
+    tier = PageTier(redis_server.url, SPEC, pool)
+    assert tier.save(context(TOKENS[:9])) is None
+    assert tier.load("alice") is None
+    assert (tier.misses, tier.unsaved) == ({"absent": 1}, {"refused": 1})
+    tier.close()
+
+
+def test_a_server_that_is_restarted_is_found_again(tmp_path: Path, pool: BlockPool) -> None:
+    """With what it had on its disk."""
+    port = free_port()
+    with start_server("--store", "tiered", port=port, directory=tmp_path):
+        tier = PageTier(f"redis://127.0.0.1:{port}", SPEC, pool)
+        assert tier.save(context())
+        assert held(pool, tier.load("alice")) == 700
+    assert tier.load("alice") is None
+    assert tier.save(context()) is None
+    with start_server("--store", "tiered", port=port, directory=tmp_path):
+        loaded = tier.load("alice")
+        assert same(loaded, context(), 700)
+        held(pool, loaded)
+        assert tier.save(context())
+    assert (tier.misses, tier.unsaved) == ({"down": 1}, {"down": 1})
+    tier.close()
+
+
+def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeeds(
+    proxy: Proxy, tier: PageTier, pool: BlockPool
+) -> None:
+    proxy.stall_after = 0
+    tier._link.deadline = 0.1
+    for _ in range(FAILURES):
+        assert tier.load("alice", TOKENS) is None
+    begun = time.monotonic()
+    assert tier.breaker.state == State.OPEN
+    assert tier.load("alice", TOKENS) is None
+    assert tier.save(context()) is None
+    assert tier.agents() == []
+    assert tier.claim("name", 1)
+    assert time.monotonic() - begun < 0.1
+    assert tier.misses == {"slow": FAILURES, "open": 1}
+    assert (tier.unsaved, tier.unasked) == ({"open": 1}, {"open": 2})
+    tier._link.deadline, proxy.stall_after = 5.0, None
+    while tier.breaker.state == State.OPEN:
+        time.sleep(0.01)
+    assert held(pool, tier.load("alice", TOKENS)) == 700
+    assert tier.breaker.state == State.CLOSED
+
+
+def test_blocks_in_memory_are_of_use_whatever_the_server_does(pool: BlockPool) -> None:
+    tier = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
+    ours = own(pool, 2)
+    loaded = tier.load("bob", TOKENS, held=ours.blocks)
+    assert loaded
+    assert loaded.blocks == ours.blocks
+    assert tier.misses == {"down": 1}
+    held(pool, loaded)
+    held(pool, ours)
+    tier.close()
+
+
+def own(pool: BlockPool, count: int) -> AgentBlocks:
+    """The first blocks of TOKENS, allocated in the pool."""
+    tokens = TOKENS[: 256 * count]
+    ids = pool.allocate(count)
+    whole = context(tokens).blocks
+    blocks = tuple(type(block)(i, block.tokens, block.layers) for i, block in zip(ids, whole, strict=True))
+    return AgentBlocks("alice", tokens, blocks, SPEC.fingerprint)
+
+
+def test_a_load_that_is_given_up_holds_nothing(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
+    """At whatever moment: before anything came, in the middle, when all is there."""
+    for wait in (0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.5):
+        ours = own(pool, 1)
+        fetch = tier.fetch("alice", TOKENS, held=ours.blocks)
+        held(pool, ours)
+        time.sleep(wait)
+        fetch.cancel()
+        fetch.cancel()
+        assert fetch.result() is None
+        pool.check_empty()
+    assert fetch.reach == 699
+
+
+def test_closing_ends_what_is_under_way(proxy: Proxy, pool: BlockPool) -> None:
+    proxy.stall_after = BLOCK
+    tier = PageTier(proxy.url, SPEC, pool, deadline=30)
+    fetch = tier.fetch("alice", TOKENS)
+    time.sleep(0.2)
+    assert not fetch.done()
+    begun = time.monotonic()
+    tier.close()
+    assert fetch.result() is None
+    assert time.monotonic() - begun < 5
+
+
+def test_an_engine_computes_while_contexts_come_in(server: RunningServer, client: redis.Redis, pool: BlockPool) -> None:
+    """Memory is made on the tier's thread and arrays of it on this one, which uses MLX all the time."""
+    tier = PageTier(server.url, SPEC, pool)
+    tier.save(context())
+    rng = mx.random.normal((64, 64))
+    for _ in range(30):
+        fetches = [tier.fetch("alice") for _ in range(4)]
+        while not all(fetch.done() for fetch in fetches):
+            mx.eval(rng @ rng)
+        for fetch in fetches:
+            loaded = fetch.result()
+            assert same(loaded, context(), 700)
+            held(pool, loaded)
+    assert not tier.misses
+    tier.close()
+
+
+def test_a_manifest_of_an_older_version_is_a_miss_and_is_overwritten(
+    server: RunningServer, client: redis.Redis, pool: BlockPool
+) -> None:
+    """The prompt's full blocks, which name themselves, are found all the same."""
+    tier = PageTier(server.url, SPEC, pool)
+    tier.save(context())
+    older = client.get("manifest:alice").replace(b'"format": 3', b'"format": 2')
+    client.set("manifest:alice", older)
+    assert tier.load("alice") is None
+    assert held(pool, tier.load("alice", TOKENS)) == 512
+    assert tier.misses == {"manifest": 2}
+    assert tier.save(context())
+    assert held(pool, tier.load("alice", TOKENS)) == 700
+    assert client.get(f"refs:{block_names(TOKENS, SPEC)[0]}") == b"2"  # one is the unreadable manifest's, for ever
+    tier.close()

@@ -1,0 +1,124 @@
+"""Load or recompute: what is computed sooner is not fetched, and the decision says from what it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+import redis
+from servers import RunningServer
+from test_engine_pages import SPEC, TOKENS, context, held
+
+from engine.pool import BlockPool
+from engine.tiers.pages import PageTier
+from engine.tiers.worth import VALID, Decision, Rate, Rates
+
+MB = 1 << 20
+
+
+@dataclass
+class Clock:
+    now: float = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def rates() -> Rates:
+    return Rates(Clock())
+
+
+def test_before_anything_is_known_it_fetches(rates: Rates) -> None:
+    assert rates.decide(256, 10 * MB) == Decision(True, 256, 10 * MB, None, None, None, None, None)
+    rates.prefilled(1000, 1.0)
+    assert rates.decide(256, 10 * MB).fetch
+
+
+def test_it_fetches_what_comes_sooner_than_it_is_computed(rates: Rates) -> None:
+    rates.received(100 * MB, 1.0, 100 * MB)
+    rates.prefilled(1000, 1.0)
+    rates.asked(0.01)
+    decision = rates.decide(1000, 50 * MB)
+    assert decision == Decision(True, 1000, 50 * MB, pytest.approx(0.51), 1.0, 100 * MB, 0.01, 1000)
+    assert not rates.decide(100, 50 * MB).fetch
+    assert not rates.decide(5, 0).fetch  # a question alone takes longer than computing five tokens
+
+
+def test_little_says_nothing_of_a_link(rates: Rates) -> None:
+    rates.received(1000, 1.0, 1000)
+    assert rates.link_rate is None
+
+
+def test_a_link_over_which_nothing_came_is_not_fetched_from(rates: Rates) -> None:
+    rates.prefilled(1000, 1.0)
+    rates.received(0, 5.0, 10 * MB)
+    assert rates.decide(1000, 10 * MB).load_seconds == float("inf")
+    assert not rates.decide(1000, 10 * MB).fetch
+
+
+def test_a_link_that_was_not_measured_for_a_while_is_measured_again() -> None:
+    clock = Clock()
+    rates = Rates(clock)
+    rates.prefilled(1000, 1.0)
+    rates.received(1, 5.0, 10 * MB)
+    assert not rates.decide(1000, 10 * MB).fetch
+    clock.now += VALID
+    assert rates.decide(1000, 10 * MB).fetch
+
+
+def test_what_is_measured_now_counts_more_than_what_was_before() -> None:
+    rate = Rate()
+    assert rate.value is None
+    rate.observe(100, 1.0)
+    assert rate.value == 100
+    for _ in range(10):
+        rate.observe(1000, 1.0)
+    assert rate.value == pytest.approx(1000, rel=0.01)
+
+
+@pytest.fixture
+def tier(server: RunningServer, client: redis.Redis) -> Iterator[PageTier]:
+    tier = PageTier(server.url, SPEC, BlockPool(32))
+    assert tier.save(context())
+    yield tier
+    tier._pool.check_empty()
+    tier.close()
+
+
+def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
+    """Its prompt is computed; what lies in memory is used all the same."""
+    tier.rates.received(MB, 100.0, MB)
+    tier.rates.prefilled(4400, 1.0)
+    fetch = tier.fetch("alice", TOKENS)
+    assert fetch.result() is None
+    assert fetch.why == "recompute"
+    assert fetch.decision
+    assert (fetch.decision.tokens, fetch.decision.nbytes) == (700, 700 * SPEC.token_nbytes)
+    assert not fetch.decision.fetch
+    assert tier.misses == {"recompute": 1}
+    assert tier.loads == {False: 1}
+    assert held(tier._pool, tier.load("alice")) == 700  # who asks for a context without a prompt means it
+
+
+def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
+    tier.rates.received(100 * MB, 0.1, 100 * MB)
+    tier.rates.prefilled(100, 1.0)
+    fetch = tier.fetch("alice", TOKENS)
+    assert held(tier._pool, fetch.result()) == 700
+    assert fetch.decision
+    assert fetch.decision.fetch
+    assert tier.loads == {True: 1}
+    assert not tier.misses
+
+
+def test_the_link_is_measured_by_what_comes_over_it(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine.tiers.worth.LEAST", 1000)
+    assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
+    fetch = tier.fetch("alice", TOKENS)
+    held(tier._pool, fetch.result())
+    assert tier.rates.latency
+    assert 0 < tier.rates.latency < fetch.seconds
+    assert tier.rates.link_rate
+    assert fetch.nbytes / fetch.seconds < tier.rates.link_rate < 100e9
