@@ -123,6 +123,11 @@ class WriteBehind(Generic[T]):
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
 
     @property
+    def settled(self) -> bool:
+        """Whether all changes are on disk."""
+        return self.durable == self.position
+
+    @property
     def size(self) -> int:
         """Bytes of values that wait to be written."""
         return self._next.size + (self._now.size if self._now is not None else 0)
@@ -148,7 +153,7 @@ class WriteBehind(Generic[T]):
 
     def hurry(self) -> None:
         """Write all that waits as soon as possible."""
-        if self.durable < self.position:
+        if not self.settled:
             self._hurry = True
             if self._now is None:
                 self._plan()
@@ -228,7 +233,7 @@ class WriteBehind(Generic[T]):
             self._took = time.monotonic() - batch.began
             self._stored(batch)
             batch.changes.clear()  # here, not where the thread lets go of the batch
-        if self.durable < self.position:
+        if not self.settled:
             self._plan()
         waiting, self._waiting = self._waiting, []
         for position, then in waiting:

@@ -37,14 +37,16 @@ from kvpage_server.store.lmdb_file import (
     open_map,
     told,
 )
-from kvpage_server.store.record import INLINE, PIECE, Damaged, Record, database_key
+from kvpage_server.store.record import INLINE, PIECE, Body, Damaged, Record, database_key
 from kvpage_server.store.sheet import Spot
 
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
+_MOST_SHEETS = 64  # that are remembered
 _NUMBER = struct.Struct(">Q")
+_WRONG_BODY = "its body does not match the checksum it was stored with"
 
 Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
 
@@ -93,6 +95,7 @@ Change = Put | Delete | Retime | Quarantine | Clear
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 _ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 _Place = tuple[bytes, Spot] | None
+_Bodies = dict[bytes, dict[Spot, Body]]  # by sheet
 
 
 class Disk:
@@ -101,6 +104,7 @@ class Disk:
     def __init__(self, directory: Path, *, maxdisk: int = 0) -> None:
         self.path = directory / FILE
         self._reserve = directory / f"{FILE}.reserve"
+        self._lately: tuple[int, _Bodies] = 0, {}
         with told(self.path):
             self._lock = lock(directory / _LOCK)
         try:
@@ -339,61 +343,76 @@ class Disk:
         Bodies are copied with the GIL released, and so it is while they come from the disk.
         """
         with told(self.path), self._env.begin(buffers=True) as txn:
-            sheets: dict[bytes, dict[Spot, bytes]] = {}
+            sheets = self._sheets_at(txn.id())
             return [self._outcome(txn, sheets, name, into) for name, into in wanted]
 
-    def _outcome(self, txn: _ReadTxn, sheets: dict[bytes, dict[Spot, bytes]], name: bytes, into: memoryview) -> Outcome:
+    def _sheets_at(self, commit: int) -> _Bodies:
+        """What has been read of sheets since a commit."""
+        since, sheets = self._lately
+        if since != commit or len(sheets) > _MOST_SHEETS:
+            sheets = {}
+            self._lately = commit, sheets  # another thread has the one or the other: both are right
+        return sheets
+
+    def _outcome(self, txn: _ReadTxn, sheets: _Bodies, name: bytes, into: memoryview) -> Outcome:
         try:
-            return self._read(txn, self._record(txn, sheets, name), into)
+            found = self._find(txn, sheets, name)
+            if found is None or found.size != len(into):
+                return False
+            digest = self._copy(txn, found, into)
         except Damaged as damage:
             return damage.with_traceback(None)
+        return True if digest == found.digest else Damaged(_WRONG_BODY)
 
-    def _read(self, txn: _ReadTxn, record: Record | None, into: memoryview) -> bool:
-        if record is None or record.size != len(into):
-            return False
+    def _copy(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
+        """Fill memory with a body; its digest. Each piece is hashed as long as it is in the processor's cache."""
+        target = np.frombuffer(into, np.uint8)
+        digest = xxhash.xxh3_64() if found.size > PIECE else None
         start = 0
-        for piece in self._body(txn, record):
-            np.copyto(np.frombuffer(into[start : start + len(piece)], np.uint8), np.frombuffer(piece, np.uint8))
-            start += len(piece)
-        if checksum(into) != record.digest:
-            raise Damaged("its body does not match the checksum it was stored with")
-        return True
+        for piece in self._pieces_of(txn, found):
+            stop = start + len(piece)
+            np.copyto(target[start:stop], np.frombuffer(piece, np.uint8))
+            if digest is not None:
+                digest.update(into[start:stop])
+            start = stop
+        return checksum(into) if digest is None else digest.intdigest()
 
     def check(self, name: bytes) -> int:
         """The bytes of a value that was read and found intact, 0 when there is none. Raises Damaged, DiskError."""
         with told(self.path), self._env.begin(buffers=True) as txn:
-            record = self._record(txn, {}, name)
-            if record is None:
+            found = self._find(txn, self._sheets_at(txn.id()), name)
+            if found is None:
                 return 0
             digest = xxhash.xxh3_64()
-            for piece in self._body(txn, record):
+            for piece in self._pieces_of(txn, found):
                 digest.update(piece)
-        if digest.intdigest() != record.digest:
-            raise Damaged("its body does not match the checksum it was stored with")
-        return record.size
+        if digest.intdigest() != found.digest:
+            raise Damaged(_WRONG_BODY)
+        return found.size
 
-    def _record(self, txn: _ReadTxn, sheets: dict[bytes, dict[Spot, bytes]], name: bytes) -> Record | None:
-        """What describes a value; `sheets` are those that have been read. Raises Damaged."""
+    def _find(self, txn: _ReadTxn, sheets: _Bodies, name: bytes) -> Body | None:
+        """Where the body of a value lies; `sheets` are those that have been read. Raises Damaged."""
         place = sheet.place_of(name)
         if place is not None:
             key, spot = place
-            if key not in sheets:
+            rows = sheets.get(key)
+            if rows is None:
                 data = txn.get(key, db=self._records)
-                sheets[key] = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
-            if row := sheets[key].get(spot):
-                return sheet.record_of(name, row)
+                rows = sheets[key] = {} if data is None else sheet.bodies(sheet.unpack(key, data)[1])
+            if found := rows.get(spot):
+                return found
         key = database_key(name)
         data = txn.get(key, db=self._records)
-        return None if data is None else Record.parse(key, data)
+        return None if data is None else Record.parse(key, data).body
 
-    def _body(self, txn: _ReadTxn, record: Record) -> Iterator[memoryview]:
-        left = record.size
-        if not record.first:
-            if len(record.inline) != left:
+    def _pieces_of(self, txn: _ReadTxn, body: Body) -> Iterator[memoryview]:
+        if not body.first:
+            if len(body.inline) != body.size:
                 raise Damaged("its body has another length than its record says")
-            yield memoryview(record.inline)
+            yield memoryview(body.inline)
             return
-        for number in record.pieces:
+        left = body.size
+        for number in range(body.first, body.first - (-left // PIECE)):
             piece = txn.get(_NUMBER.pack(number), db=self._pieces)
             if piece is None or len(piece) != min(left, PIECE):
                 raise Damaged("a piece of its body is missing or has another length than its record says")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import accumulate
 from typing import cast
@@ -21,7 +21,7 @@ from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
 _MOST_AHEAD = 16 * 1024**2  # bytes that are fetched before somebody waits for them
-_AT_ONCE = 32  # values that one reader fetches before it looks for other work
+_AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
 log = logging.getLogger("kvpage")
 
@@ -62,10 +62,11 @@ class Fetching(Known):
 
     def _fetched(self, values: list[Cold], slots: list[Slot], outcomes: list[Outcome]) -> None:
         ready: list[Callable[[], None]] = []
-        for value, slot, outcome in zip(values, slots, outcomes, strict=True):
-            if outcome is True:
-                self._warm(value, slot)
-            else:
+        self._warm(
+            (value, slot) for value, slot, outcome in zip(values, slots, outcomes, strict=True) if outcome is True
+        )
+        for value, outcome in zip(values, outcomes, strict=True):
+            if outcome is not True:
                 self._lose(value, outcome)
             for group in self._fetching.pop(value):
                 group.left -= 1
@@ -74,23 +75,30 @@ class Fetching(Known):
         for then in ready:
             then()
 
-    def _warm(self, value: Cold, slot: Slot) -> None:
-        """The bytes of a value are there, if it is still the one that was asked for."""
-        place = self._place_of(value)
-        if place is None:
-            return
-        self.counts.fetched += 1
-        slot.header[:] = value.header or bytes(len(slot.header))
-        slot.expires, slot.unit = value.expires, value.unit
-        slot.seal()
-        if isinstance(place, Extent):
-            place.slot = slot
-        else:
-            self._catalogue.entries[place] = slot
-        if isinstance(value.unit, Block):
-            self._grow(value.unit, slot.footprint)
-        self._units.used(self._unit_of(value))
-        self._on_disk.use(unit_named(self._unit_of(value)))
+    def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
+        """The bytes of values are there, of those at least that are still the ones that were asked for."""
+        entries = self._catalogue.entries
+        grown: dict[Unit, int] = {}
+        for value, slot in fetched:
+            place = self._place_of(value)
+            if place is None:
+                continue
+            if value.header:
+                slot.header[:] = value.header
+            slot.expires, slot.unit = value.expires, value.unit
+            slot.seal()
+            if type(place) is bytes:
+                entries[place] = slot
+            else:
+                cast(Extent, place).slot = slot
+            unit = value.unit if type(value.unit) is Block else value.name[1:]
+            grown[unit] = grown.get(unit, 0) + slot.footprint
+            self.counts.fetched += 1
+        for unit, size in grown.items():
+            if isinstance(unit, Block):
+                self._grow(unit, size)
+            self._units.used(unit)
+            self._on_disk.use(unit_named(unit))
 
     def _place_of(self, value: Cold) -> bytes | Extent | None:
         """Where a value stands: a key or an extent; None when it is not there any more."""
@@ -116,10 +124,6 @@ class Fetching(Known):
         else:
             self._remove(place, "del")
         self.behind.note(value.name, Spoilt(), 0)
-
-    @staticmethod
-    def _unit_of(value: Cold) -> Unit:
-        return value.unit if isinstance(value.unit, Block) else value.name[1:]
 
 
 def _nothing() -> None:

@@ -24,6 +24,10 @@ class OnDisk:
     def __contains__(self, name: bytes) -> bool:
         return name in self._sizes
 
+    def has_all(self, names: Iterable[bytes]) -> bool:
+        """Whether all of some values are there."""
+        return self._sizes.keys() >= set(names)
+
     @property
     def units(self) -> int:
         """How many units there are."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 import struct
 from dataclasses import dataclass
 from hashlib import blake2b
+from typing import NamedTuple
 
 from typing_extensions import Buffer
 
@@ -44,6 +45,15 @@ def database_key(name: bytes) -> bytes:
     return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
 
 
+class Body(NamedTuple):
+    """Where a body of `size` bytes with the XXH3-64 `digest` lies: `inline`, or in pieces from number `first` on."""
+
+    size: int
+    digest: int
+    first: int
+    inline: bytes = b""
+
+
 @dataclass(slots=True)
 class Record:
     """A value on disk. `expires` and `used` (its last use, as far as was noted) are unix milliseconds, 0 for never.
@@ -59,6 +69,11 @@ class Record:
     digest: int
     first: int = 0
     inline: bytes = b""
+
+    @property
+    def body(self) -> Body:
+        """Where its body lies."""
+        return Body(self.size, self.digest, self.first, self.inline)
 
     @property
     def pieces(self) -> range:

@@ -12,7 +12,7 @@ from kvpage_server.store.disk import Disk
 from kvpage_server.store.lmdb_file import DiskError
 from kvpage_server.store.record import Damaged
 
-_AT_ONCE = 256  # records that are looked up in one transaction
+_AT_ONCE = 16  # database records that are looked up in one transaction
 
 log = logging.getLogger("kvpage")
 

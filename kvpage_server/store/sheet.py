@@ -20,7 +20,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from kvpage_server.page import HEADER_SIZE, checksum
-from kvpage_server.store.record import Damaged, Record, name_of_key, room_for
+from kvpage_server.store.record import Body, Damaged, Record, name_of_key, room_for
 
 _LAYERS, _HEADS = 16, 64  # of a block in one sheet: a page that changes alone has few others written with it
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
@@ -84,6 +84,11 @@ def by_spot(rows: bytes) -> dict[Spot, bytes]:
     """Each row."""
     starts = range(0, len(rows), ROW)
     return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
+
+
+def bodies(rows: bytes) -> dict[Spot, Body]:
+    """Where the body of each page lies."""
+    return {row[:3]: Body(row[3], row[6], row[7]) for row in _ROW.iter_unpack(rows)}
 
 
 def row_of(record: Record) -> bytes:

@@ -262,9 +262,10 @@ class Tiered(Fetching):
     def _leaves(self, unit: Unit) -> bool:
         """Drop or evict a unit; False when it has to stay, since it waits to be written or nothing would be gained."""
         names = list(self._names_of(unit))
-        if all(name in self._on_disk and not self.behind.waits(name) for name in names):
-            return self._drop(unit)
-        if not self._may_evict(unit) or (any(map(self.behind.waits, names)) and not self.behind.failing):
+        waits = not self.behind.settled and any(map(self.behind.waits, names))
+        if not waits and self._on_disk.has_all(names):
+            return self._drop(unit, names)
+        if not self._may_evict(unit) or (waits and not self.behind.failing):
             return False
         self.evict(unit)
         return True
@@ -274,45 +275,36 @@ class Tiered(Fetching):
             return bool(unit.soonest if isinstance(unit, Block) else self.expires_of(unit))
         return self.policy != NO_EVICTION
 
-    def _drop(self, unit: Unit) -> bool:
+    def _drop(self, unit: Unit, names: Sequence[bytes]) -> bool:
         """Let go of a unit's bytes in memory. Those of a short string stay: they take less than what is known of it."""
+        if isinstance(unit, bytes) and isinstance(self._catalogue.entries[unit], Text):
+            return False
+        used = self._units.now - self._units.idle(unit)
         if isinstance(unit, bytes):
-            entry = self._catalogue.entries[unit]
-            if isinstance(entry, Text):
-                return False
-            self._cool(unit, entry)
-        elif unit.extent is not None:
-            self._cool_extent(unit, unit.extent)
-        else:
-            for key in unit.page_keys():
-                self._cool(key, cast(Page, self._catalogue.entries[key]))
+            self._cool(unit, names, used)
+        elif unit.extent is None:
+            self._grow(unit, -self._cool(unit, names, used))
+        elif not isinstance(slot := unit.extent.slot, Cold):
+            unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)
+            self._grow(unit, -slot.footprint)
+            self.counts.dropped += 1
         self._units.evicted(unit)
         self._on_disk.use(unit_named(unit))
         self.any_cold = True
         return True
 
-    def _cool(self, key: bytes, entry: Page) -> None:
-        if isinstance(entry, Cold):
-            return
-        name, unit = name_of_key(key), entry.unit
-        header = bytes(entry.header) if isinstance(unit, Block) else b""
-        used = self._units.now - self._units.idle(unit if isinstance(unit, Block) else key)
-        cold = Cold(name, entry.size, expires=entry.expires, header=header, unit=unit, used=used)
-        self._catalogue.entries[key] = cold
-        self._dropped(unit, entry.footprint)
-
-    def _cool_extent(self, block: Block, extent: Extent) -> None:
-        slot = extent.slot
-        if isinstance(slot, Cold):
-            return
-        name = name_of_block(block.req_id, block.page)
-        extent.slot = Cold(name, slot.size, unit=block, used=self._units.now - self._units.idle(block))
-        self._dropped(block, slot.footprint)
-
-    def _dropped(self, unit: object, size: int) -> None:
-        self.counts.dropped += 1
-        if isinstance(unit, Block):
-            self._grow(unit, -size)
+    def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
+        """Let go of the bytes of keys; how many they were."""
+        entries, freed = self._catalogue.entries, 0
+        for name in names:
+            key = name[1:]
+            entry = cast(Page, entries[key])
+            if type(entry) is not Cold:
+                header = bytes(entry.header) if type(unit) is Block else b""
+                entries[key] = Cold(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                freed += entry.footprint
+                self.counts.dropped += 1
+        return freed
 
     # -- the disk's side -------------------------------------------------------------------------------------------
 
