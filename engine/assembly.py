@@ -6,7 +6,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import mlx.nn as nn
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
@@ -19,7 +19,9 @@ from engine.caches import UnsupportedCacheError
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
+from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
 
 CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
 KV_GROUP_SIZE = 64  # values that share a scale where keys and values are kept in fewer bits
@@ -47,7 +49,7 @@ class Engine:
     pool: BlockPool
     batch: BlockPoolBatchEngine
     pages: PageTier | None
-    store: Any
+    store: AgentCacheStore
     agents: AgentEngine
 
     @classmethod
@@ -62,7 +64,8 @@ class Engine:
         )
         pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
         pages = PageTier(options.store, spec, pool) if options.store else None
-        store = pages
+        cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
+        store = AgentCacheStore(spec, pool, pages=pages, cold=cold)
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool, wait_for_blocks=True)
         agents = AgentEngine(batch, store)
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
@@ -70,8 +73,7 @@ class Engine:
     def close(self) -> None:
         """Drop what isn't answered, write what isn't stored, and let go of the tiers."""
         self.agents.shutdown()
-        if self.store:
-            self.store.close()
+        self.store.close()
 
 
 def model_name(model: str) -> str:

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engine.commands import Failure, demo, models, persistent, serve
+from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk
 
-GROUPS = (serve, models, demo, persistent)
+GROUPS = (serve, talk, agents, measure, models, demo, persistent)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -25,3 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

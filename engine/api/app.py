@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from engine.api import agents
 from engine.api.completions import chat, complete
 from engine.api.errors import ApiError
 from engine.api.service import Service
@@ -48,6 +49,7 @@ def make_app(service: Service) -> Starlette:
             Route("/v1/completions", complete, methods=["POST"]),
             Route("/v1/models", models),
             Route("/v1/models/{model:path}", model),
+            *agents.ROUTES,
             Route("/health", ready),
             Route("/health/live", live),
             Route("/health/ready", ready),

@@ -36,8 +36,8 @@ class Tenant:
         """The engine's id of the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
         agent_id = f"{given}@{self.name}" if self.name else given
         try:
-            if "@" in given:
-                raise BlockError("@")
+            if "@" in given or not given:
+                raise BlockError(given)
             return check_agent_id(agent_id)
         except BlockError:
             longest = 128 - len(agent_id) + len(given)

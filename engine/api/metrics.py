@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine.agent_engine import Answer
 from engine.assembly import Engine
+
+disable_created_metrics()  # type: ignore[no-untyped-call]
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
@@ -64,7 +73,38 @@ class _EngineCollector(Collector):
         self._engine = engine
 
     def collect(self) -> Iterator[Metric]:
-        pool = self._engine.pool
-        yield GaugeMetricFamily("kvpage_engine_pool_used_bytes", "Bytes of contexts in memory", pool.used_bytes)
-        yield GaugeMetricFamily("kvpage_engine_pool_bytes", "Bytes that contexts may take", pool.total_bytes)
-        yield GaugeMetricFamily("kvpage_engine_pool_used_blocks", "Blocks of contexts in memory", pool.used_blocks)
+        pool, store = self._engine.pool, self._engine.store.metrics()
+        yield _gauge("pool_used_bytes", "Bytes of contexts in memory", pool.used_bytes)
+        yield _gauge("pool_bytes", "Bytes that contexts may take", pool.total_bytes)
+        yield _gauge("pool_used_blocks", "Blocks of contexts in memory", pool.used_blocks)
+        yield _gauge("hot_agents", "Agents whose contexts are in memory", store.hot_agents)
+        yield _gauge("dirty_agents", "Agents whose contexts wait to be written", store.dirty_agents)
+        yield _gauge("dirty_bytes", "Bytes that wait to be written", store.dirty_bytes)
+        yield _gauge("prefix_bytes", "Bytes of beginnings in memory, for whoever has them", store.prefix_bytes)
+        tiers = {"hot": store.hot, "prefix": store.prefix, "page": store.page, "cold": store.cold}
+        for what, help in (
+            ("hits", "Loads that a tier answered"),
+            ("loaded_bytes", "Bytes that came from a tier"),
+            ("load_seconds", "Seconds that they took"),
+            ("saves", "Contexts written to a tier"),
+            ("saved_bytes", "Bytes written to a tier"),
+            ("save_seconds", "Seconds that they took"),
+        ):
+            yield _counter(f"tier_{what}", help, "tier", {name: getattr(tier, what) for name, tier in tiers.items()})
+        yield _counter("store_misses", "Loads that found nothing, by reason", "reason", store.misses)
+        yield _counter("store_unsaved", "Writes that failed, by tier", "tier", store.unsaved)
+        yield _counter("evictions", "Contexts that left memory", "", {"": store.evictions})
+        yield _counter("flushes", "Contexts written to all tiers they were owed", "", {"": store.dirty_flushes})
+        yield _counter("lost", "Contexts dropped because no tier could be written to", "", {"": store.lost})
+
+
+def _gauge(name: str, help: str, value: float) -> Metric:
+    return GaugeMetricFamily(f"kvpage_engine_{name}", help, value)
+
+
+def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
+    """`label` is "" for a single one."""
+    family = CounterMetricFamily(f"kvpage_engine_{name}", help, labels=[label] if label else [])
+    for value in values:
+        family.add_metric([value] if label else [], values[value])
+    return family

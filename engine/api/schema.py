@@ -49,9 +49,13 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _alone(value: Any) -> Any:
-    """A prompt that is the only one of a list; of several none is taken."""
-    return value[0] if isinstance(value, list) and len(value) == 1 and isinstance(value[0], str) else value
+def _alone(prompt: Any) -> Any:
+    """The prompt that is the only one of a list; several are refused."""
+    if not isinstance(prompt, list) or not any(isinstance(part, str) for part in prompt):
+        return prompt
+    if len(prompt) > 1:
+        raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
+    return prompt[0]
 
 
 class _Body(BaseModel):
@@ -69,7 +73,7 @@ class _Body(BaseModel):
         try:
             return cls.model_validate({name: value for name, value in body.items() if value is not None})
         except ValidationError as error:
-            raise _refusal(error.errors(include_url=False)[0]) from error
+            raise _refusal(error.errors(include_url=False)) from error
 
 
 class Function(_Body):
@@ -190,12 +194,14 @@ class ForkBody(_Body):
 _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsupported_value"}
 
 
-def _refusal(error: ErrorDetails) -> ApiError:
-    """What to tell of the first thing that is wrong."""
-    param = _param(error["loc"])
-    kind = error["type"]
+def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
+    """What to tell of the first field that is wrong: of what it may be, what it comes closest to."""
+    alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
+    param = _param(closest["loc"])
+    kind = closest["type"]
     code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
-    return invalid(f"{param}: {error['msg']}", param, code)
+    return invalid(f"{param}: {closest['msg']}", param, code)
 
 
 def _param(loc: Sequence[int | str]) -> str:

@@ -71,6 +71,13 @@ def count(text: str) -> int:
     return int(text)
 
 
+def port(text: str) -> int:
+    """Of a listener; 0 for a free one."""
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"a port is 0 to 65535, got {text!r}")
+    return int(text)
+
+
 def seconds(text: str) -> float:
     """A time that is more than 0."""
     try:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.commands import Failure
-from engine.commands.options import add_engine, count, import_engine, options, seconds, size
+from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size
 
 
 def add_to(commands: Any) -> None:
@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
     add_engine(parser)
     add = parser.add_argument
     add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    add("--port", type=int, default=8000, help="0 for a free one (default: %(default)s)")
+    add("--port", type=port, default=8000, help="0 for a free one (default: %(default)s)")
     add("--name", help="what clients call the model (default: its directory's name, or its id)")
     add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN": who may ask; each a tenant of its own')
     add("--max-tokens", type=count, default=512, metavar="N", help="of answers to who gives no limit (%(default)s)")

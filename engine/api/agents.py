@@ -1,0 +1,99 @@
+"""/v1/agents: what is remembered of a tenant's agents, and what can be done with it."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from engine.api.auth import Tenant
+from engine.api.errors import ApiError
+from engine.api.schema import ForkBody
+from engine.api.service import Service
+from engine.tiers.store import AgentInfo
+
+
+async def index(request: Request) -> Response:
+    """All of them."""
+    service, tenant = _asked(request)
+    found = await asyncio.to_thread(service.engine.store.agents)
+    return JSONResponse({"object": "list", "data": [_shown(info, tenant) for info in found if _is_of(tenant, info)]})
+
+
+async def show(request: Request) -> Response:
+    """One."""
+    service, tenant = _asked(request)
+    return JSONResponse(await _info(service, tenant, request.path_params["agent"]))
+
+
+async def save(request: Request) -> Response:
+    """Return when nothing of it is in memory alone."""
+    service, tenant = _asked(request)
+    given = request.path_params["agent"]
+    await _info(service, tenant, given)
+    await asyncio.to_thread(service.engine.store.flush_dirty)
+    return JSONResponse(await _info(service, tenant, given))
+
+
+async def fork(request: Request) -> Response:
+    """Let another agent go on from where this one is."""
+    service, tenant = _asked(request)
+    body = ForkBody.parse(await service.body(request))
+    given = request.path_params["agent"]
+    agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
+    if not await asyncio.to_thread(service.engine.store.fork, agent_id, new_id):
+        raise _unknown(given)
+    return JSONResponse(await _info(service, tenant, body.to), 201)
+
+
+async def delete(request: Request) -> Response:
+    """Forget it."""
+    service, tenant = _asked(request)
+    given = request.path_params["agent"]
+    if not await asyncio.to_thread(service.engine.store.delete, tenant.agent(given, "agent_id")):
+        raise _unknown(given)
+    return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})
+
+
+ROUTES = [
+    Route("/v1/agents", index),
+    Route("/v1/agents/{agent:path}/save", save, methods=["POST"]),
+    Route("/v1/agents/{agent:path}/fork", fork, methods=["POST"]),
+    Route("/v1/agents/{agent:path}", show),
+    Route("/v1/agents/{agent:path}", delete, methods=["DELETE"]),
+]
+
+
+def _asked(request: Request) -> tuple[Service, Tenant]:
+    service: Service = request.app.state.service
+    return service, service.tenant(request)
+
+
+async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
+    agent_id = tenant.agent(given, "agent_id")
+    for info in await asyncio.to_thread(service.engine.store.agents):
+        if info.agent_id == agent_id:
+            return _shown(info, tenant)
+    raise _unknown(given)
+
+
+def _is_of(tenant: Tenant, info: AgentInfo) -> bool:
+    return tenant.given(info.agent_id) is not None
+
+
+def _shown(info: AgentInfo, tenant: Tenant) -> dict[str, Any]:
+    return {
+        "id": tenant.given(info.agent_id),
+        "object": "agent",
+        "tokens": info.tokens,
+        "tiers": info.tiers,
+        "bytes": info.nbytes,
+        "saved": not info.dirty,
+    }
+
+
+def _unknown(given: str) -> ApiError:
+    return ApiError(404, f"agent_id: nothing is remembered of {given!r}", "agent_id", "agent_not_found")

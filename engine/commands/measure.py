@@ -1,0 +1,217 @@
+"""`kvpage-engine bench` and `kvpage-engine doctor`: how fast this machine computes, how fast its store is, and what
+that means. Both forget what they made the store remember."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from statistics import median
+from typing import TYPE_CHECKING, Any
+
+import redis
+from rich.console import Console
+from rich.filesize import decimal
+from rich.table import Table
+
+from engine.commands import Failure
+from engine.commands.asking import ask
+from engine.commands.options import add_engine, count, open_engine
+
+if TYPE_CHECKING:
+    from engine.agent_engine import Answer
+    from engine.assembly import Engine
+
+DECODED = 16  # tokens of an answer whose speed is measured
+PINGS = 50
+
+
+def add_to(commands: Any) -> None:
+    """Their arguments."""
+    bench_ = commands.add_parser("bench", help="the time to the first token, computed and remembered")
+    bench_.set_defaults(run=bench)
+    doctor_ = commands.add_parser("doctor", help="measure model, link and store, and say when fetching pays")
+    doctor_.set_defaults(run=doctor)
+    for parser in (bench_, doctor_):
+        add_engine(parser)
+        parser.add_argument("--tokens", type=count, default=1024, metavar="N", help="of the prompt (%(default)s)")
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """What the model does here."""
+
+    prefill: float  # tokens a second
+    decode: float
+
+
+@dataclass(frozen=True, slots=True)
+class Fetching:
+    """What it takes to fetch a context of n tokens: `fixed` + n * `each`, in seconds."""
+
+    fixed: float
+    each: float
+
+    def pays_from(self, prefill: float) -> int | None:
+        """From how many tokens on fetching is faster than computing them, at so many a second; None when never."""
+        saved = 1 / prefill - self.each
+        return max(1, round(self.fixed / saved + 0.5)) if saved > 0 else None
+
+
+def bench(args: argparse.Namespace) -> int:
+    """A table of first tokens: cold, from memory, from the page server."""
+    engine = open_engine(args)
+    try:
+        prompt = _prompt(engine, args.tokens)
+        with _scratch(engine) as agent:
+            cold = _first(engine, agent, prompt)
+            rows = [("computed", cold), ("from memory", _first(engine, agent, prompt))]
+            if engine.pages:
+                rows.append(("from the page server", _fetched_first(engine, agent, prompt)))
+            speed = _decode(engine, agent, prompt)
+    finally:
+        engine.close()
+    table = Table(f"{len(prompt):,} tokens", box=None, header_style="bold", pad_edge=False, padding=(0, 2))
+    for column in ("reused", "first token", ""):
+        table.add_column(column, justify="right")
+    for name, answer in rows:
+        seconds = answer.reuse.time_to_first_token
+        sooner = cold.reuse.time_to_first_token / seconds
+        table.add_row(name, f"{answer.reuse.tokens:,}", f"{1000 * seconds:,.0f} ms", f"{sooner:.1f}x sooner")
+    _console().print(table)
+    print(f"Then {speed:.1f} tokens a second.")
+    return 0
+
+
+def doctor(args: argparse.Namespace) -> int:
+    """What there is, what it does, what follows from it."""
+    engine = open_engine(args)
+    try:
+        spec = engine.spec
+        _say("model", f"{engine.model_id}, {decimal(spec.token_nbytes)} a token, fingerprint {spec.fingerprint:016x}")
+        if spec.refusal:
+            _say("", f"its contexts cannot be kept: {spec.refusal}")
+        _say("", "prompts run in one batch" if spec.batches else "prompts run in turns: it cannot be batched")
+        short, long = _prompt(engine, min(args.tokens // 4, 256) or 1), _prompt(engine, args.tokens)
+        with _scratch(engine) as agent:
+            speed = _speed(engine, agent, long)
+            _say("speed", f"prefill {speed.prefill:,.0f} tokens a second, decode {speed.decode:,.1f}")
+        if not args.store:
+            _say("store", "none; --store URL measures one")
+            return 0
+        _say("store", _about(args.store))
+        fetching = _fetching(engine, short, long)
+        rate = decimal(round(spec.token_nbytes / fetching.each))
+        _say("link", f"{1000 * _ping(args.store):.2f} ms there and back, {rate} a second")
+        _say("verdict", _verdict(fetching.pays_from(speed.prefill), speed, fetching))
+    finally:
+        engine.close()
+    return 0
+
+
+def _verdict(tokens: int | None, speed: Speed, fetching: Fetching) -> str:
+    if tokens is None:
+        return "fetching never beats recomputing here: the link takes longer for a token than the model"
+    times = 1 / speed.prefill / fetching.each
+    return f"from {tokens:,} tokens on fetching beats recomputing here, in the end {times:,.0f} times"
+
+
+def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
+    """From contexts of two lengths. Raises Failure when they can't be fetched."""
+    found = []
+    for prompt in (short, long):
+        with _scratch(engine) as agent:
+            ask(engine, agent, prompt, max_tokens=1)
+            engine.store.flush_dirty()
+            found.append((len(prompt), median(_load(engine, agent, prompt) for _ in range(3))))
+    (few, quick), (many, slow) = found
+    each = max(slow - quick, 1e-9) / (many - few)
+    return Fetching(max(0.0, quick - few * each), each)
+
+
+def _load(engine: Engine, agent: str, prompt: list[int]) -> float:
+    assert engine.pages
+    started = time.perf_counter()
+    loaded = engine.pages.load(agent, prompt)
+    seconds = time.perf_counter() - started
+    if not loaded or len(loaded) < len(prompt) - 1:
+        raise Failure(f"what was stored can't be fetched: {dict(engine.pages.misses)}, {dict(engine.pages.unsaved)}")
+    engine.pool.free(loaded.block_ids, agent)
+    return seconds
+
+
+def _speed(engine: Engine, agent: str, prompt: list[int]) -> Speed:
+    ask(engine, agent, prompt[:8], max_tokens=1)  # warms up
+    first = _first(engine, agent, prompt)
+    return Speed(len(prompt) / first.reuse.time_to_first_token, _decode(engine, agent, prompt))
+
+
+def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
+    """Tokens a second after the first."""
+    came: list[float] = []
+    ask(engine, agent, prompt, max_tokens=DECODED, on_token=lambda token: came.append(time.perf_counter()))
+    return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0
+
+
+def _first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
+    return ask(engine, agent, prompt, max_tokens=1)
+
+
+def _fetched_first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
+    """With memory let go of first."""
+    engine.store.evict_all_to_disk()
+    return _first(engine, agent, prompt)
+
+
+@contextmanager
+def _scratch(engine: Engine) -> Iterator[str]:
+    """An agent that is forgotten at the end."""
+    agent = f"measured-{secrets.token_hex(8)}"
+    try:
+        yield agent
+    finally:
+        engine.store.delete(agent)
+
+
+def _prompt(engine: Engine, tokens: int) -> list[int]:
+    """Random, so that nobody has it."""
+    context = engine.spec.context
+    if context and tokens + DECODED >= context:
+        raise Failure(f"--tokens {tokens} leaves no room in a context of {context}")
+    return [secrets.randbelow(engine.spec.vocab_size) for _ in range(tokens)]
+
+
+def _about(url: str) -> str:
+    """Who answers there. Raises Failure when nobody does."""
+    where = re.sub(r"//[^/@]*@", "//", url)  # without a password
+    try:
+        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+            info: Any = client.info("server")
+    except (redis.RedisError, ValueError) as error:
+        raise Failure(f"no store at {where}: {error}") from error
+    version = info.get("kvpage_version")
+    return f"kvpage-server {version} at {where}" if version else f"{where} is no kvpage-server: it has no pages"
+
+
+def _ping(url: str) -> float:
+    """Seconds there and back."""
+    with redis.Redis.from_url(url, socket_timeout=5) as client:
+        times = []
+        for _ in range(PINGS):
+            started = time.perf_counter()
+            client.ping()
+            times.append(time.perf_counter() - started)
+    return median(times)
+
+
+def _console() -> Console:
+    console = Console()
+    return console if console.is_terminal else Console(width=100)
+
+
+def _say(about: str, what: str) -> None:
+    print(f"{about:8} {what}", flush=True)

@@ -1,0 +1,133 @@
+"""`kvpage-engine generate` and `kvpage-engine chat`: an engine in this process, and what it reused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from engine.commands import Failure
+from engine.commands.asking import account, ask, print_text
+from engine.commands.options import add_engine, count, open_engine
+
+if TYPE_CHECKING:
+    from engine.agent_engine import Answer
+    from engine.assembly import Engine
+
+Messages = list[dict[str, str]]
+
+
+def add_to(commands: Any) -> None:
+    """Their arguments."""
+    generate_ = commands.add_parser("generate", help="answer one prompt")
+    generate_.add_argument("prompt", metavar="PROMPT", help="what to answer; - for what comes on the standard input")
+    generate_.add_argument("--raw", action="store_true", help="go on with the text as it is, without the chat template")
+    chat_ = commands.add_parser("chat", help="a conversation in the terminal; every turn says what it reused")
+    chat_.add_argument(
+        "--transcript", type=Path, metavar="FILE", help="write the conversation there, and go on with what it holds"
+    )
+    chat_.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    for parser, run in ((generate_, generate), (chat_, chat)):
+        add_engine(parser)
+        add = parser.add_argument
+        add("--agent", default="terminal", metavar="NAME", help="whose context it is (default: %(default)s)")
+        add("--max-tokens", type=count, default=256, metavar="N", help="of an answer (default: %(default)s)")
+        add("--temperature", type=float, default=0.0, metavar="T", help="0 for the likeliest (default: %(default)g)")
+        add("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
+        add("--seed", type=int, metavar="N", help="the same text at every run")
+        parser.set_defaults(run=run)
+
+
+def generate(args: argparse.Namespace) -> int:
+    """The answer on the standard output; what was reused on the other."""
+    prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
+    if not prompt:
+        raise Failure("the prompt is empty")
+    engine = _open(args)
+    try:
+        templated = engine.tokenizer.has_chat_template and not args.raw
+        tokens = _tokens(engine, [{"role": "user", "content": prompt}]) if templated else engine.batch.encode(prompt)
+        answer = _say(engine, args, tokens)
+        print(account(answer), file=sys.stderr)
+    finally:
+        engine.close()
+    return 0
+
+
+def chat(args: argparse.Namespace) -> int:
+    """Until the input ends."""
+    messages = _transcript(args)
+    engine = _open(args)
+    try:
+        if not engine.tokenizer.has_chat_template:
+            raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
+        while line := _line():
+            messages.append({"role": "user", "content": line})
+            answer = _say(engine, args, _tokens(engine, messages))
+            messages.append({"role": "assistant", "content": answer.text})
+            print(f"  [{account(answer)}]\n", flush=True)
+            if args.transcript:
+                _write(args.transcript, messages)
+    finally:
+        engine.close()
+    return 0
+
+
+def _open(args: argparse.Namespace) -> Engine:
+    engine = open_engine(args)
+    from engine.blocks import BlockError, check_agent_id
+    from engine.sampling import sampler
+
+    try:
+        check_agent_id(args.agent)
+        sampler(args.temperature, args.top_p, args.seed)
+    except (BlockError, ValueError) as error:
+        engine.close()
+        raise Failure(str(error)) from error
+    return engine
+
+
+def _say(engine: Engine, args: argparse.Namespace, tokens: list[int]) -> Answer:
+    from engine.sampling import sampler
+
+    drawn = sampler(args.temperature, args.top_p, args.seed)
+    answer = ask(engine, args.agent, tokens, max_tokens=args.max_tokens, sampler=drawn, on_token=print_text)
+    print(flush=True)
+    return answer
+
+
+def _tokens(engine: Engine, messages: Messages) -> list[int]:
+    return list(engine.tokenizer.apply_chat_template(messages, add_generation_prompt=True))
+
+
+def _line() -> str:
+    """What is typed next; "" when that is nothing more."""
+    try:
+        while True:
+            line = input("> " if sys.stdin.isatty() else "")
+            if line.strip():
+                return line
+    except EOFError:
+        return ""
+
+
+def _transcript(args: argparse.Namespace) -> Messages:
+    begun = [{"role": "system", "content": args.system}] if args.system else []
+    if not args.transcript or not args.transcript.exists():
+        return begun
+    try:
+        messages: Messages = json.loads(args.transcript.read_text(encoding="utf-8"))
+        if not all(isinstance(message["role"], str) and isinstance(message["content"], str) for message in messages):
+            raise TypeError("its messages are none")
+        return messages
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise Failure(f"{args.transcript} is no transcript: {error}") from error
+
+
+def _write(path: Path, messages: Messages) -> None:
+    try:
+        path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise Failure(f"cannot write the transcript: {error}") from error

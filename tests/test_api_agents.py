@@ -1,0 +1,170 @@
+"""Agents over HTTP: remembered by whichever engine is asked, across restarts, by their own tenant alone."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from api_engines import RunningEngine, start_engine, write_tiny
+from servers import RunningServer
+
+# isort: split
+import mlx.core as mx
+import mlx_lm
+from mlx_lm.generate import generate_step
+
+HANDBOOK = "The lamp is lit at dusk and put out at dawn, and the log says who did it and when. " * 8  # 664 letters
+QUESTIONS = ["Who lit it?", "And when?", "Who put it out?", "Is it in the log?"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny: Path) -> Any:
+    """mlx-lm's own text, whose contexts nobody keeps."""
+    model, tokenizer = mlx_lm.load(str(tiny))
+
+    def answer(messages: list[dict[str, str]], max_tokens: int) -> str:
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        return tokenizer.decode([token for token, _ in generate_step(mx.array(prompt), model, max_tokens=max_tokens)])
+
+    return answer
+
+
+@pytest.fixture(scope="module")
+def engines(tiny: Path, server: RunningServer) -> Iterator[list[RunningEngine]]:
+    """Two that share a store and nothing else."""
+    with ExitStack() as stack:
+        yield [stack.enter_context(start_engine(tiny, "--store", server.url)) for _ in range(2)]
+
+
+def ask(engine: RunningEngine, messages: list[dict[str, str]], agent: str, token: str = "none", **more: Any) -> Any:
+    with engine.client(token) as client:
+        return client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=20, extra_body={"agent_id": agent}, **more
+        )
+
+
+def agents(engine: RunningEngine, method: str, path: str = "", token: str = "none", **more: Any) -> httpx.Response:
+    headers = {"Authorization": f"Bearer {token}"}
+    return httpx.request(method, f"{engine.url}/v1/agents{path}", headers=headers, timeout=30, **more)
+
+
+def test_a_conversation_whose_turns_alternate_between_two_engines(engines: list[RunningEngine], alone: Any) -> None:
+    messages = [{"role": "system", "content": HANDBOOK}]
+    reused = []
+    for turn, question in enumerate(QUESTIONS):
+        messages.append({"role": "user", "content": question})
+        answer = ask(engines[turn % 2], messages, "keeper")
+        text = answer.choices[0].message.content
+        assert text == alone(messages, 20)
+        messages.append({"role": "assistant", "content": text})
+        reused.append((answer.kvpage["tier"], answer.usage.prompt_tokens - answer.kvpage["tokens_reused"]))
+        assert answer.usage.prompt_tokens_details.cached_tokens == answer.kvpage["tokens_reused"]
+        assert agents(engines[turn % 2], "POST", "/keeper/save").json()["saved"]
+    assert [tier for tier, _ in reused] == ["none", "page", "page", "page"]
+    assert all(computed < 60 for _, computed in reused[1:]), reused
+
+
+def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
+    tiny: Path, server: RunningServer, alone: Any
+) -> None:
+    messages = [{"role": "system", "content": HANDBOOK[::-1]}, {"role": "user", "content": "Read it backwards."}]
+    with start_engine(tiny, "--store", server.url) as first, first.client() as client:
+        stream = client.chat.completions.create(
+            model="tiny", messages=messages, temperature=0, max_tokens=150, stream=True, user="mirror"
+        )
+        chunks = [next(stream) for _ in range(3)]
+        first.process.send_signal(signal.SIGTERM)
+        chunks += stream
+        text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+        assert text == alone(messages, 150), "it was finished"
+        assert chunks[-1].choices[0].finish_reason == "length"
+        assert first.process.wait(30) == 0
+        with pytest.raises(openai.APIConnectionError):
+            ask(first, messages, "mirror")
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Again."}]
+    with start_engine(tiny, "--store", server.url, code=128 + signal.SIGTERM) as second:
+        answer = ask(second, messages, "mirror")
+        assert answer.kvpage["tier"] == "page"
+        assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 60
+        assert answer.choices[0].message.content == alone(messages, 20)
+        with second.client() as client:
+            stream = client.chat.completions.create(
+                model="tiny", messages=messages, temperature=0, max_tokens=2000, stream=True
+            )
+            next(stream)
+            asked = time.monotonic()
+            second.process.send_signal(signal.SIGTERM)
+            time.sleep(0.3)
+            assert second.process.poll() is None, "it finishes what runs"
+            second.process.send_signal(signal.SIGTERM)
+            second.process.wait(5)
+            assert time.monotonic() - asked < 5
+
+
+def test_agents_are_listed_shown_forked_and_forgotten(engines: list[RunningEngine]) -> None:
+    messages = [{"role": "user", "content": HANDBOOK}]
+    text = ask(engines[0], messages, "original").choices[0].message.content
+    (shown,) = [agent for agent in agents(engines[0], "GET").json()["data"] if agent["id"] == "original"]
+    assert shown["tokens"] > 664
+    assert shown["bytes"] == shown["tokens"] * 4 * 2 * 2 * 16 * 4, "layers, planes, heads, width, itemsize"
+    assert "hot" in shown["tiers"]
+    forked = agents(engines[0], "POST", "/original/fork", json={"to": "copy"})
+    assert (forked.status_code, forked.json()["tokens"]) == (201, shown["tokens"])
+    assert agents(engines[0], "POST", "/copy/save").json()["saved"]
+    elsewhere = agents(engines[1], "GET", "/copy").json()
+    assert (elsewhere["tokens"], elsewhere["tiers"]) == (shown["tokens"], ["page"])
+    assert agents(engines[0], "DELETE", "/original").json() == {
+        "id": "original",
+        "object": "agent.deleted",
+        "deleted": True,
+    }
+    assert agents(engines[0], "GET", "/original").status_code == 404
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Go on."}]
+    answer = ask(engines[1], messages, "copy")
+    assert answer.kvpage["tier"] == "page"
+    assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 40
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "status", "param"),
+    [
+        ("GET", "/nobody", None, 404, "agent_id"),
+        ("DELETE", "/nobody", None, 404, "agent_id"),
+        ("POST", "/nobody/save", None, 404, "agent_id"),
+        ("POST", "/nobody/fork", {"to": "somebody"}, 404, "agent_id"),
+        ("POST", "/nobody/fork", {}, 400, "to"),
+        ("POST", "/nobody/fork", {"to": "a@b"}, 400, "to"),
+        ("GET", "/some/body", None, 400, "agent_id"),
+        ("GET", "/some%2Fbody", None, 400, "agent_id"),
+        ("DELETE", "/..%2F..%2Fetc", None, 400, "agent_id"),
+        ("GET", "/" + "a" * 10_240, None, 400, "agent_id"),
+    ],
+)
+def test_an_agent_that_is_none_is_named(
+    engines: list[RunningEngine], method: str, path: str, body: Any, status: int, param: str
+) -> None:
+    reply = agents(engines[0], method, path, content=None if body is None else json.dumps(body))
+    assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+
+
+def test_a_port_that_is_taken_and_a_model_that_is_none_are_said_in_a_line(tiny: Path, tmp_path: Path) -> None:
+    from engine.cli import main
+
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--model", str(tiny), "--port", str(taken.getsockname()[1])]) == 1
+    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 1
+    assert main(["serve", "--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "none")]) == 1
