@@ -54,8 +54,9 @@ class AgentCacheStore:
     """Saves contexts, and finds them again in the first tier that has them. Thread-safe.
 
     Of a prompt's beginning the longest that is in memory is taken, the agent's own last context or anybody's full
-    blocks; for full blocks that are not, the page server is asked; a file is read where neither has as much. What is
-    found below comes up. Whatever fails below is less that is found, with the reason counted.
+    blocks. When the agent is not in memory, or full blocks of the prompt are not, the page server is asked; a file is
+    read where it has more. What is found below comes up. Whatever fails below is less that is found, with the reason
+    counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -113,8 +114,9 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         with self._changed:
             memory = self._in_memory(agent_id, tokens)
-            missing = self._missing(tokens, memory.reach) if tokens is not None else memory.blocks is None
-        enough = not missing or not (self._pages or self._cold)
+            own = self._hot.look(agent_id)
+            enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
+        enough = enough or not (self._pages or self._cold)
         loading = Loading(self._ways, agent_id, tokens, memory, enough=enough)
         self._loadings.add(loading)
         return loading
@@ -333,7 +335,8 @@ class AgentCacheStore:
             adopted = self._prefixes.adopt(blocks)
             entry = self._hot.look(blocks.agent_id)
             if not anybodys and not (entry and entry.owed):
-                self._hot.put(adopted, (), whole=tokens is None)
+                whole = tokens is None and (loaded.tier == "cold" or loaded.why is None)
+                self._hot.put(adopted, (), whole=whole)
                 self._hot.trim(self._flusher.stuck)
             else:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
