@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import signal
 import socket
 import time
@@ -16,6 +17,8 @@ import openai
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
 from servers import RunningServer
+
+from engine import cli
 
 # isort: split
 import mlx.core as mx
@@ -161,10 +164,45 @@ def test_an_agent_that_is_none_is_named(
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
-def test_a_port_that_is_taken_and_a_model_that_is_none_are_said_in_a_line(tiny: Path, tmp_path: Path) -> None:
-    from engine.cli import main
+def test_the_command_line_says_the_same(engines: list[RunningEngine], capsys: pytest.CaptureFixture[str]) -> None:
+    def run(*words: str) -> str:
+        assert cli.main(["agents", "--url", engines[0].url, *words]) == 0
+        return capsys.readouterr().out
 
+    ask(engines[0], [{"role": "user", "content": HANDBOOK}], "shelly")
+    tokens = agents(engines[0], "GET", "/shelly").json()["tokens"]
+    assert re.search(rf"^shelly +hot.* {tokens} ", run("list"), re.MULTILINE)
+    assert re.search(rf"^shelly +hot, page +yes +{tokens} ", run("save", "shelly"), re.MULTILINE)
+    assert run("fork", "shelly", "shelly-2").splitlines()[1].startswith("shelly-2 ")
+    assert run("delete", "shelly") == "shelly is forgotten\n"
+    assert "shelly-2" in run("show", "shelly-2")
+    for words, complaint in (
+        (["--url", engines[0].url, "show", "shelly"], "nothing is remembered of 'shelly'"),
+        (["--url", engines[0].url, "show", "a/b"], "agent_id must be 1 to 128"),
+        (["--url", "http://127.0.0.1:1", "list"], "cannot ask http://127.0.0.1:1: "),
+        (["--url", "nonsense", "list"], "cannot ask nonsense: "),
+    ):
+        assert cli.main(["agents", *words]) == 1
+        (said,) = capsys.readouterr().err.splitlines()
+        assert said.startswith("kvpage-engine: ")
+        assert complaint in said
+
+
+def test_what_cannot_be_served_is_said_in_a_line(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tokens").write_text("acme one two\n")
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert main(["serve", "--model", str(tiny), "--port", str(taken.getsockname()[1])]) == 1
-    assert main(["serve", "--model", str(tmp_path), "--port", "0"]) == 1
-    assert main(["serve", "--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "none")]) == 1
+        port = taken.getsockname()[1]
+        for words, complaint in (
+            (["--model", str(tiny), "--port", str(port)], f"cannot listen on 127.0.0.1 port {port}: "),
+            (["--model", str(tmp_path), "--port", "0"], "it has no config.json"),
+            (["--model", "no/such-model", "--port", "0"], "neither a directory nor the id of a model"),
+            (["--model", str(tiny), "--port", "0", "--store", "http://here"], "Redis URL must specify"),
+            (["--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "none")], "cannot read the tokens"),
+            (["--model", str(tiny), "--port", "0", "--token-file", str(tmp_path / "tokens")], "line 1: expected"),
+        ):
+            assert cli.main(["serve", *words]) == 1
+            said = capsys.readouterr().err.splitlines()[-1]
+            assert said.startswith("kvpage-engine: ")
+            assert complaint in said

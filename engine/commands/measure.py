@@ -67,6 +67,7 @@ def bench(args: argparse.Namespace) -> int:
     engine = open_engine(args)
     try:
         prompt = _prompt(engine, args.tokens)
+        _warm_up(engine)
         with _scratch(engine) as agent:
             cold = _first(engine, agent, prompt)
             rows = [("computed", cold), ("from memory", _first(engine, agent, prompt))]
@@ -97,6 +98,7 @@ def doctor(args: argparse.Namespace) -> int:
             _say("", f"its contexts cannot be kept: {spec.refusal}")
         _say("", "prompts run in one batch" if spec.batches else "prompts run in turns: it cannot be batched")
         short, long = _prompt(engine, min(args.tokens // 4, 256) or 1), _prompt(engine, args.tokens)
+        _warm_up(engine)
         with _scratch(engine) as agent:
             speed = _speed(engine, agent, long)
             _say("speed", f"prefill {speed.prefill:,.0f} tokens a second, decode {speed.decode:,.1f}")
@@ -144,8 +146,13 @@ def _load(engine: Engine, agent: str, prompt: list[int]) -> float:
     return seconds
 
 
+def _warm_up(engine: Engine) -> None:
+    """What the first prompt of a process pays for."""
+    with _scratch(engine) as agent:
+        ask(engine, agent, _prompt(engine, 64), max_tokens=2)
+
+
 def _speed(engine: Engine, agent: str, prompt: list[int]) -> Speed:
-    ask(engine, agent, prompt[:8], max_tokens=1)  # warms up
     first = _first(engine, agent, prompt)
     return Speed(len(prompt) / first.reuse.time_to_first_token, _decode(engine, agent, prompt))
 

@@ -1,0 +1,141 @@
+"""kvpage-engine generate, chat, bench and doctor, as they are typed, with a tiny model and a real store."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from api_engines import write_tiny
+from servers import RunningServer
+
+from engine import cli
+
+# isort: split
+import mlx_lm
+
+HANDBOOK = "The lamp is lit at dusk and put out at dawn. " * 14  # 630 letters
+ACCOUNT = re.compile(
+    r"([\d,]+) of ([\d,]+) tokens reused( from \S+(?: \S+)* in \d+ ms)?(?: \(.*\))?; first token after"
+)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(*words: str) -> None:
+    assert cli.main(words) == 0
+
+
+def reused(said: str) -> list[tuple[int, str]]:
+    """What each turn says that it reused, and where it was found."""
+    return [(int(found[1].replace(",", "")), found[3] or "") for found in ACCOUNT.finditer(said)]
+
+
+def test_generate_says_what_mlx_lm_says_and_what_it_reused(
+    tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--model", str(tiny), "--store", server.url, "--max-tokens", "8"]
+    model, tokenizer = mlx_lm.load(str(tiny))
+    chat = tokenizer.apply_chat_template([{"role": "user", "content": HANDBOOK}], add_generation_prompt=True)
+    expected = mlx_lm.generate(model, tokenizer, chat, max_tokens=8)
+    for _ in range(2):
+        run("generate", *options, "--agent", "gen", HANDBOOK)
+    out, err = capsys.readouterr()
+    assert out == 2 * f"{expected}\n"
+    (first, nowhere), (second, where) = reused(err)
+    assert (first, nowhere) == (0, "")
+    assert second >= 512
+    assert where.startswith(" from the page server in ")
+    run("generate", *options, "--raw", "Once there was")
+    assert capsys.readouterr().out == mlx_lm.generate(model, tokenizer, "Once there was", max_tokens=8) + "\n"
+
+
+def test_a_chat_goes_on_where_it_was_left(
+    tiny: Path,
+    server: RunningServer,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    transcript = tmp_path / "transcript"
+    options = ["--model", str(tiny), "--store", server.url, "--max-tokens", "6", "--agent", "chatty"]
+    options += ["--transcript", str(transcript), "--system", HANDBOOK[::-1]]
+    turns = []
+    for typed in ("Hello\n\nAgain\n", "Still there?\n"):
+        monkeypatch.setattr("sys.stdin", io.StringIO(typed))
+        run("chat", *options)
+        turns += reused(capsys.readouterr().out)
+    assert [where.partition(" in ")[0] for _, where in turns] == ["", " from memory", " from the page server"]
+    assert turns[0][0] == 0
+    assert 630 < turns[1][0] < turns[2][0]
+    messages = json.loads(transcript.read_text())
+    assert [message["role"] for message in messages] == ["system", *3 * ["user", "assistant"]]
+
+
+def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
+    with server.client() as client:
+        before = set(client.scan_iter(count=1000))
+        run("doctor", "--model", str(tiny), "--store", server.url, "--tokens", "600")
+        said = capsys.readouterr().out
+        assert set(client.scan_iter(count=1000)) == before, "it left something behind"
+    for line in (
+        r"^model +tiny, 1.0 kB a token",
+        r"^speed +prefill [\d,]+ tokens a second, decode [\d,.]+$",
+        r"^store +kvpage-server ",
+        r"^link +[\d.]+ ms there and back, .* a second$",
+        r"^verdict +(from [\d,]+ tokens on fetching beats|fetching never beats) recomputing here",
+    ):
+        assert re.search(line, said, re.MULTILINE), said
+    run("doctor", "--model", str(tiny), "--tokens", "64")
+    assert "none; --store URL measures one" in capsys.readouterr().out
+
+
+def test_bench_shows_the_first_token_computed_and_remembered(
+    tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("bench", "--model", str(tiny), "--store", server.url, "--tokens", "600")
+    said = capsys.readouterr().out
+    assert re.search(r"^computed +0 +[\d,]+ ms", said, re.MULTILINE)
+    for where in ("from memory", "from the page server"):
+        assert re.search(rf"^{where} +599 ", said, re.MULTILINE), said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["generate", ""], "the prompt is empty"),
+        (["generate", "--agent", "a/b", "Hello"], "an agent id is 1 to 128"),
+        (["generate", "--temperature", "-1", "Hello"], "temperature must be 0 or more"),
+        (["generate", "a" * 5000], "leaves no room in a context of 4096"),
+        (["chat", "--transcript", "/"], "/ is no transcript"),
+        (["doctor", "--tokens", "5000"], "leaves no room in a context of 4096"),
+        (["doctor", "--tokens", "64", "--store", "redis://127.0.0.1:1"], "no store at redis://127.0.0.1:1"),
+        (["bench", "--kv-bits", "8"], "64"),
+    ],
+)
+def test_what_cannot_be_done_is_said_in_a_line(
+    tiny: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, *rest = words
+    assert cli.main([command, "--model", str(tiny), *rest]) == 1
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("kvpage-engine: ")
+    assert complaint in said
+
+
+def test_the_limit_of_open_files_is_kept() -> None:
+    """mlx_lm would set it, and lower the hard one for good."""
+    program = (
+        "import resource\nfiles = resource.RLIMIT_NOFILE\nresource.setrlimit(files, (1000, 1001))\n"
+        "from engine.open_files import import_mlx_lm\nimport_mlx_lm()\nimport engine.assembly\n"
+        "print(resource.getrlimit(files))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "(1000, 1001)\n"
