@@ -248,7 +248,7 @@ class Config:
         "what keys that match a pattern may hold: a line each, or several on one; the first that matches counts",
         mutable=True,
     )
-    store: str = option(choice("memory", "tiered"), "memory", "where values lie: in memory, or there and on disk")
+    store: str = option(choice("memory", "tiered"), "tiered", "where values lie: in memory, or there and on disk")
     appendfsync: str = option(
         choice("always", "everysec", "no"),
         "everysec",

@@ -122,10 +122,12 @@ def start_server(
 ) -> Iterator[RunningServer]:
     """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
-    It must stop cleanly, unless it is `killed`, and have had no internal error. Its log is a file of that `name`.
+    Its store is in memory, if neither says otherwise. It must stop cleanly, unless it is `killed`, and have had no
+    internal error. Its log is a file of that `name`.
     """
     port = port or free_port()
-    command = [sys.executable, "-m", "kvpage_server.app", *([str(file)] if file else []), "--port", str(port), *options]
+    given = [str(file)] if file else ["--store", "memory"]
+    command = [sys.executable, "-m", "kvpage_server.app", *given, "--port", str(port), *options]
     with _run(command, port, directory, name) as server:
         yield server
         code = server.stop()

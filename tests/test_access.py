@@ -394,7 +394,7 @@ class TestTheFile:
 
 def start_refused(*options: str) -> str:
     """What a server says that does not start."""
-    command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", *options]
+    command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--store", "memory", *options]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr

@@ -381,9 +381,14 @@ class TestEnding:
                 assert other.ping()
 
 
+def refused(*options: str) -> subprocess.CompletedProcess[str]:
+    """What a server says that finds no address."""
+    command = [sys.executable, "-m", "kvpage_server.app", "--store", "memory", *options]
+    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+
+
 def test_a_port_in_use_is_named(quiet: RunningServer) -> None:
-    command = [sys.executable, "-m", "kvpage_server.app", "--bind", "127.0.0.1", "--port", str(quiet.port)]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    result = refused("--bind", "127.0.0.1", "--port", str(quiet.port))
     assert result.returncode == 1
     assert f"cannot listen on 127.0.0.1:{quiet.port}: " in result.stderr
     assert "in use" in result.stderr
@@ -391,7 +396,6 @@ def test_a_port_in_use_is_named(quiet: RunningServer) -> None:
 
 
 def test_an_address_of_another_machine_is_named() -> None:
-    command = [sys.executable, "-m", "kvpage_server.app", "--bind", "192.0.2.1", "--port", str(free_port())]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=20)
+    result = refused("--bind", "192.0.2.1", "--port", str(free_port()))
     assert result.returncode == 1
     assert "cannot listen on 192.0.2.1:" in result.stderr

@@ -5,6 +5,8 @@ from __future__ import annotations
 import random
 import re
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,7 @@ from typing import Any
 
 import pytest
 import redis
-from servers import RunningServer, start_server
+from servers import RunningServer, answers, free_port, start_server
 
 from kvpage_server.page import DType, PageKey, encode_page
 from kvpage_server.store.disk import FILE
@@ -269,6 +271,21 @@ def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> N
         assert len(there) == client.dbsize()
         assert all(seed // 4 * 4 in there for seed in there if seed % 4 == 0)
         assert "internal error" not in server.log
+
+
+def test_a_server_that_was_told_nothing_keeps_what_it_has_where_it_was_started(tmp_path: Path) -> None:
+    for turn in range(2):
+        port = free_port()
+        command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port)]
+        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+            until = time.monotonic() + 10
+            while not answers(port):
+                assert time.monotonic() < until
+                time.sleep(0.02)
+            with redis.Redis(port=port) as client:
+                assert client.set("key", "value", get=True) == (b"value" if turn else None)
+            process.terminate()
+    assert (tmp_path / FILE).exists()
 
 
 # -- what was promised -------------------------------------------------------------------------------------------------

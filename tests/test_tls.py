@@ -219,7 +219,8 @@ class TestUnixSocket:
 
     def test_can_be_the_only_way_in(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"
-        command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--unixsocket", str(path)]
+        options = ("--port", "0", "--unixsocket", str(path), "--store", "memory")
+        command = [sys.executable, "-m", "kvpage_server.app", *options]
         with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
             until(path.exists)
             with redis.Redis(unix_socket_path=str(path)) as client:

@@ -81,7 +81,7 @@ def running_store() -> Iterator[str]:
     """A page server, empty, on a free port; its URL. Raises ProcessError when it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = ["--bind", "127.0.0.1", "--port", str(port)]
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory"]
     with (
         TemporaryDirectory() as directory,
         _running("the store", "-P", TETHERED, "kvpage_server.app", *options, "--dir", directory) as process,

@@ -101,7 +101,10 @@ def lock(path: Path) -> IO[bytes]:
         lock.seek(0)
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
-        raise DiskError(f"{path.parent.absolute()} is in use by another kvpage-server, pid {owner}") from None
+        place = path.parent.absolute()
+        raise DiskError(
+            f"{place} is in use by another kvpage-server, pid {owner}: each needs a `dir` of its own"
+        ) from None
     lock.truncate(0)
     lock.write(b"%d\n" % os.getpid())
     lock.flush()
