@@ -315,6 +315,13 @@ def test_without_free_blocks_nothing_is_loaded(tier: PageTier, pool: BlockPool) 
     pool.free(others)
 
 
+def test_what_is_fetched_is_leased_and_nothing_else(tier: PageTier, client: redis.Redis, pool: BlockPool) -> None:
+    tier.save(context())
+    held(pool, tier.load("alice", TOKENS[:300]))
+    leases = [client.execute_command("KVPAGESTAT", name, 0, 0, 0, 0) for name in block_names(TOKENS, SPEC)]
+    assert [0 < page[b"lease_left_ms"] <= 5000 for page in leases] == [True, True, False]
+
+
 def test_an_agent_id_that_cannot_name_pages_is_refused(tier: PageTier) -> None:
     with pytest.raises(BlockError, match="an agent id is"):
         tier.load("a:b")

@@ -306,9 +306,11 @@ class Fetch:
         return list(takewhile(lambda place: place in self._held or place in self._bodies, self._plan.blocks))
 
     def _kept(self) -> list[Place]:
-        """Those of them that are of use."""
-        end = self._state.end if self._state else 0
-        return [place for place in self._had() if place.end <= end or not self._spec.has_state]
+        """Those of them that are of use: where layers carry a state, as far as one has come."""
+        had = self._had()
+        if not self._spec.has_state:
+            return had
+        return [place for place in had if self._state and place.end <= self._state.end]
 
     def _reached(self) -> int:
         kept = self._kept()
@@ -325,8 +327,14 @@ class Fetch:
             raise
         used = {block.block_id for block in blocks}
         ours = [*self._ids, *(block.block_id for block in self._held.values())]
-        changed = {block.block_id: block.nbytes for block in blocks if block not in self._held.values()}
-        self._pool.settle(dict.fromkeys(self._ids, 0) | changed)
+        held = self._held.values()
+        changed = {block.block_id: block.nbytes for block in blocks if block not in held}
+        try:
+            self._pool.settle(dict.fromkeys(self._ids, 0) | changed)
+        except PoolExhaustedError:  # a state was put to a block that is held, for which nothing was promised
+            self._missed("pool")
+            self._free()
+            return None
         self._pool.free([block_id for block_id in ours if block_id not in used], self.agent_id)
         if not blocks:
             return None

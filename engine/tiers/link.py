@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import redis
 import redis.asyncio
+import uvloop
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
@@ -51,12 +52,15 @@ class Link:
         self.connections = connections
         self.breaker = CircuitBreaker()
         self.rates = Rates()
-        self._loop = asyncio.new_event_loop()
+        self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
         self._thread.start()
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end; what came of it. For any thread but the link's own."""
+        """Run to the end; what came of it. Raises RuntimeError on the link's own thread."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
