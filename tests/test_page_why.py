@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import random
 import time
+from pathlib import Path
 
 import pytest
 import redis
 from servers import start_server
-from stored_pages import ask, fill, prefix, set_block, set_page, small_store
+from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
 from kvpage_server.page import unix_ms
+from kvpage_server.store.disk import FILE
 from kvpage_server.store.ghost import Ghosts
 from kvpage_server.store.index import Block
 
@@ -95,6 +98,47 @@ def test_misses_are_counted_by_reason() -> None:
         assert misses() == {"never_stored": 3, "deleted": 2, "incomplete": 1}
         prefix(client, "r", 1, "r", 0, "x", 0, "r", 2, pages=5)
         assert misses() == {"never_stored": 4, "deleted": 2, "incomplete": 1, "hole": 1}
+
+
+def test_every_reason_is_told_and_counted(tmp_path: Path) -> None:
+    body = random.Random(1).randbytes(5000)
+    options = ("--store", "tiered", "--maxmemory", "256kb", "--quota", "kv:tenant.*", "2kb", "--scrub-rate", "1kb")
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        set_page(client, "corrupt", body=body)
+    database = tmp_path / FILE
+    at = database.read_bytes().index(body[:1000])
+    with database.open("r+b") as file:
+        file.seek(at)
+        file.write(bytes([body[0] ^ 1]))
+    with start_server(*options, "--appendfsync", "no", directory=tmp_path) as server, server.client() as client:
+        set_page(client, "evicted")
+        fill(client, 200)
+        set_page(client, "expired")
+        set_page(client, "overwritten")
+        client.set("kv:overwritten:0:0:0:0", "plain")
+        client.delete("kv:overwritten:0:0:0:0")
+        set_page(client, "deleted")
+        client.execute_command("KVPAGEDEL", "deleted")
+        set_block(client, "hole", 1)
+        set_page(client, "incomplete", layer=1)
+        for page in range(4):
+            set_block(client, "tenant.x", page, size=200)
+        client.pexpire("kv:expired:0:0:0:0", 1)
+        missing = "never-stored", "expired", "evicted", "overwritten", "deleted", "corrupt"
+        for req in missing:
+            assert client.execute_command("KVPAGEGET", req, 0, 0, 0, 0) is None
+            assert ask(client, "KVPAGEWHY", req, 0, 0, 0, 0)["reason"] == req.replace("-", " ")
+        gone = min(set(range(4)) - set(held(client, "tenant.x")))
+        assert client.execute_command("KVPAGEGET", "tenant.x", 0, 0, gone, 0) is None
+        why = ask(client, "KVPAGEWHY", "tenant.x", 0, 0, gone, 0)
+        assert (why["reason"], why["quota"]) == ("over quota", "kv:tenant.*")
+        assert client.execute_command("KVBLOCKGET", "incomplete", 0) is None
+        assert prefix(client, "hole", 0, "hole", 1) == 0
+        assert ask(client, "KVPAGEWHY", "hole")["reason"] == "hole"
+        counted = client.info("kvpage")
+        reasons = ("expired", "evicted", "overwritten", "deleted", "corrupt", "over_quota", "incomplete", "hole")
+        assert {reason: counted[f"page_misses_{reason}"] for reason in reasons} == dict.fromkeys(reasons, 1)
+        assert counted["page_misses_never_stored"] == 2
 
 
 def test_ghosts_are_bounded_and_say_since_when_they_know() -> None:
