@@ -375,6 +375,22 @@ def test_a_fork_can_be_made_of_a_file(tmp_path: Path, pool: BlockPool, cold: Saf
     assert cold.reach("bob") == 50
 
 
+def test_what_came_from_the_server_can_be_written_to_a_file_by_the_thread_that_writes(
+    stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter
+) -> None:
+    first = stores()
+    remember(first, pool, "alice", TOKENS[:50])
+    first.close()
+    second = stores(cold=cold)
+    assert recalled(second, pool, "alice", None) == ("page", 50)
+    assert second.fork("alice", "bob")
+    second.evict_lru(2)
+    assert eventually(lambda: second.metrics().hot_agents == 0)
+    third = AgentCacheStore(SPEC, pool, cold=cold)
+    assert recalled(third, pool, "bob", None) == ("cold", 50)
+    third.close()
+
+
 def test_a_deleted_agent_is_nowhere_and_what_others_share_with_it_stays(
     stores: Callable[..., AgentCacheStore], pool: BlockPool, cold: SafetensorsCacheAdapter, client: redis.Redis
 ) -> None:
