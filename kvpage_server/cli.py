@@ -12,6 +12,7 @@ from typing import Any
 
 import redis
 from rich.filesize import decimal
+from rich.markup import escape
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -350,6 +351,7 @@ def why(store: redis.Redis, args: argparse.Namespace) -> bool:
 def _explain(reason: str, answer: dict[str, Any]) -> str:
     if "at" in answer:
         by = f" by {answer['policy']}" if "policy" in answer else ""
+        by += f" of {escape(answer['quota'])}" if "quota" in answer else ""
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
         return f"{reason}, as far as is known since {when(answer['since'])}"

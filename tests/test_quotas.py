@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -212,6 +214,15 @@ def test_who_writes_more_than_its_quota_loses_its_own_values(client: redis.Redis
     client.execute_command("KVPAGEGET", f"tenantA.{gone[0]}", 0, 1, 0, 1)
     client.execute_command("KVBLOCKGET", f"tenantA.{gone[1]}", 0)
     assert misses(client) - before[0] == 2
+
+
+def test_kvpage_why_names_the_quota(server: RunningServer, client: redis.Redis) -> None:
+    client.config_set("quota", f"kv:tenant[a-z].* {BLOCK}")
+    for page in range(2):
+        set_block(client, f"tenanta.{page}", 0)
+    words = [sys.executable, "-m", "kvpage_server.cli", "why", "tenanta.0", "--url", server.url]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.startswith("over quota of kv:tenant[a-z].*, ")
 
 
 def test_chains_go_from_their_ends_for_a_quota_too(client: redis.Redis) -> None:
