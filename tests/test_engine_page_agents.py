@@ -231,7 +231,7 @@ def test_two_engines_that_save_one_agent_leave_the_whole_context_of_one_of_them(
     saving = threading.Event()
 
     def save(to: PageTier, contexts: list[AgentBlocks]) -> None:
-        for _ in range(5):
+        for _ in range(3):
             for one in contexts:
                 assert to.save(one)
 

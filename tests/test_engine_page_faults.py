@@ -19,7 +19,7 @@ import mlx.core as mx
 
 from engine.blocks import AgentBlocks
 from engine.pool import BlockPool
-from engine.tiers.breaker import FAILURES, State
+from engine.tiers.breaker import FAILURES, SHORTEST, State
 from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier
 
@@ -46,7 +46,7 @@ def proxy(server: RunningServer, client: redis.Redis) -> Iterator[Proxy]:
 def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageTier]:
     """Behind the proxy; it asks for block after block."""
     monkeypatch.setattr("engine.tiers.manifest.CHUNK", BLOCK)
-    tier = PageTier(proxy.url, SPEC, pool, deadline=1.0, connections=1)
+    tier = PageTier(proxy.url, SPEC, pool, deadline=10.0, connections=1)
     yield tier
     tier.close()
 
@@ -74,6 +74,7 @@ def test_the_deadline_is_for_the_whole_load_however_often_something_comes(
     proxy: Proxy, tier: PageTier, pool: BlockPool
 ) -> None:
     proxy.drip = 0.01
+    tier._link.deadline = 0.5
     begun = time.monotonic()
     assert tier.load("alice", TOKENS) is None
     assert time.monotonic() - begun < 3
@@ -83,6 +84,7 @@ def test_the_deadline_is_for_the_whole_load_however_often_something_comes(
 def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     """The link stalls in the second block."""
     proxy.stall_after = BLOCK + BLOCK // 2
+    tier._link.deadline = 1.0
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 256)
     held(pool, loaded)
@@ -180,22 +182,22 @@ def test_a_server_that_is_restarted_is_found_again(tmp_path: Path, pool: BlockPo
 def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeeds(
     proxy: Proxy, tier: PageTier, pool: BlockPool
 ) -> None:
+    now = 1000.0
+    tier.breaker._clock = lambda: now
     proxy.stall_after = 0
     tier._link.deadline = 0.1
     for _ in range(FAILURES):
         assert tier.load("alice", TOKENS) is None
-    begun = time.monotonic()
     assert tier.breaker.state == State.OPEN
     assert tier.load("alice", TOKENS) is None
     assert tier.save(context()) is None
     assert tier.agents() == []
     assert tier.claim("name", 1)
-    assert time.monotonic() - begun < 0.1
     assert tier.misses == {"slow": FAILURES, "open": 1}
     assert (tier.unsaved, tier.unasked) == ({"open": 1}, {"open": 2})
-    tier._link.deadline, proxy.stall_after = 5.0, None
-    while tier.breaker.state == State.OPEN:
-        time.sleep(0.01)
+    tier._link.deadline, proxy.stall_after = 10.0, None
+    now += SHORTEST
+    assert tier.breaker.state == State.HALF_OPEN
     assert held(pool, tier.load("alice", TOKENS)) == 700
     assert tier.breaker.state == State.CLOSED
 
@@ -223,11 +225,16 @@ def own(pool: BlockPool, count: int) -> AgentBlocks:
 
 def test_a_load_that_is_given_up_holds_nothing(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     """At whatever moment: before anything came, in the middle, when all is there."""
-    for wait in (0, 0.002, 0.005, 0.01, 0.02, 0.05, 0.5):
+    for wait in (0, 0.002, 0.005, 0.01, 0.02, 0.05, None):
         ours = own(pool, 1)
         fetch = tier.fetch("alice", TOKENS, held=ours.blocks)
         held(pool, ours)
-        time.sleep(wait)
+        if wait is None:
+            ended = threading.Event()
+            fetch.add_done_callback(lambda _, ended=ended: ended.set())
+            ended.wait(20)
+        else:
+            time.sleep(wait)
         fetch.cancel()
         fetch.cancel()
         assert fetch.result() is None
@@ -252,7 +259,7 @@ def test_an_engine_computes_while_contexts_come_in(server: RunningServer, client
     tier = PageTier(server.url, SPEC, pool)
     tier.save(context())
     rng = mx.random.normal((64, 64))
-    for _ in range(30):
+    for _ in range(15):
         fetches = [tier.fetch("alice") for _ in range(4)]
         while not all(fetch.done() for fetch in fetches):
             mx.eval(rng @ rng)
