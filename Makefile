@@ -4,9 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
+STORE := redis://127.0.0.1:9221
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run demo test check soak fuzz lint format docs bench clean help
+.PHONY: setup run chat serve demo test check soak fuzz lint format docs bench clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -14,7 +15,14 @@ run: $(VENV)/server.stamp  ## the server with its embedded store, in data/, on p
 	mkdir -p data
 	$(BIN)/kvpage-server conf/kvpage.conf --dir data
 
-demo: $(VENV)/dev.stamp $(MODEL)  ## a conversation that moves between two engines
+chat: $(VENV)/engine.stamp $(MODEL)  ## a conversation with the small model; a later one goes on with it
+	mkdir -p data
+	$(BIN)/kvpage-engine chat --store $(STORE) --transcript data/chat.json
+
+serve: $(VENV)/engine.stamp $(MODEL)  ## the small model on port 8000, for OpenAI's clients
+	$(BIN)/kvpage-engine serve --store $(STORE)
+
+demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two engines
 	$(BIN)/kvpage-engine demo
 
 WORKERS ?= 2
@@ -62,10 +70,14 @@ $(VENV)/server.stamp: pyproject.toml $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --editable .
 	touch $@
 
+$(VENV)/engine.stamp: pyproject.toml $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --editable '.[engine]'
+	touch $@ $(VENV)/server.stamp
+
 $(VENV)/dev.stamp: pyproject.toml $(VENV)/bin/python
 	tests/install-tools.sh
 	$(BIN)/python -m pip install --quiet --editable '.[dev]'
-	touch $@ $(VENV)/server.stamp
+	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
 
-$(MODEL): | $(VENV)/dev.stamp
+$(MODEL): | $(VENV)/engine.stamp
 	$(BIN)/kvpage-engine fetch-model smollm2 --to models/smollm2
