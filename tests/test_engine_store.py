@@ -10,13 +10,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import CancelledError
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
+from engine_models import letter_tokenizer, tiny
 from servers import RunningServer, free_port, resident, start_server
+from test_engine_cold import computed
 
 # isort: split
 import hypothesis
@@ -25,8 +27,9 @@ import pytest
 import redis
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
+from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
 from engine.tiers import flush, loading
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.loading import Loaded
@@ -168,11 +171,12 @@ def test_an_agent_that_went_on_elsewhere_is_not_answered_from_an_old_memory(
 ) -> None:
     here, there = stores(), stores()
     remember(here, pool, "alice", TOKENS[:20])
+    here.flush_dirty()
     remember(there, pool, "alice", TOKENS[:50])
     there.flush_dirty()
     assert recalled(here, pool, "alice", TOKENS) == ("page", 50)
     assert here.metrics().page.loaded_bytes == 50 * SPEC.token_nbytes
-    assert pool.holdings()["shared prefixes"].blocks == 2 * 6 - 0, "each engine has each full block once"
+    assert pool.holdings()["shared prefixes"].blocks == 2 * 6, "each engine has each full block once"
 
 
 def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_idle(
@@ -421,6 +425,53 @@ def test_two_agents_with_one_system_prompt_hold_and_store_it_once(
     assert pool.used_blocks == 5 + 2
     store.flush_dirty()
     assert store.metrics().page.saved_bytes == 7 * BLOCK * SPEC.token_nbytes
+
+
+@pytest.mark.parametrize("family", ["gemma3_text", "mamba2"])
+def test_what_layers_carry_comes_back_from_every_tier(
+    server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, family: str
+) -> None:
+    model = tiny(family)
+    spec = ModelCacheSpec.probe(model, letter_tokenizer(), block_tokens=64)
+    tokens = some_tokens(3, 150)
+    unowned = computed(model, spec, tokens, [64, 128])
+    ids = pool.allocate(3, "alice")
+    context = replace(
+        unowned, blocks=tuple(replace(block, block_id=i) for i, block in zip(ids, unowned.blocks, strict=True))
+    )
+
+    def opened() -> AgentCacheStore:
+        return AgentCacheStore(
+            spec, pool, pages=PageTier(server.url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool, tmp_path)
+        )
+
+    def found(store: AgentCacheStore, agent_id: str, prompt: tuple[int, ...]) -> tuple[str, int]:
+        loaded = store.load(agent_id, prompt)
+        assert loaded
+        assert loaded.blocks
+        for block, saved in zip(loaded.blocks.blocks, context.blocks, strict=False):
+            assert list(page_bodies(block.layers)) == list(page_bodies(saved.layers))
+        assert block.state is not None
+        assert list(page_bodies(block.state)) == list(page_bodies(saved.state))
+        assert loaded.blocks.reusable(spec, len(prompt) - 1) == loaded.reach
+        pool.free(loaded.blocks.block_ids, agent_id)
+        return loaded.tier, loaded.reach
+
+    first = opened()
+    first.save(context)
+    assert found(first, "alice", (*tokens, 1)) == ("hot", 150)
+    assert found(first, "alice", tokens[:140]) == ("hot", 128)
+    assert found(first, "bob", tokens) == ("prefix", 128)
+    first.close()
+    second = opened()
+    assert found(second, "bob", tokens) == ("page", 128)
+    assert found(second, "alice", (*tokens, 1)) == ("page", 150)
+    second.close()
+    client.flushall()
+    third = opened()
+    assert found(third, "alice", (*tokens, 1)) == ("cold", 150)
+    third.close()
+    pool.free(ids, "alice")
 
 
 def test_a_pinned_agent_stays_in_memory(pool: BlockPool, cold: SafetensorsCacheAdapter) -> None:

@@ -82,7 +82,8 @@ class AgentCacheStore:
         """
         if wrong := [limit for limit in (max_hot_agents, hot_bytes, queue_bytes, prefix_bytes) if limit and limit < 0]:
             raise ValueError(f"a limit is at least 0, got {wrong[0]}")
-        capacity = min(pool.total_bytes, pool.total_blocks * spec.block_tokens * spec.token_nbytes)
+        block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
+        capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
         hot_bytes = capacity // 2 if hot_bytes is None else hot_bytes
         queue_bytes = min(capacity // 4, QUEUE_BYTES) if queue_bytes is None else queue_bytes
         prefix_bytes = min(capacity // 8, PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
@@ -177,13 +178,13 @@ class AgentCacheStore:
         check_agent_id(agent_id)
         if root_of(agent_id) != root_of(check_agent_id(new_id)):
             raise BlockError(f"agents of different tenants share nothing: {agent_id!r}, {new_id!r}")
+        with self._changed:
+            entry = self._hot.look(agent_id)
+            if entry and entry.whole:
+                self._pool.share(entry.context.block_ids, new_id)
+                self._take_up(replace(entry.context, agent_id=new_id))
+                return True
         with self._flusher.paused():
-            with self._changed:
-                entry = self._hot.look(agent_id)
-                if entry and entry.whole:
-                    self._pool.share(entry.context.block_ids, new_id)
-                    self._take_up(replace(entry.context, agent_id=new_id))
-                    return True
             if self._pages and self._pages.fork(agent_id, new_id):
                 with self._changed:
                     self._hot.drop(new_id)
