@@ -12,7 +12,7 @@ import pytest
 import redis
 from engine_families import TOKENS as FAMILY_TOKENS
 from engine_families import family
-from servers import RunningServer
+from servers import RunningServer, free_port
 from test_engine_pages import SPEC, TOKENS, context, held, same
 
 from engine import kvcache
@@ -179,7 +179,7 @@ def test_what_is_in_memory_is_not_fetched(tier: PageTier, client: redis.Redis, p
 
 
 def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServer, client: redis.Redis) -> None:
-    """The blocks were kept without one."""
+    """The blocks were kept without one. With one they are of use whatever the server does."""
     of = family("gemma3_text")
     at_256 = of.computed(256)
     whole = of.blocks(at_256, 256)
@@ -195,7 +195,14 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
     tier._pool.free([own], "memory")
     restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)
     assert np.array_equal(of.continuation(restored, 256), of.continuation(of.computed(256), 256))
-    tier._pool.free(loaded.block_ids)
+    nobody = PageTier(f"redis://127.0.0.1:{free_port()}", of.spec, tier._pool)
+    without = nobody.fetch("agent", FAMILY_TOKENS, held=loaded.blocks)
+    again = without.result()
+    assert again
+    assert (again.blocks, without.reach, without.why) == (loaded.blocks, 256, "down")
+    nobody.close()
+    for one in (loaded, again):
+        tier._pool.free(one.block_ids)
     tier._pool.check_empty()
     tier.close()
 

@@ -1,4 +1,5 @@
-"""The restore planner, asked about random stores: what it plans is always usable, and nothing longer is."""
+"""The restore planner, asked about random stores: what it plans is always usable, and nothing longer is. And how the
+server is told of what is planned."""
 
 from __future__ import annotations
 
@@ -7,14 +8,16 @@ from engine_models import letter_tokenizer  # noqa: F401 - picks the BLAS before
 # isort: split
 from dataclasses import dataclass
 
+import mlx.core as mx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.caches import ArraysLayer, FullLayer
+from engine.blocks import in_memory, page_bodies
+from engine.caches import ArraysLayer, FullLayer, Matrices
 from engine.spec import ModelCacheSpec
-from engine.tiers.manifest import Manifest, Place, block_names
+from engine.tiers.manifest import Manifest, Place, block_names, block_shape
 from engine.tiers.plan import Offer, Plan
-from kvpage_server.page import DType, Plane
+from kvpage_server.page import BlockShape, DType, Plane
 
 SIZE = 4
 FULL = FullLayer((1,), (Plane(0, DType.FLOAT32, 2),))
@@ -122,3 +125,34 @@ def test_the_plan_needs_no_digest_that_was_not_asked_for(question: Question) -> 
     asked = {place.seal for place in offer.places}
     known = {seal: digest for seal, digest in question.digests.items() if seal in asked}
     assert question.ask(known) == question.ask()
+
+
+def kept(kv_type: int, dtype: DType, dim: int, heads: int = 2, rows: int = 3) -> Matrices:
+    return Matrices(Plane(kv_type, dtype, dim), heads, rows)
+
+
+ALIKE = ((kept(0, DType.FLOAT16, 4), kept(1, DType.FLOAT16, 5)),) * 2
+UNLIKE = [
+    ((kept(0, DType.FLOAT32, 4),), (kept(0, DType.FLOAT32, 5),)),
+    ((kept(0, DType.FLOAT32, 4), kept(1, DType.FLOAT32, 4, heads=1)),),
+    ((kept(0, DType.BFLOAT16, 1, heads=1), kept(2, DType.UINT32, 1, heads=1, rows=1), kept(3, DType.FLOAT32, 2)),),
+]
+
+
+def test_the_server_is_told_of_layers_where_all_are_alike_and_else_of_bytes() -> None:
+    assert block_shape((ALIKE[0], (), ALIKE[1])) == BlockShape(2, 2, 3, tuple(of.plane for of in ALIKE[0]))
+    for shapes in UNLIKE:
+        nbytes = sum(of.nbytes for layer in shapes for of in layer)
+        assert block_shape(shapes) == BlockShape(1, 1, 1, (Plane(0, DType.UINT8, nbytes),))
+
+
+def test_arrays_in_memory_are_the_bytes_that_lie_there() -> None:
+    """Also where they do not begin at a multiple of what they are made of."""
+    for shapes in [ALIKE, *UNLIKE]:
+        body = bytes(range(sum(of.nbytes for layer in shapes for of in layer)))
+        arrays = in_memory(mx.array(list(body), mx.uint8), shapes)
+        assert b"".join(page_bodies(arrays)) == body
+        shaped = [[array.shape for array in layer] for layer in arrays]
+        assert shaped == [[of.shape for of in layer] for layer in shapes]
+            [of.shape for of in layer] for layer in shapes
+        ]

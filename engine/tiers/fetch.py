@@ -64,7 +64,7 @@ class Fetch:
         self._plan = self._offer.plan(self._sealed_in_memory, self._limit)  # what is certain, so far
         self._ids: list[int] = []  # of the blocks to be received
         self._bodies: dict[Place, mx.array] = {}  # what has come and is what was sealed, as bytes
-        self._state: Place | None = None  # that which the blocks end in
+        self._state = next(iter(self._plan.states), None)  # that which the blocks end in, so far
         self._broken = False  # something is missing: what comes after it is of no use
         self._failure: BaseException | None = None  # what nobody expected
         self._lock = threading.Lock()
