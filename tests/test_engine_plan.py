@@ -154,5 +154,3 @@ def test_arrays_in_memory_are_the_bytes_that_lie_there() -> None:
         assert b"".join(page_bodies(arrays)) == body
         shaped = [[array.shape for array in layer] for layer in arrays]
         assert shaped == [[of.shape for of in layer] for layer in shapes]
-            [of.shape for of in layer] for layer in shapes
-        ]
