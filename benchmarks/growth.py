@@ -14,6 +14,7 @@ from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageKey, Plane
 
 _FEW = 10_000
 _AT_ONCE = 2000
+PAGES_A_REQUEST, PAGES_A_BLOCK = 5000, 512
 _ROWS, _COLUMNS = 2, 128  # bytes of the pages that only fill the store
 _BODY = _ROWS * _COLUMNS
 _SHAPE = BlockShape(32, 8, _ROWS, (Plane(0, DType.UINT8, _COLUMNS), Plane(1, DType.UINT8, _COLUMNS)))  # 512 pages
@@ -22,9 +23,9 @@ _SHAPE = BlockShape(32, 8, _ROWS, (Plane(0, DType.UINT8, _COLUMNS), Plane(1, DTy
 def findings(*, pages: int, rounds: int) -> Iterator[Finding]:
     """Bytes a page, for single pages and in blocks; GB/s beside a store that holds few."""
     with start_kvpage() as large:
-        single = _bytes_a_page(large, _fill_with_pages, pages)
+        single = _bytes_a_page(large, fill_with_pages, pages)
         with start_kvpage() as small:
-            _fill_with_pages(small, _FEW)
+            fill_with_pages(small, _FEW)
             yield from _slower(small, large, pages, rounds)
     with start_kvpage() as other:
         in_blocks = _bytes_a_page(other, _fill_with_blocks, pages)
@@ -47,12 +48,16 @@ def _bytes_a_page(server: Server, fill: Callable[[Server, int], int], pages: int
     return (server.resident() - before) / filled - HEADER_SIZE - _BODY
 
 
-def _fill_with_pages(server: Server, count: int) -> int:
+def fill_with_pages(server: Server, count: int) -> int:
+    """Store so many pages one by one, 512 a block; how many they are."""
     body = bytes(_BODY)
     with PageClient(server.url, deadline=60) as client:
         for start in range(0, count, _AT_ONCE):
             ids = range(start, min(start + _AT_ONCE, count))
-            keys = (PageKey(b"request%d" % (i // 5000), i // 16 % 32, i // 2 % 8, i // 512, i % 2) for i in ids)
+            keys = (
+                PageKey(b"request%d" % (i // PAGES_A_REQUEST), i // 16 % 32, i // 2 % 8, i // PAGES_A_BLOCK, i % 2)
+                for i in ids
+            )
             client.mset([Page(key, body, DType.UINT8, _ROWS, _COLUMNS) for key in keys])
     return count
 

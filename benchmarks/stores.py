@@ -64,7 +64,7 @@ class PageStore(_Connection):
             return [self.writing(self._commands.set_pages(sized(pages, 0), 0)) for pages in work.pages]
         assert isinstance(work, Blocks)
         return [
-            self.writing(self._commands.set_blocks(names, work.shape, views(batch.written), 0))
+            self.writing(self._commands.set_blocks(names, work.shape, [[body] for body in views(batch.written)], 0))
             for names, batch in zip(work.names, work.batches, strict=True)
         ]
 

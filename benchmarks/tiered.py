@@ -7,15 +7,19 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import time
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.findings import Finding, show, write
+from benchmarks.growth import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
 from benchmarks.pairs import Contestant, compare, cpu_ratio, speed, speed_ratio
-from benchmarks.servers import pin_client, start_kvpage
+from benchmarks.servers import Server, pin_client, start_kvpage
 from benchmarks.stores import PageStore
 from kvpage_server.bench.measure import GB
 from kvpage_server.bench.work import LLAMA3_16, Blocks, Pages, Work
@@ -98,6 +102,33 @@ def _sequential(path: Path, size: int) -> float:
     return took
 
 
+def _restarts(pages: int) -> Iterator[Finding]:
+    """What a start takes that finds very many pages, which were stored one by one."""
+    with TemporaryDirectory() as place:
+        options = ("--store", "tiered", "--dir", place)
+        with start_kvpage(*options) as server:
+            fill_with_pages(server, pages)
+            server.admin.execute_command("SAVE")
+        for ended in (signal.SIGTERM, signal.SIGKILL):
+            began = time.perf_counter()
+            with start_kvpage(*options) as server:
+                answered = time.perf_counter() - began
+                _use_index(server, pages)
+                usable = time.perf_counter() - began
+                note = f"server's CPU time {server.cpu_seconds():.2f} s"
+                server.process.send_signal(signal.SIGKILL)
+            work, measured = f"start with {pages:,} pages after {ended.name}", f"first answer after {answered:.2f}"
+            yield Finding(work, "", "s", measured, usable, at_most=3.0, note=note)
+
+
+def _use_index(server: Server, pages: int) -> None:
+    """Ask for what the index alone knows: how many pages there are, and whether a block of each request is complete."""
+    assert server.admin.dbsize() == pages
+    for request in range(pages // PAGES_A_REQUEST):
+        block = request * PAGES_A_REQUEST // PAGES_A_BLOCK + 1  # in the one before it, another request's pages end
+        assert server.admin.execute_command("KVPAGEPREFIX", PAGES_A_BLOCK, 0, 1, f"request{request}", block) == 1
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Print the table; write results/tiered.json and .md, unless --quick is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks tiered")
@@ -105,7 +136,11 @@ def main(arguments: list[str] | None = None) -> None:
     quick = parser.parse_args(arguments).quick
     rounds = 3 if quick else 9
     pin_client()
-    findings = [*_paths(rounds), _end((256 if quick else 768) * KIB**2)]
+    findings = [
+        *_paths(rounds),
+        _end((256 if quick else 768) * KIB**2),
+        *_restarts(PAGES_A_REQUEST * (20 if quick else 200)),
+    ]
     show(findings, INTRO)
     if not quick:
         write(findings, "tiered", {"rounds": rounds, "generations": GENERATIONS}, intro=INTRO)
