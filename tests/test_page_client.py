@@ -289,6 +289,18 @@ def test_blocks_come_back_whole_or_not_at_all(pages: PageClient) -> None:
     assert pages.get_block_into(names[2], SHAPE, into[3])
 
 
+def test_a_block_in_several_pieces_arrives_as_one(pages: PageClient) -> None:
+    body = block_body()
+    whole = memoryview(body).cast("B")
+    pieces = [whole[:7], np.frombuffer(whole[7:4096], np.uint8), b"", bytes(whole[4096:])]
+    pages.mset_blocks([(b"pieces", 0), (b"pieces", 1)], SHAPE, [pieces, body])
+    into = [bytearray(SHAPE.nbytes) for _ in range(2)]
+    assert pages.mget_blocks_into([(b"pieces", 0), (b"pieces", 1)], SHAPE, into) == [True, True]
+    assert into == [whole, whole]
+    with pytest.raises(BadBuffer, match=f"has {SHAPE.nbytes} bytes, its memory has 7"):
+        pages.set_block((b"pieces", 0), SHAPE, pieces[:1])
+
+
 def test_a_block_and_its_pages_are_the_same_data(pages: PageClient) -> None:
     body = block_body()
     pages.set_block((b"whole", 3), SHAPE, body)

@@ -108,7 +108,7 @@ class AsyncPageClient:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     async def set_block(
-        self, name: BlockName, shape: BlockShape, body: Buffer, *, ttl: int = 0, deadline: float | None = None
+        self, name: BlockName, shape: BlockShape, body: BlockBody, *, ttl: int = 0, deadline: float | None = None
     ) -> None:
         """Store a block. See `mset_blocks`."""
         await self.mset_blocks([name], shape, [body], ttl=ttl, deadline=deadline)

@@ -131,7 +131,7 @@ class PageClient:
     # -- blocks ----------------------------------------------------------------------------------------------------
 
     def set_block(
-        self, name: BlockName, shape: BlockShape, body: Buffer, *, ttl: int = 0, deadline: float | None = None
+        self, name: BlockName, shape: BlockShape, body: BlockBody, *, ttl: int = 0, deadline: float | None = None
     ) -> None:
         """Store a block. See `mset_blocks`."""
         self.mset_blocks([name], shape, [body], ttl=ttl, deadline=deadline)
