@@ -252,13 +252,13 @@ def test_of_two_engines_one_computes_and_the_other_fetches(
 def test_a_claim_is_held_for_as_long_as_its_engine_lives(
     engines: Callable[[], Claims], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "LEASE", 0.4)
-    monkeypatch.setattr(claim, "RENEWAL", 0.1)
+    monkeypatch.setattr(claim, "LEASE", 1.0)
+    monkeypatch.setattr(claim, "RENEWAL", 0.2)
     here, there = engines(), engines()
     mine = here.begin("alice", TOKENS)
     assert ends(mine) == "mine"
     theirs = there.begin("bob", TOKENS)
-    time.sleep(1.0)
+    time.sleep(1.6)
     assert theirs.state == "wait"
     mine.release()
     assert ends(theirs) == "mine"

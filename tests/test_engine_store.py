@@ -185,7 +185,7 @@ def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_
     cold: SafetensorsCacheAdapter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flush, "IDLE", 0.5)
+    monkeypatch.setattr(flush, "IDLE", 60.0)
     store = stores(cold=cold)
     with store._flusher.paused():  # the server is slow
         for count in range(10, 60):
@@ -193,6 +193,8 @@ def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_
     assert eventually(lambda: store.metrics().page.saves > 0)
     metrics = store.metrics()
     assert (metrics.page.saves, metrics.cold.saves, metrics.dirty_agents) == (1, 0, 1)
+    monkeypatch.setattr(flush, "IDLE", 0.0)  # as if it had been so long
+    store.evict_lru(0)
     assert eventually(lambda: store.metrics().dirty_agents == 0)
     assert (store.metrics().cold.saves, store.metrics().dirty_flushes) == (1, 1)
     assert cold.reach("alice") == 59

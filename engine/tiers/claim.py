@@ -185,10 +185,13 @@ class Claims:
         assert pages
 
         def ask() -> None:
-            told = question(pages, line)
-            with self.lock:
-                line.asking, line.answered = False, True
-                self.lock.notify_all()
+            told: list[Callable[[], object]] = []
+            try:
+                told = question(pages, line)
+            finally:
+                with self.lock:
+                    line.asking, line.answered = False, True
+                    self.lock.notify_all()
             _tell(told)
 
         line.asking = True
@@ -211,9 +214,9 @@ class Claims:
         return []
 
     def _give_back(self, pages: PageTier, line: _Line) -> list[Callable[[], object]]:
-        pages.release(line.name)
         with self.lock:
             line.leased = False
+        pages.release(line.name)
         return []
 
 
