@@ -6,6 +6,8 @@ import json
 import re
 import signal
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -16,6 +18,7 @@ import httpx
 import openai
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
+from documents import ROOT
 from servers import RunningServer
 
 from engine import cli
@@ -162,6 +165,31 @@ def test_an_agent_that_is_none_is_named(
 ) -> None:
     reply = agents(engines[0], method, path, content=None if body is None else json.dumps(body))
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
+
+
+def test_four_agents_at_two_engines_have_their_rules_computed_once(engines: list[RunningEngine]) -> None:
+    said = example("four_agents.py", *(engine.url for engine in engines))
+    turns = re.findall(r"^(\w+) +at engine (\d): .*\n +\[(\d+) of \d+ tokens reused: (\w+)\]$", said, re.MULTILINE)
+    assert [(name, int(engine)) for name, engine, *_ in turns] == [
+        *zip(("captain", "pilot", "engineer", "cook"), (0, 1, 0, 1), strict=True),
+        *zip(("captain", "pilot", "engineer", "cook"), (1, 0, 1, 0), strict=True),
+    ]
+    (_, _, first, _), *others = turns
+    assert first == "0"
+    assert all(int(reused) >= 1280 for _, _, reused, _ in others), said
+
+
+def test_the_example_with_openais_client_goes_on_where_it_was(engines: list[RunningEngine]) -> None:
+    assert example("openai_client.py", engines[0].url).count("tokens reused") == 3
+    assert "[0 tokens reused" not in example("openai_client.py", engines[0].url)
+
+
+def example(name: str, *words: str) -> str:
+    """What it prints."""
+    command = [sys.executable, str(ROOT / "examples" / name), *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def test_the_command_line_says_the_same(engines: list[RunningEngine], capsys: pytest.CaptureFixture[str]) -> None:

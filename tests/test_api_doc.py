@@ -1,0 +1,53 @@
+"""docs/api.md tells the truth: every curl line is run, with the real small model and a store."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterator
+
+import pytest
+from api_engines import SMOLLM2, RunningEngine, start_engine
+from documents import check, commands, entry_point, run
+from servers import RunningServer
+
+# isort: split
+import mlx_lm
+
+pytestmark = pytest.mark.model
+CURL = shutil.which("curl")
+
+
+@pytest.fixture(scope="module")
+def engine(server: RunningServer) -> Iterator[RunningEngine]:
+    with server.client() as client:
+        client.flushall()
+    with start_engine(SMOLLM2, "--store", server.url) as engine:
+        yield engine
+
+
+@pytest.mark.skipif(not CURL, reason="curl is not installed")
+def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
+    lines = 0
+    for typed, shown in commands("docs/api.md"):
+        program, *words = shlex.split(typed)
+        if program == "kvpage-engine":
+            assert shown == engine.log.splitlines()[0].replace(engine.url, "http://127.0.0.1:8000")
+            assert words[0] in run([*entry_point(program), *words[:1], "--help"])
+            continue
+        assert program == "curl"
+        asked = [word.replace("localhost:8000", engine.url.removeprefix("http://")) for word in words]
+        check(run([program, *asked]), shown)
+        lines += 1
+    assert lines > 12
+
+
+def test_the_text_is_mlx_lms(engine: RunningEngine) -> None:
+    model, tokenizer = mlx_lm.load(str(SMOLLM2))
+    messages = [{"role": "system", "content": "You are brief."}, {"role": "user", "content": "Why is the sea salt?"}]
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    with engine.client() as client:
+        chat = client.chat.completions.create(model="smollm2", messages=messages, temperature=0, max_tokens=12)
+        text = client.completions.create(model="smollm2", prompt="Once upon a time", temperature=0, max_tokens=8)
+    assert chat.choices[0].message.content == mlx_lm.generate(model, tokenizer, prompt, max_tokens=12)
+    assert text.choices[0].text == mlx_lm.generate(model, tokenizer, "Once upon a time", max_tokens=8)
