@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -291,3 +293,59 @@ def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_en
     assert same(loaded, context(), 700)
     held(pool, loaded)
     assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"1"}
+
+
+def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
+    tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At whatever moment. The next one that is not disturbed leaves no more than the context."""
+    monkeypatch.setattr("engine.tiers.manifest.CHUNK", 1)
+    old, new = context(TOKENS[::-1][:300]), context()
+    ended = Counter[bool]()
+    for milliseconds in (0.1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
+        assert other.save(old)
+        tier._link.deadline = milliseconds / 1000
+        ended[tier.save(new) is not None] += 1
+        tier.breaker.succeeded()
+        loaded = other.load("alice")
+        assert same(loaded, new, 700) or same(loaded, old, 300)
+        held(pool, loaded)
+    assert ended[False]
+    tier._link.deadline = 10.0
+    assert other.save(old)
+    assert tier.save(new)
+    assert stored(client) == names(TOKENS)
+    assert {client.get(f"refs:{name}") for name in names(TOKENS)} == {b"1"}
+    assert not other.misses
+
+
+def test_whatever_agents_do_what_is_stored_is_what_they_have(
+    tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool
+) -> None:
+    """Sixty random saves, forks and deletions by two engines, and a model of them: agent -> tokens."""
+    random = np.random.default_rng(11)
+    contexts = [TOKENS[:100], TOKENS[:256], TOKENS[:300], TOKENS[:600], TOKENS[::-1][:520]]
+    agents = ["alice", "bob", "carol"]
+    kept: dict[str, tuple[int, ...]] = {}
+    for step in range(60):
+        engine = (tier, other)[step % 2]
+        agent, another = random.choice(agents, 2)
+        match random.integers(0, 4):
+            case 0 | 1:
+                kept[agent] = contexts[random.integers(0, len(contexts))]
+                assert engine.save(replace(context(kept[agent]), agent_id=str(agent)))
+            case 2:
+                assert engine.fork(str(agent), str(another)) == (agent in kept)
+                if agent in kept:
+                    kept[another] = kept[agent]
+            case 3:
+                assert engine.delete(str(agent)) == (kept.pop(agent, None) is not None)
+        named = [name for tokens in kept.values() for name in block_names(tokens, SPEC)]
+        assert stored(client) == set(named)
+        assert {name: int(client.get(f"refs:{name}")) for name in set(named)} == Counter(named)
+    assert other.agents() == sorted(kept)
+    for agent, tokens in kept.items():
+        loaded = tier.load(agent)
+        assert loaded
+        assert loaded.tokens == tokens
+        held(pool, loaded)
