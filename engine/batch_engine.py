@@ -23,9 +23,8 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, pairwise
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
-import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
@@ -34,6 +33,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from engine import kvcache
 from engine.answer import AnswerText
 from engine.blocks import AgentBlocks, check_agent_id
+from engine.keeping import BlockKeeper
 from engine.kvcache import Cache
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import common_prefix
@@ -48,6 +48,7 @@ from engine.request import (
     Token,
     TokenReceiver,
     UnknownTokenError,
+    check_prompt,
 )
 from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
@@ -93,7 +94,7 @@ class BlockPoolBatchEngine:
         self.spec = spec
         self.pool = pool
         self._model = model
-        self._state_budget = state_budget
+        self._keeper = BlockKeeper(spec, pool, state_budget)
         self.wait_for_blocks = wait_for_blocks
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
         self._generator = _generator(model, spec, self._tokenizer.eos_token_ids, prefill_chunk)
@@ -118,8 +119,7 @@ class BlockPoolBatchEngine:
         """Blocks and bytes that have to be free for the first of those that wait; None when none does."""
         if not self._waiting:
             return None
-        first = self._waiting[0]
-        return self._needed(first.capacity, len(first.shared), len(first.checkpoints))
+        return self._keeper.needed(self._waiting[0])
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, as mlx-lm's own generate makes them."""
@@ -175,7 +175,7 @@ class BlockPoolBatchEngine:
             max_tokens=max_tokens,
             cache=self._reconstruct_cache(cache, reused) if cache and reused else self._empty_cache(),
             shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
-            checkpoints=self._checkpoints(reused, len(tokens)),
+            checkpoints=self._keeper.checkpoints(reused, len(tokens)),
             sampler=sampler,
             text=AnswerText(self._tokenizer.detokenizer, stop),
             submitted=submitted,
@@ -189,9 +189,9 @@ class BlockPoolBatchEngine:
             self._admit_waiting()
             return request.uid
         try:
-            self._reserve(request)
+            self._keeper.reserve(request)
         except PoolExhaustedError:
-            self._release(request)
+            self._keeper.release(request)
             raise
         self._start(request)
         return request.uid
@@ -202,7 +202,7 @@ class BlockPoolBatchEngine:
         """Raise what `submit` would, whatever the cache and however full the pool: PoolExhaustedError only when the
         answer may need more than the whole pool."""
         check_agent_id(agent_id)
-        self._check_prompt(tokens)
+        check_prompt(self.spec, tokens)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         if not all(stop):
@@ -210,13 +210,7 @@ class BlockPoolBatchEngine:
         if not 0 <= logprobs <= self.spec.vocab_size:
             raise ValueError(f"logprobs must be 0 to {self.spec.vocab_size}, got {logprobs}")
         capacity = len(tokens) + self._room_for_answer(tokens, max_tokens)
-        blocks, nbytes = self._needed(capacity, 0, len(self._checkpoints(0, len(tokens))))
-        for needed, total, what in (
-            (blocks, self.pool.total_blocks, "blocks"),
-            (nbytes, self.pool.total_bytes, "bytes"),
-        ):
-            if needed > total:
-                raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: make it larger")
+        self._keeper.check_fits(len(tokens), capacity)
 
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an answer that isn't complete; its blocks are free at once.
@@ -226,12 +220,12 @@ class BlockPoolBatchEngine:
         for request in self._waiting:
             if request.uid == uid:
                 self._waiting.remove(request)
-                return self._release(request)
+                return self._keeper.release(request)
         for running, request in self._running.items():
             if request.uid == uid:
                 self._generator.remove([running])
                 del self._running[running]
-                return self._release(request)
+                return self._keeper.release(request)
         raise KeyError(f"no request {uid} is pending")
 
     def step(self) -> Iterator[CompletedGeneration]:
@@ -272,15 +266,6 @@ class BlockPoolBatchEngine:
             self.cancel(request.uid)
         self._generator.close()
 
-    def _check_prompt(self, tokens: Sequence[int]) -> None:
-        if not tokens:
-            raise EmptyPromptError("a prompt has at least one token")
-        context = self.spec.context
-        if context and len(tokens) >= context:
-            raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
-        if wrong := [token for token in tokens if not 0 <= token < self.spec.vocab_size]:
-            raise UnknownTokenError(f"token ids are 0 to {self.spec.vocab_size - 1}, got {wrong[0]}")
-
     def _reusable(self, cache: AgentBlocks | None, tokens: Sequence[int]) -> int:
         """How many tokens of the prompt need not be computed: one at least must be fed to the model."""
         if cache is None:
@@ -288,38 +273,15 @@ class BlockPoolBatchEngine:
         cache.validate(self.spec)
         return cache.reusable(self.spec, min(common_prefix(cache.tokens, tokens), len(tokens) - 1))
 
-    def _checkpoints(self, start: int, tokens: int) -> list[int]:
-        """Where between `start` and the last token of a prompt to keep what the layers carry."""
-        if not self.spec.has_state:
-            return []
-        size = self.spec.block_tokens
-        ends = range((start // size + 1) * size, tokens, size)
-        count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
-        return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
-
     def _room_for_answer(self, tokens: Sequence[int], max_tokens: int) -> int:
         """Tokens that an answer may have at most."""
         return min(max_tokens, self.spec.context - len(tokens)) if self.spec.context else max_tokens
-
-    def _needed(self, capacity: int, shared: int, checkpoints: int) -> tuple[int, int]:
-        """The blocks that a context of `capacity` tokens may need beside its `shared` ones, and their bytes."""
-        if self.spec.refusal:
-            return 0, 0
-        rows = capacity - shared * self.spec.block_tokens
-        states = (checkpoints + 1) * self.spec.state_nbytes(capacity)
-        return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + states
-
-    def _reserve(self, request: Request) -> None:
-        """Raises PoolExhaustedError."""
-        blocks, nbytes = self._needed(request.capacity, len(request.shared), len(request.checkpoints))
-        request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
-        request.promised = nbytes
 
     def _admit_waiting(self) -> None:
         """In their order: none overtakes another that needs more."""
         while self._waiting:
             try:
-                self._reserve(self._waiting[0])
+                self._keeper.reserve(self._waiting[0])
             except PoolExhaustedError:
                 return
             self._start(self._waiting.popleft())
@@ -336,9 +298,6 @@ class BlockPoolBatchEngine:
         self._running[uid] = request
         request.started = time.perf_counter()
 
-    def _release(self, request: Request) -> None:
-        self.pool.free(request.held, request.agent_id)
-
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
         """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
         tell if it is at its last token but one."""
@@ -346,31 +305,24 @@ class BlockPoolBatchEngine:
         if not request or not prompt.end_of_segment:
             return None
         computed = prompt.end_of_prompt
-        if not computed and (request.checkpoints or request.on_prompt):
+        if not computed and (request.checkpoints or self._has_more(request)):
             cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
             if len(tokens) in request.checkpoints:
                 request.states[len(tokens)] = kvcache.capture(self.spec, cache)
             computed = len(tokens) == len(request.prompt) - 1
-            if computed and request.on_prompt and not self.spec.refusal:
+            if computed and self._has_more(request):
                 # For want of memory they are made with the answer's last, or `not_kept` says why not.
                 with suppress(RuntimeError, MemoryError):
-                    self._extract_full(request, cache, len(tokens))
+                    self._keeper.make_full(request, cache, len(tokens))
         if not computed or not request.on_prompt:
             return None
         on_prompt, request.on_prompt = request.on_prompt, None
         return self._tell(prompt.uid, on_prompt, request.full_blocks(self.spec))
 
-    def _extract_full(self, request: Request, cache: Cache, tokens: int) -> None:
-        """Make the full blocks of a prompt now that the answer would make later."""
-        kept = len(request.shared)
-        needed = tokens // self.spec.block_tokens - kept
-        ids, others = request.reserved[:needed], request.reserved[needed:]
-        start = kept * self.spec.block_tokens
-        made = kvcache.extract_full(self.spec, cache, ids, tokens, start, request.states)
-        sizes = {block.block_id: block.nbytes for block in made}
-        request.promised -= sum(sizes.values())
-        self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
-        request.shared, request.reserved = (*request.shared, *made), others
+    def _has_more(self, request: Request) -> bool:
+        """Whether somebody waits for full blocks of the prompt that are not made yet."""
+        full = (len(request.prompt) - 1) // self.spec.block_tokens
+        return request.on_prompt is not None and full > len(request.shared) and not self.spec.refusal
 
     def _tell(self, uid: int, receiver: Callable[[_Told], None], told: _Told) -> CompletedGeneration | None:
         """Call a receiver of the request's; the end of the answer if that fails."""
@@ -396,7 +348,7 @@ class BlockPoolBatchEngine:
         if response.finish_reason or request.text.stopped:
             request.text.finish()
         if request.on_token:
-            token = _token(request, response, ends_text=ends_text)
+            token = request.told(response, ends_text=ends_text)
             if failed := self._tell(response.uid, request.on_token, token):
                 return failed
         if response.uid not in self._running:
@@ -415,11 +367,11 @@ class BlockPoolBatchEngine:
         blocks = None
         if not not_kept:
             try:
-                blocks = self._extract_cache(request, cache, tokens)
+                blocks = self._keeper.make_context(request, cache, tokens)
             except (ValueError, RuntimeError, MemoryError) as error:  # no reason to lose the answer, or the others'
                 not_kept = str(error)
         if not blocks:
-            self._release(request)
+            self._keeper.release(request)
         return self._completion(request, "stop" if request.text.stopped else reason, blocks, not_kept)
 
     def _fail(self, uid: int, error: Exception) -> CompletedGeneration:
@@ -427,7 +379,7 @@ class BlockPoolBatchEngine:
         self._generator.remove([uid])
         request = self._running.pop(uid)
         request.text.finish()
-        self._release(request)
+        self._keeper.release(request)
         return self._completion(request, "error", None, f"a receiver raised {error!r}", error)
 
     def _completion(
@@ -453,32 +405,8 @@ class BlockPoolBatchEngine:
             error=error,
         )
 
-    def _extract_cache(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
-        """The context after an answer: the blocks it shares with the one before it, and new ones from there on.
-
-        The new ones are made in blocks reserved at submit, before anything of the old is let go.
-        """
-        kept = len(request.shared)
-        needed = self.spec.blocks_for(len(tokens)) - kept
-        ids, surplus = request.reserved[:needed], request.reserved[needed:]
-        start = kept * self.spec.block_tokens
-        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
-        self.pool.settle(dict.fromkeys(surplus, 0) | {block.block_id: block.nbytes for block in made})
-        self.pool.free(surplus, request.agent_id)
-        return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
-
 
 _Told = TypeVar("_Told", Token, AgentBlocks)
-
-
-def _token(request: Request, response: Any, *, ends_text: bool) -> Token:
-    text = request.text.read()
-    if not request.logprobs:
-        return Token(request.uid, response.token, text, ends_text)
-    logprobs = response.logprobs
-    likeliest = cast("list[int]", mx.argsort(-logprobs)[: request.logprobs].tolist())
-    *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
-    return Token(request.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))
 
 
 def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:

@@ -5,6 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any, cast
+
+import mlx.core as mx
 
 from engine.answer import AnswerText
 from engine.blocks import AgentBlocks, Arrays, KVBlock
@@ -31,6 +34,17 @@ class PromptTooLongError(PromptError):
 
 class UnknownTokenError(PromptError):
     """A prompt with an id that is not in the model's vocabulary."""
+
+
+def check_prompt(spec: ModelCacheSpec, tokens: Sequence[int]) -> None:
+    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for what a model cannot be given."""
+    if not tokens:
+        raise EmptyPromptError("a prompt has at least one token")
+    context = spec.context
+    if context and len(tokens) >= context:
+        raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
+    if wrong := [token for token in tokens if not 0 <= token < spec.vocab_size]:
+        raise UnknownTokenError(f"token ids are 0 to {spec.vocab_size - 1}, got {wrong[0]}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +127,13 @@ class Request:
         if not ends:
             self.tokens.append(token)
             self.text.add(token)
+
+    def told(self, response: Any, *, ends_text: bool) -> Token:
+        """What its receiver is told of a token (mlx-lm's GenerationBatch.Response) that was added."""
+        text = self.text.read()
+        if not self.logprobs:
+            return Token(self.uid, response.token, text, ends_text)
+        logprobs = response.logprobs
+        likeliest = cast("list[int]", mx.argsort(-logprobs)[: self.logprobs].tolist())
+        *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
+        return Token(self.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))

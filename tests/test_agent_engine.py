@@ -237,18 +237,18 @@ def test_what_cannot_be_answered_is_told_why_and_harms_nobody() -> None:
 
 
 def test_what_has_no_room_now_waits_and_what_memory_keeps_makes_room(url: str) -> None:
-    """Six agents of three blocks each in a pool of seven, and then all of them once more."""
+    """Five agents of three blocks each in a pool of seven, and then all of them once more."""
     bench = Bench(url, blocks=7)
     said: dict[str, list[int]] = {}
     for turn in range(2):
-        prompts = {f"agent-{i}": TOKENS[i * 7 : i * 7 + 500] for i in range(6)}
+        prompts = {f"agent-{i}": TOKENS[i * 7 : i * 7 + 510] for i in range(5)}
         if turn:
             prompts = {name: [*prompt, *said[name], 5] for name, prompt in prompts.items()}
-        uids = {bench.submit(name, prompt, max_tokens=30): name for name, prompt in prompts.items()}
+        uids = {bench.submit(name, prompt, max_tokens=9): name for name, prompt in prompts.items()}
         bench.run()
         assert not bench.errors
         for uid, name in uids.items():
-            assert list(bench.answers[uid].tokens) == greedy(prompts[name], 30)
+            assert list(bench.answers[uid].tokens) == greedy(prompts[name], 9)
             said[name] = list(bench.answers[uid].tokens)
     bench.close()
 
@@ -369,7 +369,7 @@ def test_whoever_comes_and_goes_everybody_gets_the_answer_of_mlx_lm(seed: int, u
     bench = Bench(url, tmp_path, blocks=14, max_hot_agents=3)
     histories: dict[str, list[int]] = {}
     asked: dict[int, tuple[str, list[int], int]] = {}
-    left = 30
+    left = 15
     while left:
         what = chance.random()
         if what < 0.4 and len(asked) < 6:
