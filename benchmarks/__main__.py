@@ -5,7 +5,17 @@ from __future__ import annotations
 import argparse
 import importlib
 
-ALL = ("pages", "tiered", "small_commands", "parser", "persistent", "engine_reconstruct", "engine_batch", "perplexity")
+ALL = (
+    "pages",
+    "tiered",
+    "small_commands",
+    "parser",
+    "persistent",
+    "engine_reconstruct",
+    "engine_batch",
+    "engine_tiers",
+    "perplexity",
+)
 
 
 def main() -> None:
