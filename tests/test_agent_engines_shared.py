@@ -141,6 +141,7 @@ def test_after_a_restart_of_everything_twenty_agents_resume_with_the_same_text(t
             assert (answer["tier"], answer["reused"]) == ("page", len(history) - 1)
 
 
+@pytest.mark.soak
 @pytest.mark.model
 def test_the_real_model_goes_on_in_another_process(running: RunningServer) -> None:
     with start_engines(2, running.url, model=str(SMOLLM2)) as (one, other):
