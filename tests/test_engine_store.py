@@ -341,6 +341,7 @@ def test_a_file_fills_in_what_the_server_has_lost(
     assert recalled(fourth, pool, "alice", None) == ("cold", 50)
     assert recalled(fourth, pool, "nobody", None) == ("none", 0)
     assert fourth.metrics().misses == {"absent": 1}
+    assert fourth.metrics().disk_loads == 1
     assert third.metrics().server.misses == {}
     assert fourth.metrics().server.misses == fourth.metrics().cold_misses | {"absent": 2}
 

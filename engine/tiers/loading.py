@@ -160,7 +160,8 @@ class Loading:
     def _read(self) -> None:
         """On a reader's thread: load the file."""
         assert self._ways.cold
-        self._ways.tally.count("disk_loads")
+        if self._on_file:
+            self._ways.tally.count("disk_loads")
         self._ways.make_room((self._on_file or 0) - self._memory.reach)
         found, why = self._ways.cold.find(self._agent_id, self._tokens, given_up=lambda: self._over)
         with self._lock:
