@@ -1,16 +1,15 @@
 """The page family: KVPAGESET, KVPAGEGET, their batches, KVPAGEEXISTS.
 
-The five arguments that name a page, joined, are its key; one regular expression says whether they do. Only when it
-does not match is each argument looked at, to say what is wrong with it.
+The five arguments that name a page, joined, are its key. A batch is read by columns: the pages of a batch have most
+words in common, so what a word means is remembered.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache, partial
 from itertools import repeat
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -47,24 +46,44 @@ STEP = 16  # pages hashed or sent before other clients may have their turn
 _AHEAD = 4 * STEP  # pages that are sent while as many are fetched from disk
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
-_NAME = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
+_FEW, _MANY = 256, 4096  # how many words are remembered: those of a batch's pages are mostly the same
+
+
+@lru_cache(_MANY)
+def _req_id(word: Argument) -> bytes:
+    try:
+        return check_req_id(plain(word))
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+@lru_cache(_FEW)
+def _layer(word: Argument) -> int:
+    return integer_in("layer_idx", word, 0, MAX_LAYER)
+
+
+@lru_cache(_FEW)
+def _head(word: Argument) -> int:
+    return integer_in("head_idx", word, 0, MAX_HEAD)
+
+
+@lru_cache(_MANY)
+def _page(word: Argument) -> int:
+    return integer_in("page_id", word, 0, MAX_PAGE)
+
+
+@lru_cache(_FEW)
+def _kv_type(word: Argument) -> int:
+    return integer_in("kv_type", word, 0, MAX_KV_TYPE)
+
+
+_PARTS: tuple[Callable[[Any], object], ...] = (_req_id, _layer, _head, _page, _kv_type)
+_new_name: Callable[[Iterable[object]], PageName] = partial(tuple.__new__, PageName)  # PageName._make, sooner
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
     """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
-    return _checked_name(page_key(args), args, 0)
-
-
-def _checked_name(key: bytes, args: Sequence[Argument], first: int) -> PageName:
-    """The page that `key` names, spelt from the five arguments from `first` on."""
-    found = _NAME.match(key)
-    if found:
-        req_id, digits, *rest = found.groups()
-        layer, head, page, kv_type = int(digits), *map(int, rest)
-        if layer <= MAX_LAYER and head <= MAX_HEAD and page <= MAX_PAGE:
-            return PageName(key, req_id, layer, head, page, kv_type)
-    _explain_name(args[first:])
-    raise AssertionError(f"the page name {args!r} is neither valid nor invalid")
+    return _new_name((page_key(args), *(part(word) for part, word in zip(_PARTS, args, strict=False))))
 
 
 def page_key(args: Sequence[Argument]) -> bytes:
@@ -81,18 +100,6 @@ def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
         return [page_key(args[start:]) for start in range(0, len(args), width)]
 
 
-def _explain_name(args: Sequence[Argument]) -> None:
-    req_id, layer, head, page, kv_type = args[:NAME_ARGUMENTS]
-    try:
-        check_req_id(plain(req_id))
-    except PageError as error:
-        raise ReplyError(f"ERR {error}") from None
-    integer_in("layer_idx", layer, 0, MAX_LAYER)
-    integer_in("head_idx", head, 0, MAX_HEAD)
-    integer_in("page_id", page, 0, MAX_PAGE)
-    integer_in("kv_type", kv_type, 0, MAX_KV_TYPE)
-
-
 class Shape(NamedTuple):
     """What a page's arguments say of its tensor and its life."""
 
@@ -103,8 +110,8 @@ class Shape(NamedTuple):
     nbytes: int  # of a body that fills the shape
 
 
-@lru_cache(maxsize=256)  # the pages of a batch share theirs
-def _shape(dtype: bytes, page_size: bytes, head_dim: bytes, ttl: bytes) -> Shape:
+@lru_cache(_FEW)
+def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argument) -> Shape:
     kind = integer_in("dtype", dtype, 0, 255)
     if kind not in DType.__members__.values():
         raise ReplyError(f"ERR dtype must be one of {ALLOWED_DTYPES}, got {kind}")
@@ -116,29 +123,31 @@ def _shape(dtype: bytes, page_size: bytes, head_dim: bytes, ttl: bytes) -> Shape
 
 def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[PageName, Shape, Slot]]:
     """The pages that arguments describe, ten each. Raises ReplyError for the first that is wrong."""
-    strict, slot_of = client.server.config.strict_page_shape, client.keyspace.slot_of
-    said: tuple[Argument, ...] = ()
-    shapes = zip(*(args[first::PAGE_ARGUMENTS] for first in range(NAME_ARGUMENTS, PAGE_ARGUMENTS - 1)), strict=True)
-    bodies = args[PAGE_ARGUMENTS - 1 :: PAGE_ARGUMENTS]
-    for i, (key, says, body) in enumerate(zip(page_keys(args, PAGE_ARGUMENTS), shapes, bodies, strict=True)):
-        name = _checked_name(key, args, PAGE_ARGUMENTS * i)
-        if says != said:
-            shape, said = _shape(*plain_all(says)), says
-        slot = body if type(body) is Slot else slot_of(plain(body))
-        if strict and shape.nbytes != slot.size:
-            raise ReplyError(
-                f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}"
-            )
-        yield name, shape, slot
+    columns: list[Sequence[Any]] = [args[i::PAGE_ARGUMENTS] for i in range(PAGE_ARGUMENTS)]
+    parts = (map(part, words) for part, words in zip(_PARTS, columns, strict=False))
+    names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=True))
+    shapes = map(_shape, *columns[NAME_ARGUMENTS:-1])
+    slot_of = client.keyspace.slot_of
+    slots = (body if type(body) is Slot else slot_of(plain(body)) for body in columns[-1])
+    read = zip(names, shapes, slots, strict=True)
+    return map(_checked_size, read) if client.server.config.strict_page_shape else read
 
 
-def _describe(name: PageName, shape: Shape, slot: Slot, now: int, with_checksum: bool) -> NewPage:
-    """A page with its header, its body hashed; `now` in unix milliseconds."""
-    dtype, page_size, head_dim, ttl, _ = shape
-    _, _, layer, head, page, kv_type = name
-    digest = checksum(slot.body) if with_checksum else 0
-    slot.header[:] = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, slot.size, digest)
-    return name, slot, now + ttl * 1000 if ttl else 0
+def _checked_size(read: tuple[PageName, Shape, Slot]) -> tuple[PageName, Shape, Slot]:
+    _, shape, slot = read
+    if shape.nbytes != slot.size:
+        raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}")
+    return read
+
+
+def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_checksum: bool) -> Iterator[NewPage]:
+    """Pages with their headers, their bodies hashed; `now` in unix milliseconds."""
+    for name, (dtype, page_size, head_dim, ttl, _), slot in read:
+        _, _, layer, head, page, kv_type = name
+        digest = checksum(slot.body) if with_checksum else 0
+        shape = page_size, head_dim
+        slot.header[:] = pack_header(dtype, kv_type, *shape, layer, head, page, now, ttl, slot.size, digest)
+        yield name, slot, now + ttl * 1000 if ttl else 0
 
 
 def _make_room(client: Client) -> None:
@@ -176,9 +185,9 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """OK."""
-    (read,) = _read_pages(client, args)
+    read = list(_read_pages(client, args))
     _make_room(client)
-    client.keyspace.set_pages([_describe(*read, unix_ms(), client.server.config.page_checksums)])
+    client.keyspace.set_pages(_describe(read, unix_ms(), client.server.config.page_checksums))
     return OK
 
 
@@ -220,11 +229,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     def store() -> Iterator[Reply]:
         """Hash some pages a step; then all become visible at once."""
         now, with_checksum = unix_ms(), client.server.config.page_checksums
-        pages = []
-        for i, page in enumerate(read):
-            pages.append(_describe(*page, now, with_checksum))
-            if i % STEP == STEP - 1:
-                yield ()
+        pages: list[NewPage] = []
+        for start in range(0, count, STEP):
+            pages += _describe(read[start : start + STEP], now, with_checksum)
+            yield ()
         yield from fetched(client, Tiered.cold_blocks_of, [name.key for name, _, _ in pages])
         client.keyspace.set_pages(pages)
         yield OK

@@ -12,7 +12,6 @@ Errors and limits are worded as Redis words them (`networking.c`).
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -59,16 +58,17 @@ UNAUTHENTICATED_ARGUMENTS = 10
 UNAUTHENTICATED_BULK = 16384
 
 _FEW = 4  # so many arguments are taken one by one
-_SHORT_ONES = re.compile(rb"(?:\$\d{1,3}\r\n[^\r\n]*\r\n)+")
 _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 _FEW_WORDS_LINES = frozenset(line + b"\r\n" for line in _FEW_WORDS)
-_MANY = 64  # of so many most that has arrived is theirs
+_WINDOW = 2048  # bytes that are first looked at for a run of short ones
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
-_LONGEST_IN_RUN = 64 * 1024  # longer bulks are received one by one: that costs little beside their bytes
+_LONGEST_IN_RUN = 256 * 1024  # longer bulks are received one by one: that costs little beside their bytes
 _MOST_SHORT = 16  # arguments before each long one of a run
 _SLAB_SIZE = 1024 * 1024 - 256  # bytes for a run: what makes a power of two with what a slot takes beside
+_LARGE_SLAB_SIZE = 7 * 512 * 1024 - 256  # the same for bulks longer than
+_MIDDLING = 64 * 1024
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
@@ -326,18 +326,23 @@ class Parser:
     def _take_short_ones(self) -> int:
         """Take a run of short arguments at once, by splitting it at its line ends; the cursor after it.
 
-        The split is believed only as far as every declared length is the length of what follows it. What is split is
-        split once: the command may have a million words more than have arrived.
+        What has arrived is split piece by piece, as long as it is nothing else: so all of it once, and little in vain.
         """
-        data, pos, missing = self._data, self._pos, self._missing
-        if missing >= _MANY:
-            run = data[pos:]
-        elif found := _SHORT_ONES.match(data, pos):
-            run = found[0]
-        else:
-            return pos
-        lines = run.split(b"\r\n", 2 * missing)
-        whole = (len(lines) - 1) // 2  # the last line has no end
+        pos, window = self._pos, _WINDOW
+        while self._missing:
+            taken = self._take_lines(self._data[pos : pos + window].split(b"\r\n", 2 * self._missing))
+            pos += taken
+            if 2 * taken < window:
+                break
+            window *= 4
+        return pos
+
+    def _take_lines(self, lines: list[bytes]) -> int:
+        """Take the arguments that lines are, length and value in turn; the bytes they had.
+
+        They are believed only as far as every declared length is the true one. The last line has no end.
+        """
+        whole = (len(lines) - 1) // 2
         lengths, values = lines[0 : 2 * whole : 2], lines[1 : 2 * whole : 2]
         declared, sizes = list(map(DECLARED.get, lengths)), list(map(len, values))
         if declared != sizes:
@@ -345,9 +350,9 @@ class Parser:
             del lengths[whole:], values[whole:], sizes[whole:]
         total = sum(sizes)
         self._args += values
-        self._missing = missing - whole
+        self._missing -= whole
         self._size += total
-        return pos + total + sum(map(len, lengths)) + 4 * whole
+        return total + sum(map(len, lengths)) + 4 * whole
 
     def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""
@@ -384,11 +389,15 @@ class Parser:
         every, self._every = self._every, 0
         length, _ = self._last_long
         begun = self._data[self._pos :]
-        expected = self._missing // every * (length + LEAST_BEFORE)
-        size = min(expected, _SLAB_SIZE)
+        size = self._slab_size(every, length)
         if self._make_slab is not None and len(begun) < size:
             self._run = Run(self._make_slab(size), every - 1, length, begun)
             self._data, self._pos = b"", 0
+
+    def _slab_size(self, every: int, length: int) -> int:
+        """Bytes for the rest of the command, if it goes on like this."""
+        most = _SLAB_SIZE if length <= _MIDDLING else _LARGE_SLAB_SIZE
+        return min(self._missing // every * (length + LEAST_BEFORE), most)
 
     def _take_run(self, run: Run) -> None:
         """Take what has arrived of a run, and end it when the rest is of another kind, or has no room there."""
@@ -400,7 +409,10 @@ class Parser:
         self._args += taken
         self._missing -= len(taken)
         self._size += len(taken) // every * run.length
-        if run.is_over or run.is_full or self._missing < every:
+        if run.is_full and not run.is_over and self._missing > every and self._make_slab is not None:
+            run.go_on(self._make_slab(self._slab_size(every, run.length)))
+            self._take_run(run)
+        elif run.is_over or run.is_full or self._missing < every:
             self._end_run(run)
 
     def _end_run(self, run: Run) -> None:

@@ -93,10 +93,10 @@ class Slab:
         self.live = 0  # bytes of its slots
         self.keys: list[bytes] = []  # what the owner stored its slots under
 
-    def cut(self, start: int, size: int) -> Slot:
-        """The slot of a body that was received there, with its CRLF, and its length before it."""
-        self.live += size + _BESIDE
-        return Slot(self, start, size)
+    def cut(self, starts: range, size: int) -> list[Slot]:
+        """The slots of bodies that were received there, each with its CRLF, and its length before it."""
+        self.live += len(starts) * (size + _BESIDE)
+        return [Slot(self, start, size) for start in starts]
 
     def close(self) -> None:
         """Nothing more is cut from it."""

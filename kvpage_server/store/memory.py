@@ -75,10 +75,11 @@ class Keyspace(Lookup):
                 if block is not None:
                     self._grow(block, grown)
                 block, grown = self._open(req_id, page), 0
-            slot.seal()
             slot.unit = block
             if type(slot.chunk) is Slab:
                 slot.chunk.keys.append(key)
+            else:
+                slot.seal()
             old = entries.get(key)
             if old is None:
                 block.add(layer, head, kv_type)
