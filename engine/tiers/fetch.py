@@ -45,7 +45,8 @@ class Fetch:
 
         Raises ValueError when `held` are not blocks of the pool, or are more than `tokens` fill.
         """
-        if len(held) > (full := len(tokens or ()) // spec.block_tokens):
+        prompt = () if tokens is None else tuple(tokens)
+        if len(held) > (full := len(prompt) // spec.block_tokens):
             raise ValueError(f"held blocks are the first of {full} full ones, got {len(held)}")
         pool.share((block.block_id for block in held), agent_id)
         self.agent_id = agent_id
@@ -59,7 +60,7 @@ class Fetch:
         self._layout = layout
         self._pool = pool
         self._tokens = tokens
-        self._offer = Offer(spec, tuple(tokens or ()), None, root_of(agent_id))  # of the prompt alone, so far
+        self._offer = Offer(spec, prompt, None, root_of(agent_id))  # of the prompt alone, so far
         self._held = dict(zip(self._offer.full, held, strict=False))
         self._plan = self._offer.plan(self._sealed_in_memory, self._limit)  # what is certain, so far
         self._ids: list[int] = []  # of the blocks to be received

@@ -62,7 +62,7 @@ async def copy(server: Any, agent_id: str, new_id: str) -> bool:
 
 async def agents(server: Any) -> list[str]:
     """Whose manifests there are."""
-    found = [key async for key in server.scan_iter(match=manifest_key("*"), count=1000)]
+    found = [key async for key in server.scan_iter(match=manifest_key("*"), count=5000)]
     return sorted({key.decode().removeprefix(manifest_key("")) for key in found})
 
 
