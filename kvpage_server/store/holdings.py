@@ -90,12 +90,7 @@ class Holdings:
 
     def _join(self, block: Block) -> None:
         """Say that the pages of a request follow each other."""
-        self.chain(self._around(block))
-
-    def _around(self, block: Block) -> list[Block]:
-        """A block between those before and behind it, as far as they are there."""
-        around = (self.index.block(block.req_id, page) for page in range(block.page - 1, block.page + 2))
-        return [block for block in around if block is not None]
+        self.chain(self.index.around(block))
 
     def chain(self, blocks: Sequence[Block]) -> None:
         """Each of these extends the one before it, and is worth nothing to an engine without that."""

@@ -234,6 +234,13 @@ class PageIndex:
         block = request.get(page) if request is not None else None
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
+    def around(self, block: Block) -> list[Block]:
+        """A block between those before and behind it, as far as they are there."""
+        if len(self._requests[block.req_id]) == 1:
+            return [block]
+        near = (self.block(block.req_id, page) for page in range(block.page - 1, block.page + 2))
+        return [block for block in near if block is not None]
+
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
         """Forget everything; what there was."""
         old, self._requests = self._requests, {}

@@ -159,4 +159,4 @@ class Ration(Room):
         quota.resize(unit, self._size_of(unit))
         quota.units.used(unit)
         if isinstance(unit, Block):
-            quota.units.follows(self._around(unit))
+            quota.units.follows(self.index.around(unit))

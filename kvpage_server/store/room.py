@@ -45,7 +45,7 @@ class Room(Holdings):
         for policy in self._policies():
             for unit in policy.hand_over(_AT_ONCE):
                 if isinstance(unit, Block):
-                    policy.follows(self._around(unit))
+                    policy.follows(self.index.around(unit))
             if policy.hands_over:
                 return True
         return self._begin_to_hand_over()
