@@ -44,7 +44,8 @@ FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
-_MOST_SHEETS = 64  # that are remembered
+_MANY = 8  # values that are read together, when the whole of a sheet is worth looking at
+_MOST_KNOWN = 1 << 14  # pages of which it is remembered where they lie
 _NUMBER = struct.Struct(">Q")
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 
@@ -95,7 +96,6 @@ Change = Put | Delete | Retime | Quarantine | Clear
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
 _ReadTxn: TypeAlias = "lmdb.Transaction[memoryview]"
 _Place = tuple[bytes, Spot] | None
-_Bodies = dict[bytes, dict[Spot, Body]]  # by sheet
 
 
 class Disk:
@@ -104,7 +104,7 @@ class Disk:
     def __init__(self, directory: Path, *, maxdisk: int = 0) -> None:
         self.path = directory / FILE
         self._reserve = directory / f"{FILE}.reserve"
-        self._lately: tuple[int, _Bodies] = 0, {}
+        self._lately: tuple[int, dict[bytes, Body]] = 0, {}
         with told(self.path):
             self._lock = lock(directory / _LOCK)
         try:
@@ -343,20 +343,20 @@ class Disk:
         Bodies are copied with the GIL released, and so it is while they come from the disk.
         """
         with told(self.path), self._env.begin(buffers=True) as txn:
-            sheets = self._sheets_at(txn.id())
-            return [self._outcome(txn, sheets, name, into) for name, into in wanted]
+            lately = self._known_since(txn.id())
+            return [self._outcome(txn, lately, name, into, len(wanted)) for name, into in wanted]
 
-    def _sheets_at(self, commit: int) -> _Bodies:
-        """What has been read of sheets since a commit."""
-        since, sheets = self._lately
-        if since != commit or len(sheets) > _MOST_SHEETS:
-            sheets = {}
-            self._lately = commit, sheets  # another thread has the one or the other: both are right
-        return sheets
+    def _known_since(self, commit: int) -> dict[bytes, Body]:
+        """Where bodies of pages lie, of which that was looked for since a commit."""
+        since, known = self._lately
+        if since != commit or len(known) > _MOST_KNOWN:
+            known = {}
+            self._lately = commit, known  # another thread has the one or the other: both are right
+        return known
 
-    def _outcome(self, txn: _ReadTxn, sheets: _Bodies, name: bytes, into: memoryview) -> Outcome:
+    def _outcome(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, into: memoryview, others: int) -> Outcome:
         try:
-            found = self._find(txn, sheets, name)
+            found = lately.get(name) or self._find(txn, lately, name, others)
             if found is None or found.size != len(into):
                 return False
             digest = self._copy(txn, found, into)
@@ -366,21 +366,23 @@ class Disk:
 
     def _copy(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
         """Fill memory with a body; its digest. Each piece is hashed as long as it is in the processor's cache."""
-        target = np.frombuffer(into, np.uint8)
-        digest = xxhash.xxh3_64() if found.size > PIECE else None
+        if found.first and found.size <= PIECE:
+            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._piece(txn, found.first, found.size), np.uint8))
+            return checksum(into)
+        digest = xxhash.xxh3_64()
         start = 0
         for piece in self._pieces_of(txn, found):
-            stop = start + len(piece)
-            np.copyto(target[start:stop], np.frombuffer(piece, np.uint8))
-            if digest is not None:
-                digest.update(into[start:stop])
-            start = stop
-        return checksum(into) if digest is None else digest.intdigest()
+            part = into[start : start + len(piece)]
+            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
+            digest.update(part)
+            start += len(piece)
+        return digest.intdigest()
 
     def check(self, name: bytes) -> int:
         """The bytes of a value that was read and found intact, 0 when there is none. Raises Damaged, DiskError."""
         with told(self.path), self._env.begin(buffers=True) as txn:
-            found = self._find(txn, self._sheets_at(txn.id()), name)
+            lately = self._known_since(txn.id())
+            found = lately.get(name) or self._find(txn, lately, name, _MANY)
             if found is None:
                 return 0
             digest = xxhash.xxh3_64()
@@ -390,16 +392,19 @@ class Disk:
             raise Damaged(_WRONG_BODY)
         return found.size
 
-    def _find(self, txn: _ReadTxn, sheets: _Bodies, name: bytes) -> Body | None:
-        """Where the body of a value lies; `sheets` are those that have been read. Raises Damaged."""
+    def _find(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, others: int) -> Body | None:
+        """Where the body of a value lies. With many `others`, all pages of its sheet are looked for. Raises Damaged."""
         place = sheet.place_of(name)
-        if place is not None:
+        data = None if place is None else txn.get(place[0], db=self._records)
+        if place is not None and data is not None:
             key, spot = place
-            rows = sheets.get(key)
-            if rows is None:
-                data = txn.get(key, db=self._records)
-                rows = sheets[key] = {} if data is None else sheet.bodies(sheet.unpack(key, data)[1])
-            if found := rows.get(spot):
+            rows = sheet.unpack(key, data)[1]
+            if others < _MANY:
+                found = sheet.body_of(rows, spot)
+            else:
+                lately.update(sheet.bodies(key, rows))
+                found = lately.get(name)
+            if found is not None:
                 return found
         key = database_key(name)
         data = txn.get(key, db=self._records)
@@ -413,11 +418,15 @@ class Disk:
             return
         left = body.size
         for number in range(body.first, body.first - (-left // PIECE)):
-            piece = txn.get(_NUMBER.pack(number), db=self._pieces)
-            if piece is None or len(piece) != min(left, PIECE):
-                raise Damaged("a piece of its body is missing or has another length than its record says")
+            piece = self._piece(txn, number, min(left, PIECE))
             left -= len(piece)
             yield piece
+
+    def _piece(self, txn: _ReadTxn, number: int, size: int) -> memoryview:
+        piece = txn.get(_NUMBER.pack(number), db=self._pieces)
+        if piece is None or len(piece) != size:
+            raise Damaged("a piece of its body is missing or has another length than its record says")
+        return piece
 
 
 class _Sheets:

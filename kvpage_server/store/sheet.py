@@ -29,7 +29,8 @@ _DIGEST = 8
 _ROW = struct.Struct("<6xB9xII24xI12xQQQQ")  # kv_type, layer, head, body length; expires, used, digest, first
 _TIMES = struct.Struct("<QQQQ")
 ROW = _ROW.size
-_SIZE, _USED = 48, HEADER_SIZE + 8
+_KV_TYPE, _PAGE, _SIZE, _USED = 6, 24, 48, HEADER_SIZE + 8
+_PLACE = struct.Struct("<II")  # layer and head, before the page id
 _COLUMNS = np.dtype(
     {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}
 )
@@ -86,9 +87,28 @@ def by_spot(rows: bytes) -> dict[Spot, bytes]:
     return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
 
 
-def bodies(rows: bytes) -> dict[Spot, Body]:
-    """Where the body of each page lies."""
-    return {row[:3]: Body(row[3], row[6], row[7]) for row in _ROW.iter_unpack(rows)}
+def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
+    """Where the body of each page lies, by the names of the pages."""
+    req_id, page = block_of(key)
+    before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
+    return {
+        b"%b%d:%d%b%d" % (before, layer, head, between, kv_type): Body(size, digest, first)
+        for kv_type, layer, head, size, _, _, digest, first in _ROW.iter_unpack(rows)
+    }
+
+
+def body_of(rows: bytes, spot: Spot) -> Body | None:
+    """Where the body of one page lies; None when it has no row."""
+    kv_type, layer, head = spot
+    looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
+    found = rows.find(looked_for)
+    while found >= 0:
+        start = found - _PAGE + _PLACE.size
+        if start % ROW == 0 and rows[start + _KV_TYPE] == kv_type:
+            _, _, _, size, _, _, digest, first = _ROW.unpack_from(rows, start)
+            return Body(size, digest, first)
+        found = rows.find(looked_for, found + 1)
+    return None
 
 
 def row_of(record: Record) -> bytes:
