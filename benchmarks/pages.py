@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from benchmarks import growth, latency, redis_py
+from benchmarks import growth, latency, processes, redis_py
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.pairs import GENERATIONS, Contestant, Passes, compare, cpu, cpu_ratio, speed, speed_ratio
 from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
@@ -151,6 +151,7 @@ def main(arguments: list[str] | None = None) -> None:
             "rounds": rounds,
             "generations": generations,
         }
+    findings += processes.findings(rounds=min(rounds, 5))
     findings += growth.findings(pages=100_000 if quick else 1_000_000, rounds=rounds)
     show(findings, INTRO)
     if not quick:

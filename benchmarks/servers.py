@@ -28,11 +28,18 @@ if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
         """Give this process the second core."""
         os.sched_setaffinity(0, {1})
 
+    def unpin(pid: int) -> None:
+        """Let a process, 0 for this one, have whichever core is free."""
+        os.sched_setaffinity(pid, range(os.cpu_count() or 1))
+
 else:  # macOS has no such thing
     PINNED = ()
 
     def pin_client() -> None:
         """This system does not pin processes."""
+
+    def unpin(pid: int) -> None:
+        """Nor need it let them go."""
 
 
 @dataclass(frozen=True)
