@@ -15,6 +15,7 @@ ALL = (
     "engine_batch",
     "engine_tiers",
     "perplexity",
+    "http_api",
 )
 
 

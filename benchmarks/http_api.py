@@ -1,0 +1,252 @@
+"""The API beside what it is made of and beside mlx_lm.server: the first token, and tokens a second.
+
+All on the real small model, each server a process of its own. The same conversations go to both: a system prompt from
+the handbook and two turns, and a third after both servers were restarted. Texts are compared wherever both gave one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryFile
+from typing import Any
+
+import engine  # noqa: F401 - picks the BLAS before MLX is imported
+
+# isort: split
+from benchmarks.findings import Finding, show, write
+from benchmarks.servers import start_kvpage
+from engine.assembly import Engine, Options
+from engine.commands.asking import ask
+
+SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
+SOONER = 20.0  # times, an agent that comes back, from the store
+ADDED_MS, ADDED_SHARE = 5.0, 0.03  # to the first token, to the time of the others, at most
+START_WITHIN = 120.0  # seconds
+TURNS = ("How long did the longest fog last?", "What is the name of the boat?", "Who keeps the log?")
+ANSWER = 8  # tokens
+INTRO = "SmolLM2-135M in float32 over HTTP, each server a process; seconds and ratios as a client sees them, medians"
+THEIR_SERVER = "import engine, mlx_lm.server; mlx_lm.server.main()"  # with the same BLAS as ours
+
+# Threads of OpenBLAS wait for one another at every multiplication: on a busy machine they would measure what else runs.
+ONE_THREAD = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+
+Messages = list[dict[str, str]]
+
+
+@dataclass(frozen=True)
+class Reply:
+    """One streamed answer, as its client saw it."""
+
+    first: float  # seconds to the first text
+    text: str
+    gaps: Sequence[float]  # between one text and the next
+    kvpage: dict[str, Any]  # {} from others
+
+
+@dataclass(frozen=True)
+class Api:
+    """A server that streams chat completions."""
+
+    port: int
+    model: str
+
+    def ask(self, messages: Messages, *, agent: str | None = None, max_tokens: int = ANSWER) -> Reply:
+        """One answer, the likeliest."""
+        body: dict[str, Any] = {"model": self.model, "messages": messages, "max_tokens": max_tokens}
+        body |= {"temperature": 0, "stream": True, **({"agent_id": agent} if agent else {})}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
+        asked = time.perf_counter()
+        connection.request("POST", "/v1/chat/completions", json.dumps(body), {"Content-Type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != 200:
+            raise RuntimeError(f"{reply.status}: {reply.read().decode()}")
+        texts, times, kvpage = [], [asked], {}
+        for line in reply:
+            if not line.startswith(b"data: {"):
+                continue
+            chunk = json.loads(line[6:])
+            kvpage = chunk.get("kvpage", kvpage)
+            if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
+                times.append(time.perf_counter())
+                texts.append(text)
+        connection.close()
+        gaps = [after - before for before, after in pairwise(times[1:])]
+        return Reply(times[1] - asked, "".join(texts), gaps, kvpage)
+
+
+@contextmanager
+def _serving(model: str, *command: str) -> Iterator[Api]:
+    """A server that is told its port at the end; it has answered when the block begins."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with TemporaryFile("w+") as log:
+        process = subprocess.Popen(
+            [sys.executable, *command, "--port", str(port)], stdout=log, stderr=log, env=ONE_THREAD
+        )
+        try:
+            api = Api(port, model)
+            deadline = time.monotonic() + START_WITHIN
+            while not _answers(api):
+                if process.poll() is not None or time.monotonic() > deadline:
+                    log.seek(0)
+                    raise RuntimeError(f"{command} does not answer:\n{log.read()}")
+                time.sleep(0.2)
+            yield api
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def _answers(api: Api) -> bool:
+    try:
+        return bool(api.ask([{"role": "user", "content": "Hello"}], max_tokens=2).text)
+    except (OSError, RuntimeError, http.client.HTTPException):
+        return False
+
+
+@contextmanager
+def ours(store: str) -> Iterator[Api]:
+    """kvpage-engine serve."""
+    with _serving("smollm2", "-m", "engine.cli", "serve", "--model", str(SMOLLM2), "--store", store) as api:
+        yield api
+
+
+@contextmanager
+def theirs() -> Iterator[Api]:
+    """mlx_lm.server."""
+    with _serving("default_model", "-c", THEIR_SERVER, "--model", str(SMOLLM2), "--log-level", "ERROR") as api:
+        yield api
+
+
+@dataclass
+class Conversation:
+    """The same one, with both; `seconds` to the first token, by turn, ours and theirs."""
+
+    name: str
+    opening: str
+
+    def __post_init__(self) -> None:
+        self.messages: Messages = [{"role": "system", "content": self.opening}]
+        self.seconds: list[tuple[float, float]] = []
+        self.tiers: list[str] = []
+
+    def turn(self, we: Api, they: Api) -> None:
+        """The next question to both."""
+        self.messages.append({"role": "user", "content": TURNS[len(self.seconds)]})
+        if len(self.seconds) % 2:  # whoever is first warms the machine for the other
+            other, mine = they.ask(self.messages), we.ask(self.messages, agent=self.name)
+        else:
+            mine, other = we.ask(self.messages, agent=self.name), they.ask(self.messages)
+        if mine.text != other.text:
+            raise AssertionError(f"we said {mine.text!r}, mlx_lm.server {other.text!r}")
+        self.messages.append({"role": "assistant", "content": mine.text})
+        self.seconds.append((mine.first, other.first))
+        self.tiers.append(mine.kvpage["tier"])
+
+
+def against_theirs(store: str, words: int, rounds: int) -> list[Finding]:
+    """Two turns of each conversation with both, and a third after both were restarted."""
+    book = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8").split() * 2
+    conversations = [Conversation(f"keeper-{i}", f"Copy {i}. {' '.join(book[:words])}") for i in range(rounds)]
+    with ours(store) as we, theirs() as they:
+        for conversation in conversations:
+            conversation.turn(we, they)
+            conversation.turn(we, they)
+    with ours(store) as we, theirs() as they:
+        for conversation in conversations:
+            conversation.turn(we, they)
+    for conversation in conversations:
+        if conversation.tiers != ["none", "hot", "page"]:
+            raise AssertionError(f"the turns came from {conversation.tiers}")
+    cold, warm, restarted = zip(*(conversation.seconds for conversation in conversations), strict=True)
+    what = f"a prompt of {words:,} words"
+    later = f"{what}, turn 3 after a restart"
+    return [
+        _times(f"{what}, cold", "mlx_lm.server", [(other, mine) for mine, other in cold]),
+        _times(f"{what}, turn 2", "mlx_lm.server", [(other, mine) for mine, other in warm], 1.0),
+        _times(later, "mlx_lm.server", [(other, mine) for mine, other in restarted], SOONER),
+        _times(
+            later,
+            "ours, cold",
+            [(first, mine) for (first, _), (mine, _) in zip(cold, restarted, strict=True)],
+            SOONER,
+        ),
+    ]
+
+
+def overhead(store: str, tokens: int, rounds: int) -> list[Finding]:
+    """What HTTP adds to the engine: to the first token, by what the engine says of the same one; to the others, beside
+    an engine in this process."""
+    question: Messages = [{"role": "user", "content": "Tell me about the sea."}]
+    inside = Engine.open(Options(str(SMOLLM2)))
+    prompt = inside.tokenizer.apply_chat_template(question, add_generation_prompt=True)
+    first, pairs = [], []
+    with ours(store) as api:
+        for turn in range(-1, rounds):  # the first one warms up
+            reply = api.ask(question, agent="sailor", max_tokens=tokens)
+            came = _times_of(inside, prompt, tokens)
+            if turn >= 0:
+                first.append(1000 * reply.first - reply.kvpage["first_token_ms"])
+                pairs.append((sum(reply.gaps) / len(reply.gaps), (came[-1] - came[0]) / (len(came) - 1)))
+    inside.close()
+    added = median(over / within - 1 for over, within in pairs)
+    speeds = [1 / median(seconds) for seconds in zip(*pairs, strict=True)]
+    return [
+        Finding(
+            "the first token", "the engine alone", "ms added", f"{median(first):.1f}", median(first), at_most=ADDED_MS
+        ),
+        Finding(
+            f"{tokens} tokens",
+            "the engine alone",
+            "time added",
+            "{:.1f} / {:.1f} tokens/s".format(*speeds),
+            added,
+            at_most=ADDED_SHARE,
+        ),
+    ]
+
+
+def _times_of(inside: Engine, prompt: Sequence[int], tokens: int) -> list[float]:
+    """When each token came."""
+    came: list[float] = []
+    ask(inside, "sailor", prompt, max_tokens=tokens, on_token=lambda _: came.append(time.perf_counter()))
+    return came
+
+
+def _times(work: str, against: str, pairs: Sequence[tuple[float, float]], at_least: float | None = None) -> Finding:
+    """How many times sooner the second of each pair is."""
+    measured = "{1:.3f} / {0:.3f}".format(*(median(seconds) for seconds in zip(*pairs, strict=True)))
+    sooner = median(slow / quick for slow, quick in pairs)
+    return Finding(work, against, "seconds to the first token", measured, sooner, at_least=at_least)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Print the table; write results/http_api.json and .md, unless --quick is given."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks http_api")
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(arguments).quick
+    with ExitStack() as stack:
+        store = stack.enter_context(start_kvpage()).url
+        findings = overhead(store, 8, 2) if quick else overhead(store, 64, 9)
+        findings += against_theirs(store, *((200, 1) if quick else (1600, 5)))
+    show(findings, INTRO)
+    if not quick:
+        write(findings, "http_api", {"load": os.getloadavg()}, intro=INTRO)
+
+
+if __name__ == "__main__":
+    main()
