@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from benchmarks import growth, latency, processes, redis_py
+from benchmarks import growth, latency, processes, readme, redis_py
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.pairs import GENERATIONS, Contestant, Passes, compare, cpu, cpu_ratio, speed, speed_ratio
 from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
@@ -114,7 +114,7 @@ def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Print the table; write results/pages.json, .md and .png, unless --quick is given."""
+    """Print the table; write results/pages.json, .md and .png and the README's table, unless --quick is given."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks pages")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
@@ -139,7 +139,7 @@ def main(arguments: list[str] | None = None) -> None:
         single = Contest(
             [page_store, Contestant(VALKEY, ValueStore(valkey.url, single_pages=True), valkey), bare], rounds
         )
-        single.run(Blocks(8, LLAMA3_16, generations), SINGLE_PAGES, "8 blocks, there 4096 pages of 4 KiB")
+        single.run(Blocks(8, LLAMA3_16, generations), SINGLE_PAGES, readme.SINGLE)
         whole.run(Blocks(8, LLAMA3_16, generations), WHOLE_BLOCKS)
         if not quick:
             whole.run(Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
@@ -156,6 +156,7 @@ def main(arguments: list[str] | None = None) -> None:
     show(findings, INTRO)
     if not quick:
         write(findings, "pages", about, intro=INTRO)
+        readme.rewrite(findings)
         write_plot([*whole.rows, *single.rows], RESULTS / "pages.png")
 
 
