@@ -5,6 +5,7 @@ Port 9221 is replaced by the test server's.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from io import StringIO
@@ -16,6 +17,8 @@ from rich.console import Console
 from servers import RunningServer
 from test_demo import KEPT
 
+from benchmarks.findings import RESULTS, Finding
+from benchmarks.readme import README, with_figures
 from engine.demo import story
 from kvpage_server.parameters import reference
 
@@ -77,6 +80,12 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
 def test_the_configuration_is_described_as_it_is_declared() -> None:
     how = "run: python -m kvpage_server.parameters > docs/configuration.md"
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), how
+
+
+def test_the_table_shows_what_was_measured() -> None:
+    measured = json.loads((RESULTS / "pages.json").read_text())["findings"]
+    findings = [Finding(**{name: found[name] for name in found.keys() - {"met"}}) for found in measured]
+    assert with_figures(README.read_text(), findings) == README.read_text()
 
 
 @pytest.mark.parametrize(
