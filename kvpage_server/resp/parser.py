@@ -60,7 +60,7 @@ UNAUTHENTICATED_BULK = 16384
 _FEW = 4  # so many arguments are taken one by one
 _FEW_WORDS = {b"*%d" % count: count for count in range(1, 10)}
 _FEW_WORDS_LINES = frozenset(line + b"\r\n" for line in _FEW_WORDS)
-_WINDOW = 2048  # bytes that are first looked at for a run of short ones
+_WINDOW = 16 * 1024  # bytes that are first looked at for a run of short ones; fewer when long ones are about
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
@@ -328,7 +328,7 @@ class Parser:
 
         What has arrived is split piece by piece, as long as it is nothing else: so all of it once, and little in vain.
         """
-        pos, window = self._pos, _WINDOW
+        pos, window = self._pos, _WINDOW if self._last_long == (0, 0) else _WINDOW // 8
         while self._missing:
             taken = self._take_lines(self._data[pos : pos + window].split(b"\r\n", 2 * self._missing))
             pos += taken
