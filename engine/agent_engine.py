@@ -14,7 +14,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from itertools import count
@@ -150,7 +151,7 @@ class AgentEngine:
         with, PoolExhaustedError only when the answer may need more than the whole pool: what has no room now waits.
         """
         options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
-        job = _Job(next(self._uids), agent_id, tuple(tokens), options, keep, on_token, on_done, on_error)
+        job = _Job(next(self._uids), agent_id, tuple(map(int, tokens)), options, keep, on_token, on_done, on_error)
         try:
             if self._closed:
                 raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
@@ -169,8 +170,9 @@ class AgentEngine:
         job = self._jobs.pop(uid)
         if job.running is not None:
             del self._running[job.running]
-            self._batch.cancel(job.running)
             self._ended += 1
+            with suppress(KeyError):  # complete, by the step whose receivers are being told
+                self._batch.cancel(job.running)
         self._release(job)
         self._let_go(job)
 
@@ -186,7 +188,7 @@ class AgentEngine:
         for done in self._batch.step_once():
             self._complete(done)
         if timeout > 0 and not self._batch.running:
-            look_again = self._batch.wanted or self._at(_Stage.WAITING)
+            look_again = self._batch.wanted or any(self._at(_Stage.WAITING))
             self._woken.wait(min(timeout, LOOK_AGAIN) if look_again else timeout)
         self._woken.clear()
         return bool(self._jobs)
@@ -209,12 +211,13 @@ class AgentEngine:
             _tell(job.on_error, EngineClosedError("the engine was shut down before the answer was complete"))
         self._batch.shutdown()
 
-    def _at(self, stage: _Stage) -> list[_Job]:
-        return [job for job in self._jobs.values() if job.stage is stage]
+    def _at(self, stage: _Stage) -> Iterator[_Job]:
+        """In their order; what a receiver cancels meanwhile is left out."""
+        return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
         """Begin to load what was submitted, not far ahead of what can run."""
-        ahead = len(self._at(_Stage.LOADING)) + len(self._at(_Stage.READY))
+        ahead = sum(job.stage in (_Stage.LOADING, _Stage.READY) for job in self._jobs.values())
         for job in self._at(_Stage.SUBMITTED):
             if job.error:
                 self._fail(job, job.error)
@@ -297,7 +300,7 @@ class AgentEngine:
         give back its blocks, those that were loaded for later prompts, which will be loaded again."""
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
-        for job in reversed(self._at(_Stage.READY) + self._at(_Stage.WAITING)):
+        for job in reversed([*self._at(_Stage.READY), *self._at(_Stage.WAITING)]):
             if job.loaded and job.loaded.blocks:
                 self._let_go(job)
                 job.stage = _Stage.WAITING if job.stage is _Stage.WAITING else _Stage.SUBMITTED
@@ -325,7 +328,9 @@ class AgentEngine:
         return publish
 
     def _complete(self, done: CompletedGeneration) -> None:
-        job = self._running.pop(done.uid)
+        job = self._running.pop(done.uid, None)
+        if job is None:  # cancelled by the receiver of another that is complete
+            return self._batch.pool.free(done.blocks.block_ids, done.agent_id)
         del self._jobs[job.uid]
         self._ended += 1
         self._release(job)
@@ -342,6 +347,7 @@ class AgentEngine:
             _tell(job.on_error, done.error)
         else:
             _tell(job.on_done, _answer(job, done))
+        return None
 
     def _fail(self, job: _Job, error: Exception) -> None:
         del self._jobs[job.uid]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -336,6 +336,32 @@ def test_a_receiver_that_fails_ends_its_own_answer_alone(bench: Bench) -> None:
     assert str(bench.errors[uids["on_token"]]) == "nobody is there"
     assert list(bench.answers[well].tokens) == greedy(TOKENS[:60])
     assert bench.answers.keys() == {well}
+
+
+def test_a_receiver_may_ask_for_more_and_drop_others() -> None:
+    """Two are complete in one step: the first drops the second, and one that hasn't begun, and asks for another."""
+    pool = BlockPool(8)
+    engine = AgentEngine(BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool))
+    answers: list[Answer] = []
+    uids: list[int] = []
+
+    def submit(start: int, on_done: Callable[[Answer], None] = answers.append) -> None:
+        uids.append(engine.submit("a", TOKENS[start : start + 50], max_tokens=4, on_done=on_done, on_error=pytest.fail))
+
+    def done(answer: Answer) -> None:
+        answers.append(answer)
+        submit(30)
+        submit(40)
+        for uid in uids[1:3]:
+            engine.cancel(uid)
+
+    submit(0, done)
+    submit(10)
+    while engine.step():
+        pass
+    assert [answer.uid for answer in answers] == [uids[0], uids[3]]
+    assert list(answers[1].tokens) == greedy(TOKENS[40:90], 4)
+    pool.check_empty()
 
 
 def test_what_arrives_from_elsewhere_ends_the_waiting(bench: Bench) -> None:
