@@ -14,7 +14,7 @@ import pytest
 import redis
 from engine_families import TOKENS as FAMILY_TOKENS
 from engine_families import family
-from servers import RunningServer, free_port
+from servers import RunningServer, free_port, start_server
 from test_engine_pages import SPEC, TOKENS, context, held, same
 
 from engine import kvcache
@@ -349,3 +349,35 @@ def test_whatever_agents_do_what_is_stored_is_what_they_have(
         assert loaded
         assert loaded.tokens == tokens
         held(pool, loaded)
+
+
+def test_as_many_loads_as_one_likes_share_some_connections(server: RunningServer, client: redis.Redis) -> None:
+    tier = PageTier(server.url, SPEC, BlockPool(), deadline=60)
+    assert tier.save(context(TOKENS[:300]))
+    fetches = [tier.fetch("alice") for _ in range(150)]
+    for fetch in fetches:
+        assert held(tier._pool, fetch.result()) == 300
+    assert not tier.misses
+    assert len(client.client_list()) < 60
+    tier.close()
+
+
+def test_whatever_is_evicted_what_is_found_is_right(pool: BlockPool) -> None:
+    """Twelve contexts where four have room. Blocks, seals, counts and manifests go one by one."""
+    random = np.random.default_rng(3)
+    with start_server("--maxmemory", "3mb", "--maxmemory-policy", "allkeys-lru") as small:
+        tier = PageTier(small.url, SPEC, pool)
+        mine = [replace(context(), agent_id=f"agent{i}", tokens=TOKENS[i:] + TOKENS[:i]) for i in range(12)]
+        found = Counter[int]()
+        for one in random.choice(mine, 60):
+            if random.integers(0, 2):
+                assert tier.save(one)
+            else:
+                loaded = tier.load(one.agent_id, one.tokens)
+                assert loaded is None or same(loaded, one, len(loaded))
+                found[held(pool, loaded)] += 1
+        assert found[0]
+        assert found[700]
+        assert set(tier.misses) <= {"absent", "gap"}
+        assert not tier.unsaved
+        tier.close()

@@ -17,7 +17,7 @@ from engine.blocks import AgentBlocks, KVBlock, in_memory
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import root_of
 from engine.spec import ModelCacheSpec
-from engine.tiers.link import OUTAGES, Link, reason
+from engine.tiers.link import OUTAGES, Link
 from engine.tiers.manifest import Layout, Manifest, Miss, Place
 from engine.tiers.plan import Offer, Plan
 from engine.tiers.refs import manifest_key
@@ -67,6 +67,7 @@ class Fetch:
         self._bodies: dict[Place, mx.array] = {}  # what has come and is what was sealed, as bytes
         self._state = next(iter(self._plan.states), None)  # that which the blocks end in, so far
         self._broken = False  # something is missing: what comes after it is of no use
+        self._outage: Exception | None = None  # what kept blocks from coming
         self._failure: BaseException | None = None  # what nobody expected
         self._lock = threading.Lock()
         self._over = threading.Event()
@@ -155,15 +156,7 @@ class Fetch:
             self.reasons.append(why)
 
     async def _run(self) -> None:
-        if not self._link.breaker.allows():
-            self._missed("open")
-            return
-        try:
-            async with asyncio.timeout(self._link.deadline):
-                await self._load()
-        except OUTAGES as error:
-            self._missed(reason(error))
-        self._link.judge(self.reasons)
+        await self._link.attempt(self._load(), self._missed)
 
     async def _load(self) -> None:
         digests = await self._ask()
@@ -257,6 +250,8 @@ class Fetch:
         try:
             chunks = self._layout.chunks(blocks)
             await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
+            if self._outage:
+                raise self._outage
             await self._take_state(digests)
         finally:
             self._link.rates.received(self.nbytes, time.perf_counter() - begun, wanted)
@@ -266,8 +261,11 @@ class Fetch:
         while not self._broken and (chunk := next(chunks, None)):
             try:
                 await self._take(chunk, digests)
-            except (Miss, *OUTAGES) as error:
-                self._missed(str(error) if isinstance(error, Miss) else reason(error))
+            except Miss as error:
+                self._missed(str(error))
+                self._broken = True
+            except OUTAGES as error:
+                self._outage = self._outage or error
                 self._broken = True
 
     async def _take(self, places: Sequence[Place], digests: dict[str, str]) -> None:

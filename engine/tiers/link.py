@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections import Counter
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from typing import Any, TypeVar
 
@@ -21,6 +20,7 @@ from kvpage_server.client import AsyncPageClient, PageClientError, Refused
 T = TypeVar("T")
 OUTAGES = (redis.RedisError, PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
+AT_ONCE = 16  # things done at once, on three connections each; redis-py's pools end at a hundred
 
 
 def reason(error: BaseException) -> str:
@@ -52,6 +52,7 @@ class Link:
         self.connections = connections
         self.breaker = CircuitBreaker()
         self.rates = Rates()
+        self._turns = asyncio.Semaphore(AT_ONCE)
         self._loop = uvloop.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
         self._thread.start()
@@ -83,29 +84,27 @@ class Link:
 
         return cancel_soon
 
-    async def attempt(self, work: Coroutine[Any, Any, T], failures: Counter[str]) -> T | None:
-        """Do something within the deadline, unless the breaker is open; None, and the reason counted, for an outage."""
-        if not self.breaker.allows():
-            work.close()
-            failures["open"] += 1
-            return None
-        why: list[str] = []
+    async def attempt(self, work: Coroutine[Any, Any, T], missed: Callable[[str], object]) -> T | None:
+        """Do something when it is its turn, within the deadline, unless the breaker is open. For an outage None, and
+        `missed` is told the reason."""
         try:
-            async with asyncio.timeout(self.deadline):
-                return await work
+            async with asyncio.timeout(self.deadline), self._turns:
+                if not self.breaker.allows():
+                    missed("open")
+                    return None
+                done = await work
         except OUTAGES as error:
-            why.append(reason(error))
-            failures.update(why)
+            why = reason(error)
+            missed(why)
+            if why in FAILING:
+                self.breaker.failed()
+            else:
+                self.breaker.succeeded()
             return None
         finally:
-            self.judge(why)
-
-    def judge(self, reasons: Iterable[str]) -> None:
-        """Tell the breaker how it went: what there was to complain of."""
-        if FAILING.isdisjoint(reasons):
-            self.breaker.succeeded()
-        else:
-            self.breaker.failed()
+            work.close()
+        self.breaker.succeeded()
+        return done
 
     async def pipelined(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         """Ask several things at once. Raises what the first refusal of them is."""

@@ -133,7 +133,7 @@ class PageTier:
             return Saved(0, 0, 0)
         manifest = Manifest.of(context.agent_id, context.tokens, self._spec)
         parts = saving.parts_of(context, manifest, self._spec)
-        return self._link.do(self._link.attempt(self._save(manifest, parts), self.unsaved))
+        return self._attempt(self._save(manifest, parts), self.unsaved)
 
     def publish(self, context: AgentBlocks) -> Saved | None:
         """Store the full blocks of a context for whoever begins in the same way, and nothing in its agent's name."""
@@ -143,7 +143,7 @@ class PageTier:
         if not full:
             return Saved(0, 0, 0)
         parts = saving.parts_of(context, manifest, self._spec)
-        return self._link.do(self._link.attempt(self._write(parts), self.unsaved))
+        return self._attempt(self._write(parts), self.unsaved)
 
     async def _save(self, manifest: Manifest, parts: saving.Parts) -> Saved:
         saved = await self._write(parts)
@@ -229,7 +229,10 @@ class PageTier:
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T | None:
         """None, and the reason counted, when there is no answer."""
-        return self._link.do(self._link.attempt(work, self.unasked))
+        return self._attempt(work, self.unasked)
+
+    def _attempt(self, work: Coroutine[Any, Any, T], failures: Counter[str]) -> T | None:
+        return self._link.do(self._link.attempt(work, lambda why: failures.update([why])))
 
 
 def _claim_key(name: str) -> str:
