@@ -63,7 +63,7 @@ def test_the_python_examples_are_programs_that_run(document: str, server: Runnin
 
 def test_the_readme_shows_what_the_demo_prints() -> None:
     """Figures differ from run to run; what is asked, the table's rows and the promises do not."""
-    (shown,) = (block for block in blocks("README.md", "text") if "first token" in block)
+    (shown,) = (block for block in blocks("README.md", "text") if "promised" in block)
     said = StringIO()
     story.show(KEPT, Console(file=said))
     for part in (r"^(?:turn|[123]) +(?:engine|[ABC].*?)  ", r"^kept .*$"):

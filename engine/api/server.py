@@ -82,6 +82,8 @@ async def _serve(
         server.should_exit = True  # it listens no more
         await worker.finish(grace)
         await serving
+        if worker.loading:
+            os._exit(0)  # nothing is to be kept, and loading can't be interrupted
         await worker.stop()
     return int(failed)
 

@@ -108,6 +108,11 @@ class EngineThread:
         """Whether there is an engine that takes prompts."""
         return self._made.done() and not self._made.exception() and self._thread.is_alive()
 
+    @property
+    def loading(self) -> bool:
+        """Whether there is no engine yet."""
+        return not self._made.done()
+
     def start(self) -> None:
         """Begin to load."""
         self._thread.start()

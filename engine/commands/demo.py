@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import redis
 from rich.console import Console
 
 from engine.commands import Failure
@@ -32,7 +31,7 @@ def run_demo(args: argparse.Namespace) -> int:
     console = Console()
     try:
         outcome = story.run(args.model, console)
-    except (processes.ProcessError, redis.RedisError) as error:
+    except processes.ProcessError as error:
         raise Failure(str(error)) from error
     story.show(outcome, console)
     return 0 if all(outcome.promises().values()) else 1

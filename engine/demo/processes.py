@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -11,16 +10,18 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory, TemporaryFile
 from typing import IO
 
-from engine.demo.worker import Messages, Turn
+from engine.demo.turn import Messages, Turn, ask, save
 
 START_WITHIN = 30.0  # seconds, for the store
 STOP_WITHIN = 10.0
 # OpenBLAS's threads wait for one another at every multiplication: on a busy machine they would measure what else runs.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+MODEL = "smollm2"  # what it is called by its clients
 TETHERED = str(Path(__file__).with_name("tethered.py"))
 
 
@@ -101,34 +102,52 @@ def listens(port: int) -> bool:
     return False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Engine:
     """An engine in a process of its own."""
 
     process: Process
+    model: str  # as it is served
 
     @property
     def pid(self) -> int:
         """Of its process."""
         return self.process.popen.pid
 
-    def answer(self, messages: Messages) -> Turn:
-        """What it says to a conversation. Raises ProcessError when it could not load the model, or is gone."""
-        stdin, stdout = self.process.popen.stdin, self.process.popen.stdout
-        assert stdin
+    @cached_property
+    def url(self) -> str:
+        """Where it answers; waits until it does. Raises ProcessError when it could not load the model, or is gone."""
+        stdout = self.process.popen.stdout
         assert stdout
-        with suppress(BrokenPipeError):
-            stdin.write(json.dumps(messages) + "\n")
-            stdin.flush()
-        reply = stdout.readline()
-        if not reply:
+        _, served, url = stdout.readline().partition(" is served on ")
+        if not served:
             raise self.process.failure()
-        return Turn(**json.loads(reply))
+        return url.strip()
+
+    def answer(self, messages: Messages) -> Turn:
+        """What it says to a conversation. Raises ProcessError likewise."""
+        url = self.url
+        with self._failing():
+            return ask(url, self.model, messages)
+
+    def save(self) -> None:
+        """Return when what it remembers is in the store, so that another can go on: it writes behind its answers."""
+        url = self.url
+        with self._failing():
+            save(url)
+
+    @contextmanager
+    def _failing(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            said = ProcessError(f"{self.process.name}: {error}")
+            raise (self.process.failure() if self.process.ended else said) from error
 
 
 @contextmanager
 def running_engine(name: str, model: str, store: str | None = None) -> Iterator[Engine]:
-    """An engine that keeps its contexts in `store`, or in its own memory."""
-    options = ["--model", model, *(["--store", store] if store else [])]
-    with _running(name, "-m", "engine.demo.worker", *options) as process:
-        yield Engine(process)
+    """An engine that keeps its contexts in `store`, or in its own memory alone."""
+    options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
+    with _running(name, "-P", TETHERED, "engine.cli", "serve", *options) as process:
+        yield Engine(process, MODEL)
