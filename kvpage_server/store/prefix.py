@@ -8,11 +8,9 @@ last stays, as long as there is anything else: who writes a chain may not be thr
 **Bonuses** are learned. A unit that leaves is a ghost: its name, kind and last use are remembered. If ghosts of one
 kind come back more often, each for the time it was one, than those of units used once, that kind left too early and its
 bonus grows; if less often, it shrinks. A bonus is a multiple of the mean time between two uses of a unit, so that it is
-long enough for the next use, and not much longer, whatever the size of the store. As long as nothing is known of who
-comes back, LRU is the least to lose by: at first there are none, but that ends go before, and what was used eight times
-may stay, which has shown enough for a flood not to sweep it away. (ARC, Megiddo and Modha, FAST '03, learns from ghosts
-how to share memory between what was used once and more often; LHD, Beckmann et al., NSDI '18, ranks by how often a kind
-is hit for the time it takes up.)
+long enough for the next use, and not much longer, whatever the size of the store. (ARC, Megiddo and Modha, FAST '03,
+learns from ghosts how to share memory between what was used once and more often; LHD, Beckmann et al., NSDI '18, ranks
+by how often a kind is hit for the time it takes up.)
 
 **Prefixes.** The owner says which units extend which (`follows`). Units that something extends leave the queue when
 their turn comes, and are the next to go when nothing does any more: chains go from their ends. While the end of one is
@@ -40,7 +38,7 @@ _GHOSTS = 4  # for each unit
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
 # By kind, with none at 0. A bonus is in times the mean time between uses, and for the last two kinds in twice and three
 # times that.
-_FIRST_BONUS = (0.0, -4.0, 0.0, 0.0, 0.0, 1.0)
+_FIRST_BONUS = (0.0, -4.0, 0.0, 1.0, 1.0, 1.0)
 _LOWEST, _HIGHEST = (0.0, -4.0, 0.0, -1.0, -1.0, -1.0), (0.0, 1.0, 0.0, 4.0, 4.0, 4.0)
 _TIMES = (0, 1, 0, 1, 2, 3)
 _LEARN = 1.0  # of a doubling, in the mean time between uses
