@@ -184,6 +184,7 @@ class TestGlob:
         assert not glob(b"MAX*")(b"maxmemory")
         assert glob(b"MAX[L-N]*\\Y", ignore_case=True)(b"maxmemory")
 
+    @pytest.mark.alone
     def test_a_hostile_pattern_costs_little(self) -> None:
         started = time.perf_counter()
         for pattern in (b"*a" * 500 + b"b", b"a*" * 500 + b"b", b"*" + b"?" * 1000 + b"b", b"*" + b"[ab]" * 250 + b"c"):
@@ -247,6 +248,7 @@ class TestFlush:
         assert client.info("memory")["used_memory"] == 0
         assert "db0" not in client.info("keyspace")
 
+    @pytest.mark.alone
     def test_others_are_served_while_much_is_listed_and_freed(self) -> None:
         with start_server() as server, server.client() as client, server.client() as other:
             for i in range(0, 200_000, 10_000):
