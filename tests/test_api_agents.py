@@ -80,8 +80,11 @@ def test_a_conversation_whose_turns_alternate_between_two_engines(engines: list[
         reused.append((answer.kvpage["tier"], answer.usage.prompt_tokens - answer.kvpage["tokens_reused"]))
         assert answer.usage.prompt_tokens_details.cached_tokens == answer.kvpage["tokens_reused"]
         assert agents(engines[turn % 2], "POST", "/keeper/save").json()["saved"]
-    assert [tier for tier, _ in reused] == ["none", "page", "page", "page"]
-    assert all(computed < 60 for _, computed in reused[1:]), reused
+    (first, _), (second, computed), *others = reused
+    assert (first, second) == ("none", "page")
+    assert computed < 60
+    # What an engine has of two turns ago may be fetched or computed, whichever is sooner.
+    assert all(tier in ("hot", "page") and computed < 150 for tier, computed in others), reused
 
 
 def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
