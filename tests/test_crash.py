@@ -12,5 +12,6 @@ from crash import crash
 @pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])
 def test_nothing_that_was_promised_is_lost_however_often_it_is_killed(tmp_path: Path, kills: int) -> None:
     harness = crash(tmp_path, kills, seed=kills)
+    print(f"{harness.kills} kills, {harness.writes} acknowledged writes, nothing lost")
     assert harness.kills == kills
     assert harness.writes > 10 * kills

@@ -308,13 +308,17 @@ class Disk:
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
         """The sheets, see `sheet.unpack`, in the order of their database keys. One transaction."""
-        for key, data in self._all(sheet.PREFIX, 1 << 62):
-            if not key.startswith(sheet.PREFIX):
+        with told(self.path), self._env.begin() as txn:
+            cursor = txn.cursor(self._records)
+            if not cursor.set_range(sheet.PREFIX):
                 return
-            try:
-                yield key, sheet.unpack(key, data)
-            except Damaged as damage:
-                yield key, damage
+            for key, data in cursor:
+                if not key.startswith(sheet.PREFIX):
+                    return
+                try:
+                    yield key, sheet.unpack(key, data)
+                except Damaged as damage:
+                    yield key, damage
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
         """What describes values, in the order of database keys, which come with them; those of sheets when `after` is

@@ -173,12 +173,17 @@ class PageIndex:
 
     def note_resting(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Know pages of a block by their rows. Of one that is not awake."""
-        request = self._requests.setdefault(req_id, {})
-        known = request.get(page)
-        assert not isinstance(known, Block)
-        self.blocks += known is None
+        request = self._requests.get(req_id)
+        if request is None:
+            request = self._requests[req_id] = {}
         self.resting += len(rows) // ROW
-        request[page] = rows if known is None else known + rows
+        known = request.get(page)
+        if known is None:
+            self.blocks += 1
+            request[page] = rows
+        else:
+            assert isinstance(known, bytes)
+            request[page] = known + rows
 
     def _wake(self, req_id: bytes, page: int) -> Block:
         request = self._requests[req_id]

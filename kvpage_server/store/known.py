@@ -10,6 +10,8 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable
 
+import numpy as np
+
 from kvpage_server.store import sheet
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
@@ -47,30 +49,31 @@ class Known(Keyspace):
 
     def load(self) -> None:
         """Know every value that is on disk. What cannot be read is passed over; what is overdue expires as ever."""
-        used: list[tuple[int, bytes]] = []
+        units: list[bytes] = []  # with each, when it was last used
+        used: list[int] = []
         collecting = gc.isenabled()
         gc.disable()  # nothing here is garbage, and there may be millions
         try:
-            size = self._load_sheets(used) + self._load_records(used)
+            size = self._load_sheets(units, used) + self._load_records(units, used)
         finally:
             if collecting:
                 gc.enable()
-        used.sort(reverse=True)
-        latest = dict.fromkeys(name for _, name in used)
-        self._on_disk.found(reversed(latest), size)
+        latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
+        self._on_disk.found(reversed(dict.fromkeys([units[i] for i in latest.tolist()])), size)
         self.any_cold = bool(used)
 
-    def _load_sheets(self, used: list[tuple[int, bytes]]) -> int:
+    def _load_sheets(self, units: list[bytes], used: list[int]) -> int:
         every: list[bytes] = []
-        note, used_at = self.index.note_resting, sheet.used
+        rest, used_at = self.index.note_resting, sheet.used
         for key, found in self.disk.sheets():
             if isinstance(found, Damaged):
                 self.counts.corrupt += 1
                 continue
             soonest, rows = found
-            req_id, page = sheet.block_of(key)
-            note(req_id, page, rows)
-            used.append((used_at(rows), name_of_block(req_id, page)))
+            block, req_id, page = sheet.block_of(key)
+            rest(req_id, page, rows)
+            units.append(block)
+            used.append(used_at(rows))
             every.append(rows)
             if soonest:
                 self._note_expiring(req_id, page, rows)
@@ -83,7 +86,7 @@ class Known(Keyspace):
         self._expiry.keys += count
         self._expiry.note(key, expires)
 
-    def _load_records(self, used: list[tuple[int, bytes]]) -> int:
+    def _load_records(self, units: list[bytes], used: list[int]) -> int:
         size = 0
         for key, record in self.disk.records():
             if key.startswith(sheet.PREFIX):
@@ -92,7 +95,8 @@ class Known(Keyspace):
                 self.counts.corrupt += 1
                 continue
             self._admit(record)
-            used.append((record.used, record.name))
+            units.append(record.name)
+            used.append(record.used)
             takes = footprint(record.name, record.size)
             self._on_disk.know(record.name, takes)
             size += takes

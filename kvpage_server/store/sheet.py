@@ -55,10 +55,11 @@ def is_in(name: bytes, key: bytes) -> bool:
     return place is not None and place[0] == key
 
 
-def block_of(key: bytes) -> tuple[bytes, int]:
-    """The request and page of the block that a sheet belongs to."""
-    req_id, page, _, _ = key[1:].rsplit(b":", 3)
-    return req_id, int(page)
+def block_of(key: bytes) -> tuple[bytes, bytes, int]:
+    """The name, request and page of the block that a sheet belongs to."""
+    name = key[1:].rsplit(b":", 2)[0]
+    req_id, _, page = name.rpartition(b":")
+    return b"b" + name, req_id, int(page)
 
 
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
@@ -70,15 +71,15 @@ def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
     return checksum(rest + key).to_bytes(8, "little") + rest
 
 
-def unpack(key: bytes, data: Buffer) -> tuple[int, bytes]:
+def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
     """A sheet's soonest expiry and its rows. Raises Damaged."""
-    raw = bytes(data)
-    if len(raw) < _START.size or (len(raw) - _START.size) % ROW:
+    data = bytes(raw)
+    if len(data) < _START.size or (len(data) - _START.size) % ROW:
         raise Damaged("its record has a wrong length")
-    digest, soonest = _START.unpack_from(raw)
-    if digest != checksum(raw[_DIGEST:] + key):
+    digest, soonest = _START.unpack_from(data)
+    if digest != checksum(data[_DIGEST:] + key):
         raise Damaged("its record does not match the record's checksum")
-    return soonest, raw[_START.size :]
+    return soonest, data[_START.size :]
 
 
 def by_spot(rows: bytes) -> dict[Spot, bytes]:
@@ -89,7 +90,7 @@ def by_spot(rows: bytes) -> dict[Spot, bytes]:
 
 def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
     """Where the body of each page lies, by the names of the pages."""
-    req_id, page = block_of(key)
+    _, req_id, page = block_of(key)
     before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
     return {
         b"%b%d:%d%b%d" % (before, layer, head, between, kv_type): Body(size, digest, first)
@@ -141,7 +142,7 @@ def size_of(header: bytes) -> int:
 
 def records(key: bytes, rows: bytes) -> Iterator[Record]:
     """What the rows of a sheet say."""
-    req_id, page = block_of(key)
+    _, req_id, page = block_of(key)
     for i, (name, *_) in enumerate(pages(req_id, page, rows)):
         yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
 

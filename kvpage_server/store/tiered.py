@@ -370,7 +370,7 @@ class Tiered(Fetching):
     def _found_damaged(self, name: bytes) -> None:
         """The scrubber found a value, or a sheet, damaged. Where memory has it, it is written again."""
         if name.startswith(sheet.PREFIX):
-            block = self.index.block(*sheet.block_of(name))
+            block = self._block_named(sheet.block_of(name)[0])
             for one in [] if block is None else self._names_of(block):
                 if sheet.is_in(one, name):
                     self._found_damaged(one)
