@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import socket
+import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size
@@ -29,8 +31,8 @@ def add_to(commands: Any) -> None:
     parser.set_defaults(run=serve)
 
 
-def serve(args: argparse.Namespace) -> int:
-    """Until a signal says otherwise."""
+def serve(args: argparse.Namespace) -> NoReturn:
+    """Until a signal says otherwise; ends the process."""
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
@@ -41,9 +43,13 @@ def serve(args: argparse.Namespace) -> int:
         limits = Limits(args.max_body, args.max_queue, args.timeout, args.max_tokens)
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
-            return run(options(args), listener, tokens, limits, name=args.name, grace=args.grace)
+            code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
+    # All is written. MLX's threads, which belong to a thread that has ended, now and then abort an ordinary exit.
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _listen(host: str, port: int) -> socket.socket:
