@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from typing import Any
 import httpx
 import openai
 from engine_models import END, letter_tokenizer, tiny_llama
+from servers import RunningServer
 
 # isort: split
 import mlx.core as mx
@@ -25,7 +25,6 @@ from mlx.utils import tree_flatten
 from tokenizers import AddedToken
 
 START_WITHIN = 60.0  # seconds, on a busy machine
-STOP_WITHIN = 30.0
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
 
 TEMPLATE = (
@@ -73,17 +72,12 @@ def _write(directory: Path, model: Any, tokenizer: Any, template: str) -> Path:
 
 
 @dataclass
-class RunningEngine:
+class RunningEngine(RunningServer):
     """A process that answers OpenAI's clients."""
 
-    process: subprocess.Popen[bytes]
-    url: str
-    model: str
-    log_file: Path
-
     @property
-    def log(self) -> str:
-        return self.log_file.read_text(errors="replace")
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     def client(self, token: str = "none", **options: Any) -> openai.OpenAI:
         """OpenAI's own, which never tries twice."""
@@ -96,17 +90,6 @@ class RunningEngine:
         named = (f"kvpage_engine_{name}", f"kvpage_engine_{name}{{")
         return sum(float(value) for key, _, value in values if key == named[0] or key.startswith(named[1]))
 
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> int:
-        """End it; its exit code."""
-        if self.process.poll() is None:
-            self.process.send_signal(how)
-        try:
-            return self.process.wait(STOP_WITHIN)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-            raise
-
 
 @contextmanager
 def start_engine(model: Path, *options: str, code: int = 0) -> Iterator[RunningEngine]:
@@ -116,9 +99,9 @@ def start_engine(model: Path, *options: str, code: int = 0) -> Iterator[RunningE
         log_file = Path(place, "log")
         with log_file.open("wb") as log:
             process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
-        engine = RunningEngine(process, "", model.name, log_file)
+        engine = RunningEngine(process, 0, log_file)
         try:
-            engine.url = _url(engine)
+            engine.port = _port(engine)
             yield engine
         finally:
             ended = engine.stop()
@@ -126,11 +109,11 @@ def start_engine(model: Path, *options: str, code: int = 0) -> Iterator[RunningE
         assert "Traceback" not in engine.log, engine.log
 
 
-def _url(engine: RunningEngine) -> str:
+def _port(engine: RunningEngine) -> int:
     """Where it says that it is, once it takes prompts."""
     deadline = time.monotonic() + START_WITHIN
     while " is served on " not in engine.log:
         if engine.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"the engine does not start:\n{engine.log}")
         time.sleep(0.02)
-    return engine.log.partition(" is served on ")[2].split()[0]
+    return int(engine.log.partition(" is served on ")[2].split()[0].rpartition(":")[2])
