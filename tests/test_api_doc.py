@@ -1,4 +1,4 @@
-"""docs/api.md tells the truth: every curl line is run, with the real small model and a store."""
+"""docs/api.md and docs/engine.md tell the truth: every curl line is run, with the real small model and a store."""
 
 from __future__ import annotations
 
@@ -29,13 +29,14 @@ def engine(server: RunningServer) -> Iterator[RunningEngine]:
 @pytest.mark.skipif(not CURL, reason="curl is not installed")
 def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
     lines = 0
-    for typed, shown in commands("docs/api.md"):
+    for typed, shown in [*commands("docs/api.md"), *commands("docs/engine.md")]:
         program, *words = shlex.split(typed)
-        if program == "kvpage-engine":
+        if words[:1] == ["serve"]:
             assert shown == engine.log.splitlines()[0].replace(engine.url, "http://127.0.0.1:8000")
             assert words[0] in run([*entry_point(program), *words[:1], "--help"])
             continue
-        assert program == "curl"
+        if program != "curl":
+            continue
         asked = [word.replace("localhost:8000", engine.url.removeprefix("http://")) for word in words]
         check(run([program, *asked]), shown)
         lines += 1
