@@ -26,7 +26,6 @@ from itertools import count, pairwise
 from typing import Any, TypeVar
 
 import mlx.nn as nn
-from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
@@ -50,6 +49,7 @@ from engine.request import (
     UnknownTokenError,
     check_prompt,
 )
+from engine.resuming import ResumingGenerator
 from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
 
@@ -410,11 +410,9 @@ _Told = TypeVar("_Told", Token, AgentBlocks)
 
 
 def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:
-    """mlx-lm's own, where its batches are right."""
-    if not spec.batches:
-        return SingleGenerator(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
-    stop = [[token] for token in stop_tokens]
-    return BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_chunk)
+    """mlx-lm's batches, where they are right."""
+    kind = ResumingGenerator if spec.batches else SingleGenerator
+    return kind(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
 
 
 __all__ = [

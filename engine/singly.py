@@ -83,7 +83,7 @@ class SingleGenerator:
         for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
             *whole, (*rest, last) = parts
             ahead = deque([*map(list, whole), *([rest] if rest else []), [last]])
-            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, sampler or _likeliest))
+            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, sampler or likeliest))
         self._prompts.extend(added)
         return [sequence.uid for sequence in added]
 
@@ -154,5 +154,6 @@ class SingleGenerator:
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
 
 
-def _likeliest(logprobs: mx.array) -> mx.array:
+def likeliest(logprobs: mx.array) -> mx.array:
+    """The sampler of temperature 0."""
     return mx.argmax(logprobs, axis=-1)
