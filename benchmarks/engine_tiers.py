@@ -26,6 +26,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
 from benchmarks.findings import RESULTS, Finding, show, write
+from benchmarks.readme import rewrite_tiers
 from benchmarks.servers import start_kvpage
 from engine import kvcache, model
 from engine.agent_engine import AgentEngine, Answer
@@ -348,6 +349,7 @@ def main(arguments: list[str] | None = None) -> None:
     if not quick:
         write(findings, "engine_tiers", {"rounds": rounds, "load": os.getloadavg()}, intro=INTRO)
         write_plot(findings, remembered, RESULTS / "engine_tiers.png")
+        rewrite_tiers(findings)
 
 
 if __name__ == "__main__":

@@ -242,7 +242,7 @@ def main(arguments: list[str] | None = None) -> None:
     with ExitStack() as stack:
         store = stack.enter_context(start_kvpage()).url
         findings = overhead(store, 8, 2) if quick else overhead(store, 64, 9)
-        findings += against_theirs(store, *((200, 1) if quick else (1600, 5)))
+        findings += against_theirs(store, *((200, 1) if quick else (1600, 3)))
     show(findings, INTRO)
     if not quick:
         write(findings, "http_api", {"load": os.getloadavg()}, intro=INTRO)

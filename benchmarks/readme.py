@@ -1,4 +1,4 @@
-"""The README's table of what was found of pages: its figures, written anew."""
+"""The README's tables of what was found: their figures, written anew."""
 
 from __future__ import annotations
 
@@ -16,9 +16,18 @@ _ROWS = {  # what a row begins with: whom it speaks of, and the works
 }
 
 
+_CONTEXTS = ("256", "1,024", "2,048", "4,000")  # tokens
+_TIERS = ("hot", "page server", "cold file")
+
+
 def rewrite(findings: list[Finding]) -> None:
-    """Put what was found in the place of what was found before. Raises KeyError when it does not have it all."""
+    """Put what was found of pages in the place of what was found before. Raises KeyError when that is not all."""
     README.write_text(with_figures(README.read_text(), findings))
+
+
+def rewrite_tiers(findings: list[Finding]) -> None:
+    """The same of first tokens from each tier."""
+    README.write_text(with_first_tokens(README.read_text(), findings))
 
 
 def with_figures(text: str, findings: list[Finding]) -> str:
@@ -30,4 +39,21 @@ def with_figures(text: str, findings: list[Finding]) -> str:
         text, count = row.subn(rf"\1| {' | '.join(figures)} |", text)
         if count != 1:
             raise KeyError(f"{README.name} has {count} rows that begin with {beginning!r}")
+    return text
+
+
+def with_first_tokens(text: str, findings: list[Finding]) -> str:
+    """A text with the figures of the rows that begin with a context: seconds, and how many times sooner that is."""
+    by_work = {found.work: found for found in findings}
+    for tokens in _CONTEXTS:
+        tiers = [by_work[f"{tokens} tokens from {tier}"] for tier in _TIERS]
+        took = [found.measured.split(" / ") for found in tiers]
+        cells = [
+            took[0][1],
+            *(f"{seconds} ({found.value:.1f})" for (seconds, _), found in zip(took, tiers, strict=True)),
+        ]
+        row = re.compile(rf"^\| {tokens} tokens \|.*$", re.MULTILINE)
+        text, count = row.subn(f"| {tokens} tokens | {' | '.join(cells)} |", text)
+        if count != 1:
+            raise KeyError(f"{README.name} has {count} rows of {tokens} tokens")
     return text

@@ -1,0 +1,141 @@
+"""A context that comes back is asked in one pass over the model, and says what it would have said in two."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from engine_families import family
+from engine_models import letter_tokenizer
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
+from engine.blocks import AgentBlocks
+from engine.pool import BlockPool
+from engine.resuming import SHORT
+
+TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
+KNOWN, QUESTION = 300, 11
+TOKENIZER = letter_tokenizer()
+
+
+class Watched:
+    """A model, and how many tokens each pass over it took."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.passes: list[int] = []
+
+    def __call__(self, tokens: mx.array, **options: Any) -> Any:
+        self.passes.append(tokens.shape[1])
+        return self.model(tokens, **options)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
+
+
+class Bench:
+    """A batch engine that has answered the first turn of a conversation, in blocks that are the bench's."""
+
+    def __init__(self, eos: list[int]) -> None:
+        of = family("llama")
+        self.model = Watched(of.model)
+        TOKENIZER.eos_token_ids = eos
+        self.pool = BlockPool(64)
+        self.batch = BlockPoolBatchEngine(self.model, TOKENIZER, of.spec, self.pool)  # type: ignore[arg-type]
+        self.known = self.answer("alice", TOKENS[:KNOWN], max_tokens=1).blocks
+        self.prompt = TOKENS[: KNOWN + QUESTION]
+        self.model.passes.clear()
+
+    def answer(self, agent: str, prompt: list[int], cache: AgentBlocks | None = None, **options: Any) -> Any:
+        self.batch.submit(agent, prompt, cache, **options)
+        (done,) = self.batch.step()
+        return done
+
+    def free(self, *held: CompletedGeneration) -> None:
+        for done in held:
+            self.pool.free(done.blocks.block_ids, done.agent_id)
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    bench = Bench([])
+    yield bench
+    bench.pool.free(bench.known.block_ids, "alice")
+    bench.pool.check_empty()
+
+
+def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> None:
+    passes: list[int] = []
+    told: list[Token] = []
+
+    def receive(token: Token) -> None:
+        told.append(token)
+        passes.append(len(bench.model.passes))
+
+    done = bench.answer("alice", bench.prompt, bench.known, max_tokens=8, on_token=receive, logprobs=2)
+    assert done.tokens_reused == KNOWN
+    assert bench.model.passes[0] == QUESTION
+    assert passes[0] == 1
+    computed = bench.answer("bob", bench.prompt, max_tokens=8, on_token=told.append, logprobs=2)
+    assert done.tokens == computed.tokens
+    np.testing.assert_allclose([t.logprob for t in told[:8]], [t.logprob for t in told[8:]], atol=1e-4)
+    bench.free(done, computed)
+
+
+def test_what_is_longer_and_what_is_asked_together_goes_through_the_batch(bench: Bench) -> None:
+    long = TOKENS[: KNOWN + SHORT + 1]
+    done = bench.answer("alice", long, bench.known, max_tokens=4)
+    assert bench.model.passes[:2] == [SHORT, 1]
+    alone = [bench.answer("alice", [*bench.prompt, last], bench.known, max_tokens=6) for last in (1, 2, 3)]
+    bench.model.passes.clear()
+    for last in (1, 2, 3):
+        bench.batch.submit("alice", [*bench.prompt, last], bench.known, max_tokens=6)
+    together = sorted(bench.batch.step(), key=lambda one: one.uid)
+    assert bench.model.passes[:2] == [QUESTION, 1]
+    assert [one.tokens for one in together] == [one.tokens for one in alone]
+    bench.free(done, *alone, *together)
+
+
+def test_an_answer_of_one_token_leaves_a_context_that_holds_it(bench: Bench) -> None:
+    done = bench.answer("alice", bench.prompt, bench.known, max_tokens=1)
+    assert (done.finish_reason, len(done.tokens)) == ("length", 1)
+    assert done.blocks.tokens == (*bench.prompt, *done.tokens)
+    went_on = bench.answer("alice", [*done.blocks.tokens, 5], done.blocks, max_tokens=3)
+    computed = bench.answer("bob", [*done.blocks.tokens, 5], max_tokens=3)
+    assert went_on.tokens_reused == len(done.blocks)
+    assert went_on.tokens == computed.tokens
+    bench.free(done, went_on, computed)
+
+
+def test_the_end_of_the_text_may_come_first(bench: Bench) -> None:
+    first = bench.answer("alice", bench.prompt, bench.known, max_tokens=1)
+    silent = Bench([first.tokens[0]])
+    done = silent.answer("alice", silent.prompt, silent.known, max_tokens=5)
+    assert (done.finish_reason, done.tokens, done.text) == ("stop", (), "")
+    assert done.blocks.tokens == (*silent.prompt, first.tokens[0])
+    bench.free(first)
+    silent.free(done)
+    silent.pool.free(silent.known.block_ids, "alice")
+    silent.pool.check_empty()
+    TOKENIZER.eos_token_ids = []
+
+
+def test_a_question_that_is_dropped_frees_what_it_held(bench: Bench) -> None:
+    uid = bench.batch.submit("alice", bench.prompt, bench.known, max_tokens=5)
+    bench.batch.cancel(uid)
+    assert not bench.batch.pending
+    uids: list[int] = []
+
+    def drop(token: Token) -> None:
+        bench.batch.cancel(uids[0])
+
+    uids.append(bench.batch.submit("alice", bench.prompt, bench.known, max_tokens=5, on_token=drop))
+    assert list(bench.batch.step()) == []
+    done = bench.answer("alice", bench.prompt, bench.known, max_tokens=2)
+    assert len(done.tokens) == 2
+    bench.free(done)
