@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections.abc import Callable
 from io import StringIO
 
 import pytest
@@ -18,7 +19,7 @@ from servers import RunningServer
 from test_demo import KEPT
 
 from benchmarks.findings import RESULTS, Finding
-from benchmarks.readme import README, with_figures
+from benchmarks.readme import README, with_figures, with_first_tokens
 from engine.demo import story
 from kvpage_server.parameters import reference
 
@@ -83,10 +84,11 @@ def test_the_configuration_is_described_as_it_is_declared() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), how
 
 
-def test_the_table_shows_what_was_measured() -> None:
-    measured = json.loads((RESULTS / "pages.json").read_text())["findings"]
+@pytest.mark.parametrize(("name", "with_its"), [("pages", with_figures), ("engine_tiers", with_first_tokens)])
+def test_the_tables_show_what_was_measured(name: str, with_its: Callable[[str, list[Finding]], str]) -> None:
+    measured = json.loads((RESULTS / f"{name}.json").read_text())["findings"]
     findings = [Finding(**{name: found[name] for name in found.keys() - {"met"}}) for found in measured]
-    assert with_figures(README.read_text(), findings) == README.read_text()
+    assert with_its(README.read_text(), findings) == README.read_text()
 
 
 @pytest.mark.parametrize(
