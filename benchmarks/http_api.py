@@ -24,6 +24,9 @@ from statistics import median
 from tempfile import TemporaryFile
 from typing import Any
 
+# As the servers have it, for the engine in this process. To be run by itself: what was loaded before keeps its number.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
 
 # isort: split
