@@ -18,7 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchGenerator, generation_stream
 
-from engine.singly import NextToken, Progress, Sampler, likeliest
+from engine.singly import NextToken, Progress, Sampler, likeliest, logprobs_after
 
 SHORT = 64  # tokens of a question that takes one pass; it holds up the others' next tokens for as long
 
@@ -128,8 +128,7 @@ class ResumingGenerator:
     def _answer(self, question: _Question) -> NextToken:
         """The first token; the batch goes on with it, unless it is the last."""
         with mx.stream(generation_stream):
-            logits = self._model(mx.array([question.tokens]), cache=question.cache)[:, -1]
-            logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+            logprobs = logprobs_after(self._model, mx.array(question.tokens), question.cache)
             token = cast(int, (question.sampler or likeliest)(logprobs).item())
             held = [*question.before, *question.tokens]
             reason = "stop" if token in self._stop_tokens else "length" if question.left == 1 else None

@@ -148,10 +148,15 @@ class SingleGenerator:
 
     def _sample(self, sequence: _Sequence, tokens: mx.array) -> None:
         """Start on the token that follows `tokens`."""
-        logits = self._model(tokens[None], cache=sequence.cache)[:, -1]
-        sequence.logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        sequence.logprobs = logprobs_after(self._model, tokens, sequence.cache)
         sequence.upcoming = sequence.sampler(sequence.logprobs)
         mx.async_eval(sequence.upcoming)  # type: ignore[no-untyped-call]
+
+
+def logprobs_after(model: nn.Module, tokens: mx.array, cache: list[Any]) -> mx.array:
+    """Feed `tokens`, ``[n]``; the log-probabilities of the one that follows, ``[1, vocabulary]``."""
+    logits: mx.array = model(tokens[None], cache=cache)[:, -1]
+    return logits - mx.logsumexp(logits, axis=-1, keepdims=True)
 
 
 def likeliest(logprobs: mx.array) -> mx.array:
