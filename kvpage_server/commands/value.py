@@ -19,7 +19,7 @@ from kvpage_server.store.memory import Keyspace, OutOfMemory
 from kvpage_server.store.quota import text_size
 from kvpage_server.store.ration import Coming
 
-NewPage = tuple[PageName, bytes, Slot]  # what Keyspace.set_page takes
+PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
 
 
 def string_of(entry: Entry | None) -> Reply:
@@ -60,7 +60,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
         put(client, key, value, page_of(keyspace, key, value), expires)
 
 
-def put(client: Client, key: bytes, value: Argument, page: NewPage | None, expires: int = 0) -> None:
+def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
     """Store a value that `page_of` has looked at; `expires` is in unix milliseconds, 0 for never."""
     keyspace = client.server.keyspace
     if page is not None:
@@ -69,14 +69,14 @@ def put(client: Client, key: bytes, value: Argument, page: NewPage | None, expir
         keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
 
 
-def admit(client: Client, values: Iterable[tuple[bytes, Argument, NewPage | None]]) -> None:
+def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
     """Have room in their quotas for values that are to be stored all or none. Raises OverQuota."""
     keyspace = client.server.keyspace
     if keyspace.quotas:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 
-def _coming(key: bytes, value: Argument, page: NewPage | None) -> Coming:
+def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
     size = len(value if isinstance(value, bytes) else value.body)
     if page is not None:
         return Coming(key, size, (page[0].req_id, page[0].page))
@@ -91,7 +91,7 @@ def make_room(client: Client) -> None:
         raise ReplyError(OUT_OF_MEMORY) from None
 
 
-def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> NewPage | None:
+def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> PageParts | None:
     """The page that `value` is, if it is the one that `key` names. Raises ReplyError for a damaged body."""
     blob = value if isinstance(value, bytes) else value.body
     if blob[:4] != MAGIC:
