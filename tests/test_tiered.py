@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -85,6 +86,54 @@ def test_a_batch_of_pages_on_disk_streams_in_order(tmp_path: Path) -> None:
         for _ in range(2):
             found = client.execute_command("KVPAGEMGET", 301, *words)
             assert found == [*(body(20_000, seed) for seed in range(300)), None]
+
+
+def tier_of(client: redis.Redis, seed: int) -> bytes:
+    return bytes(client.execute_command("KVPAGESTAT", *page_args(seed))[b"tier"])
+
+
+def test_what_a_batch_reads_once_pushes_nothing_out_of_memory_and_what_it_reads_again_is_kept(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        for seed in range(300):
+            set_page(client, seed)
+        settle(client)
+        for seed in range(100):
+            get_page(client, seed)
+        kept = {seed for seed in range(100) if tier_of(client, seed) == b"memory"}
+        assert len(kept) > 60
+        words = [word for seed in range(100, 300) for word in page_args(seed)]
+        assert client.execute_command("KVPAGEMGET", 200, *words) == [body(20_000, seed) for seed in range(100, 300)]
+        assert len([seed for seed in kept if tier_of(client, seed) == b"memory"]) > len(kept) - 8
+        again = [word for seed in (290, 291, 290, 292) for word in page_args(seed)]
+        assert {tier_of(client, seed) for seed in (290, 291, 292)} == {b"disk"}
+        expected = [body(20_000, seed) for seed in (290, 291, 290, 292)]
+        assert client.execute_command("KVPAGEMGET", 4, *again) == expected
+        assert {tier_of(client, seed) for seed in (290, 291, 292)} == {b"memory"}
+
+
+def test_a_batch_that_is_read_while_its_pages_change_has_of_each_what_it_was_at_some_moment(tmp_path: Path) -> None:
+    def versions(seed: int) -> list[bytes]:
+        return [body(20_000, seed + 1000 * version) for version in range(3)]
+
+    every = {seed: versions(seed) for seed in range(120)}
+    with tiered(tmp_path, "--maxmemory", "1mb") as (server, client), server.client() as writer:
+        for seed in every:
+            set_page(client, seed)
+        settle(client)
+        words = [word for seed in [*every, *every] for word in page_args(seed)]
+        with ThreadPoolExecutor(1) as pool:
+            for version in (1, 2):
+                writes = (
+                    ("KVPAGESET", *page_args(seed), 8, 1, 20_000, 0, every[seed][version])
+                    for seed in random.Random(version).sample(sorted(every), 120)
+                )
+                writing = pool.submit(lambda writes: [writer.execute_command(*write) for write in writes], writes)
+                while not writing.done():
+                    found = client.execute_command("KVPAGEMGET", 240, *words)
+                    assert all(page in every[seed] for page, seed in zip(found, [*every, *every], strict=True))
+                writing.result()
+            found = client.execute_command("KVPAGEMGET", 240, *words)
+            assert found == [every[seed][2] for seed in [*every, *every]]
 
 
 def test_blocks_stored_whole_come_back_whole_and_page_by_page(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kvpage_server.commands.arguments import batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import fetch_ahead, fetched
+from kvpage_server.commands.disk import Ahead
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.registry import command
@@ -33,11 +33,12 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.blocks import has_block, read_block
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.extent import Extent
+from kvpage_server.store.fetching import Lent
 from kvpage_server.store.tiered import Tiered
 
 _PLANE = 3  # type dtype head_dim
-_AHEAD = 2  # blocks that are sent while as many are fetched from disk
 
 
 @command(
@@ -96,8 +97,12 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     )
 
 
-def _read(client: Client, req_id: bytes, page: int) -> Reply:
-    block = read_block(client.keyspace, req_id, page)
+def _cold_of(tiered: Tiered, name: tuple[bytes, int]) -> list[Cold]:
+    return tiered.cold_of_block(*name)
+
+
+def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Reply:
+    block = read_block(client.keyspace, req_id, page, lent)
     if block is None:
         block_missed(client, req_id, page)
     return block
@@ -114,7 +119,7 @@ def _read(client: Client, req_id: bytes, page: int) -> Reply:
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
     """One bulk string: layer by layer, in it plane by plane, in it head by head."""
-    return _read(client, request_name(args[0]), page_id(args[1]))
+    return _read(client, request_name(args[0]), page_id(args[1]), {})
 
 
 @command(
@@ -133,11 +138,10 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     client.keyspace.chain([block for block in found if block is not None])
 
     def bodies() -> Iterator[Reply]:
-        for i, (req_id, page) in enumerate(names):
-            if i % _AHEAD == 0:
-                fetch_ahead(client, Tiered.cold_of_blocks, names[i : i + 2 * _AHEAD])
-            yield from fetched(client, Tiered.cold_of_block, req_id, page)
-            yield _read(client, req_id, page)
+        ahead = Ahead(client, _cold_of, b"b", names)
+        for req_id, page in names:
+            yield from ahead.next()
+            yield _read(client, req_id, page, ahead.lent)
 
     return Stream(len(names), bodies())
 

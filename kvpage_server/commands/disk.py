@@ -6,9 +6,10 @@ next steps need, and so does a batch of writes. All else knows what it needs fro
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from typing import Concatenate, ParamSpec
+from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
@@ -17,9 +18,14 @@ from kvpage_server.commands.registry import Spec
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Reply, ReplyError, Wait
 from kvpage_server.store.cold import Cold
+from kvpage_server.store.fetching import Lent
 from kvpage_server.store.tiered import Tiered
 
 P = ParamSpec("P")
+T = TypeVar("T")
+
+_MOST_AHEAD = 4 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
+_MOST_STEPS = 8  # that are looked at
 
 _READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
 _FETCH_THEMSELVES = frozenset(("kvpagemget", "kvpagemset", "kvblockmget", "kvpageverify"))  # but not within EXEC
@@ -76,15 +82,6 @@ def _keys(spec: Spec, args: Sequence[Argument]) -> list[bytes]:
     return [key for key, _ in spec.uses_of(args) if not isinstance(key, Prefix)]
 
 
-def fetch_ahead(
-    client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
-) -> None:
-    """Have what `find`, asked with those arguments, finds missing fetched; nobody waits for it yet."""
-    tiered = client.server.tiered
-    if tiered is not None and tiered.any_cold and (values := find(tiered, *args, **kwargs)):
-        tiered.fetch_some(values)
-
-
 def fetched(
     client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
 ) -> Iterator[Reply]:
@@ -92,3 +89,55 @@ def fetched(
     tiered = client.server.tiered
     while tiered is not None and tiered.any_cold and (values := find(tiered, *args, **kwargs)):
         yield Wait(partial(tiered.fetch, values))
+
+
+class Ahead(Generic[T]):
+    """What a long reply reads from disk: fetched some of its steps before it is sent.
+
+    `find` tells the cold values of one of the `steps`. Those whose names begin with `kind` may be `lent`.
+    """
+
+    def __init__(
+        self, client: Client, find: Callable[[Tiered, T], Sequence[Cold]], kind: bytes, steps: Sequence[T]
+    ) -> None:
+        self.lent: Lent = {}  # to the current step and those after it
+        self._tiered = client.server.tiered
+        self._find = find
+        self._kind = kind
+        self._steps = steps
+        self._at = 0  # the current step
+        self._sizes: deque[int] = deque()  # bytes that were fetched for it and for those after it
+        self._mine: Sequence[Cold] = ()  # the cold values of the current step
+
+    def next(self) -> Iterator[Reply]:
+        """Steps of a reply until what its next one reads is in memory, or lent."""
+        for value in self._mine:
+            self.lent.pop(value, None)
+        tiered, here = self._tiered, self._steps[self._at]
+        if tiered is not None and tiered.any_cold:
+            self._look_ahead(tiered)
+            while lacking := [value for value in self._cold_of(tiered, here) if value not in self.lent]:
+                yield Wait(partial(tiered.fetch, lacking, lent=self._lent_to(lacking)))
+            self._sizes.popleft()
+        self._at += 1
+
+    def _cold_of(self, tiered: Tiered, step: T) -> Sequence[Cold]:
+        self._mine = self._find(tiered, step)
+        return self._mine
+
+    def _look_ahead(self, tiered: Tiered) -> None:
+        """Have what the next steps need fetched; nobody waits for it yet."""
+        sizes, steps = self._sizes, self._steps
+        while not sizes or (len(sizes) < _MOST_STEPS and sum(sizes) < _MOST_AHEAD):
+            if self._at + len(sizes) == len(steps):
+                break
+            values = [v for v in self._find(tiered, steps[self._at + len(sizes)]) if v not in self.lent]
+            sizes.append(sum(value.size for value in values))
+            tiered.fetch(values, _nothing, self._lent_to(values))
+
+    def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
+        return self.lent if all(value.name.startswith(self._kind) for value in values) else None
+
+
+def _nothing() -> None:
+    """Nobody waits."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import fetch_ahead, fetched
+from kvpage_server.commands.disk import Ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
@@ -35,6 +35,7 @@ from kvpage_server.page import (
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import OutOfMemory
@@ -43,7 +44,6 @@ from kvpage_server.store.tiered import Tiered
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed or sent before other clients may have their turn
-_AHEAD = 4 * STEP  # pages that are sent while as many are fetched from disk
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 _FEW, _MANY = 256, 4096  # how many words are remembered: those of a batch's pages are mostly the same
@@ -258,15 +258,16 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
 
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
-        for start in range(0, count, STEP):
-            some = keys[start : start + STEP]
-            if start % _AHEAD == 0:
-                fetch_ahead(client, Tiered.cold_of, keys[start : start + 2 * _AHEAD])
-            yield from fetched(client, Tiered.cold_of, some)
+        steps = [keys[start : start + STEP] for start in range(0, count, STEP)]
+        ahead = Ahead(client, Tiered.cold_of, b"k", steps)
+        for some in steps:
+            yield from ahead.next()
             pieces: list[Piece] = []
             for key, entry in zip(some, keyspace.read_all(some), strict=True):
                 if type(entry) is Slot and type(entry.unit) is Block:
                     pieces.append(entry)
+                elif type(entry) is Cold and type(entry.unit) is Block:
+                    pieces.append(ahead.lent[entry])
                 elif is_page(entry):
                     pieces += spell_page(entry)
                 else:

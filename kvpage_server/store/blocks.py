@@ -12,16 +12,21 @@ import struct
 
 from kvpage_server.page import BlockShape, DType, Plane
 from kvpage_server.resp.reply import Piece
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Page
 from kvpage_server.store.extent import ExtentPage
+from kvpage_server.store.fetching import Lent
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import Keyspace
 
 _GEOMETRY = struct.Struct("<5x2Bx2I")  # of a page header: dtype, kv_type, page_size, head_dim
 
 
-def read_block(keyspace: Keyspace, req_id: bytes, page: int) -> tuple[Piece, ...] | None:
-    """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss."""
+def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tuple[Piece, ...] | None:
+    """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
+
+    It is in memory, or in one piece and `lent`.
+    """
     block = keyspace.block(req_id, page)
     shape = None if block is None else shape_of(keyspace, block)
     if block is None or shape is None:
@@ -29,7 +34,8 @@ def read_block(keyspace: Keyspace, req_id: bytes, page: int) -> tuple[Piece, ...
         return None
     keyspace.use_block(block)
     if block.extent is not None:
-        return (block.extent.slot,)
+        slot = block.extent.slot
+        return (lent[slot] if type(slot) is Cold else slot,)
     return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in keyspace.pages_of(block)), b"\r\n")
 
 

@@ -18,10 +18,11 @@ class Cold:
     """Stands where a slot would: for a page, a long string, or the body of a block.
 
     `name` is what it is stored as. `header` is a page's, empty for other values. `unit` is the block that it belongs
-    to, `expires` a unix time in milliseconds, 0 for never, and `used` a unix time in seconds, of its last use.
+    to, `expires` a unix time in milliseconds, 0 for never, and `used` a unix time in seconds, of its last use. `lent`
+    is how much had been lent before it was the last time, in bytes; -1 when it was not since it is cold.
     """
 
-    __slots__ = ("expires", "header", "name", "size", "unit", "used")
+    __slots__ = ("expires", "header", "lent", "name", "size", "unit", "used")
 
     footprint = 0  # bytes of memory
 
@@ -34,6 +35,7 @@ class Cold:
         self.header = header
         self.unit = unit
         self.used = used
+        self.lent = -1
 
     @property
     def body(self) -> NoReturn:

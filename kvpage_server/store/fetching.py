@@ -1,14 +1,18 @@
-"""From disk to memory: what is asked for is fetched by threads, all that wait for it are told, and it is warm again."""
+"""From disk to memory: what is asked for is fetched by threads, all that wait for it are told, and it is warm again.
+
+A long reply need not have what it sends in memory for others, too. Where memory is full, it is *lent* what it reads:
+memory for the moment, laid out as it is sent. Only what is read again before as much as memory holds has been lent
+meanwhile would have stayed there until then, and is worth what has to leave memory for it.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from itertools import accumulate
-from typing import cast
+from typing import TypeAlias, cast
 
-from kvpage_server.store.arena import Slot
+from kvpage_server.store.arena import Arena, Part, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk, Outcome
@@ -20,8 +24,9 @@ from kvpage_server.store.known import Known, unit_named
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
-_MOST_AHEAD = 16 * 1024**2  # bytes that are fetched before somebody waits for them
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
+
+Lent: TypeAlias = dict[Cold, Part]  # bulk strings
 
 log = logging.getLogger("kvpage")
 
@@ -35,14 +40,14 @@ class Fetching(Known):
     def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
         super().__init__(disk, maxmemory=maxmemory, policy=policy)
         self._fetching: dict[Cold, list[_Group]] = {}
+        self._loans = Arena()  # what is lent: for the moment, beside what memory has
+        self._bytes_lent = 0  # so far
 
-    def fetch_some(self, values: Sequence[Cold]) -> None:
-        """Have the first of some values in memory soon, as many as `_MOST_AHEAD` bytes."""
-        sizes = accumulate(value.size for value in values)
-        self.fetch([value for value, size in zip(values, sizes, strict=True) if size <= _MOST_AHEAD], _nothing)
+    def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Lent | None = None) -> None:
+        """Have values in memory, those at least that are intact; then call `then`. Raises MemoryError.
 
-    def fetch(self, values: Sequence[Cold], then: Callable[[], None]) -> None:
-        """Have values in memory, those at least that are intact; then call `then`. Raises MemoryError."""
+        Those that memory need not have for others are in `lent` then.
+        """
         if not values:
             then()
             return
@@ -51,20 +56,50 @@ class Fetching(Known):
         except OutOfMemory:
             log.debug("memory is full; what is read is in it for a moment")
         new = [value for value in values if value not in self._fetching]
-        slots = [self.arena.allocate(value.size) for value in new]
-        group = _Group(len(values), then)
+        if lent is not None and new and self._are_worth_memory(new):
+            lent = None
+        group = _Group(len(values), then, lent)
         for value in values:
             self._fetching.setdefault(value, []).append(group)
-        for start in range(0, len(new), _AT_ONCE):
-            some, into = new[start : start + _AT_ONCE], slots[start : start + _AT_ONCE]
+        if lent is None:
+            self._fetch_to_stay(new)
+        elif new:
+            self._fetch_to_lend(new)
+
+    def sweep(self, now: int, most: int) -> int:
+        """See `Keyspace`."""
+        self._loans.rest()
+        return super().sweep(now, most)
+
+    def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
+        """Whether a long reply should have values in memory. If not, they are lent."""
+        size = sum(value.size for value in values)
+        if not self.maxmemory or self.used_memory + size <= self.maxmemory:
+            return True
+        since = max(self._bytes_lent - self.maxmemory, 0)
+        if any(value.lent >= since for value in values):
+            return True
+        for value in values:
+            value.lent = self._bytes_lent
+        self._bytes_lent += size
+        return False
+
+    def _fetch_to_stay(self, values: list[Cold]) -> None:
+        slots = [self.arena.allocate(value.size) for value in values]
+        for start in range(0, len(values), _AT_ONCE):
+            some, into = values[start : start + _AT_ONCE], slots[start : start + _AT_ONCE]
             wanted = [(value.name, slot.body) for value, slot in zip(some, into, strict=True)]
             self._fetcher.fetch(wanted, partial(self._fetched, some, into))
 
     def _fetched(self, values: list[Cold], slots: list[Slot], outcomes: list[Outcome]) -> None:
-        ready: list[Callable[[], None]] = []
         self._warm(
             (value, slot) for value, slot, outcome in zip(values, slots, outcomes, strict=True) if outcome is True
         )
+        self._tell(values, outcomes)
+
+    def _tell(self, values: list[Cold], outcomes: list[Outcome]) -> None:
+        """Values were fetched, or lost: who waits may go on."""
+        ready: list[Callable[[], None]] = []
         for value, outcome in zip(values, outcomes, strict=True):
             if outcome is not True:
                 self._lose(value, outcome)
@@ -74,6 +109,45 @@ class Fetching(Known):
                     ready.append(group.then)
         for then in ready:
             then()
+
+    def _fetch_to_lend(self, values: list[Cold]) -> None:
+        """Have values side by side, each as a bulk string."""
+        frames = [b"$%d\r\n" % value.size for value in values]
+        memory = self._loans.allocate(sum(map(len, frames)) + sum(value.size + 2 for value in values))
+        view, start = memory.body, 0
+        wanted: list[tuple[bytes, memoryview]] = []
+        parts: list[Part] = []
+        for frame, value in zip(frames, values, strict=True):
+            body = start + len(frame)
+            end = body + value.size
+            view[start:body], view[end : end + 2] = frame, b"\r\n"
+            wanted.append((value.name, view[body:end]))
+            parts.append(memory.part(start, end + 2))
+            start = end + 2
+        self._fetcher.fetch(wanted, partial(self._lend, values, parts))
+
+    def _lend(self, values: list[Cold], parts: list[Part], outcomes: list[Outcome]) -> None:
+        units: dict[object, Cold] = {}
+        for value, part, outcome in zip(values, parts, outcomes, strict=True):
+            if outcome is not True:
+                continue
+            value.used = self._units.now
+            units[value.unit] = value
+            for group in self._fetching[value]:
+                if group.lent is not None:
+                    group.lent[value] = part
+            self.counts.fetched += 1
+        for unit, value in units.items():
+            self._note_lent(unit if isinstance(unit, Block) else value.name[1:])
+        self._tell(values, outcomes)
+
+    def _note_lent(self, unit: Unit) -> None:
+        """A unit that may be on disk alone was used: what orders those in memory need not know of it."""
+        self._on_disk.use(unit_named(unit))
+        if unit in self._units:
+            self._units.used(unit)
+        elif self._quotas is not None and (quota := self._quotas.of(unit)):
+            quota.units.used(unit)
 
     def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
         """The bytes of values are there, of those at least that are still the ones that were asked for."""
@@ -126,15 +200,12 @@ class Fetching(Known):
         self.behind.note(value.name, Spoilt(), 0)
 
 
-def _nothing() -> None:
-    """Nobody waits."""
-
-
 class _Group:
-    """Values that are fetched together."""
+    """Values that are fetched together, to be in memory or `lent`."""
 
-    __slots__ = ("left", "then")
+    __slots__ = ("left", "lent", "then")
 
-    def __init__(self, left: int, then: Callable[[], None]) -> None:
+    def __init__(self, left: int, then: Callable[[], None], lent: Lent | None) -> None:
         self.left = left
         self.then = then
+        self.lent = lent

@@ -8,6 +8,7 @@ from typing import cast
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
+from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, Page
 from kvpage_server.store.index import Block
 from kvpage_server.store.ration import Ration
@@ -61,6 +62,8 @@ class Lookup(Ration):
                 found.append(None)
                 continue
             found.append(entry)
+            if type(entry) is Cold:  # who reads it has been lent its bytes, which memory has not
+                continue
             if type(entry) is Slot and entry.unit is last and last is not None:
                 continue
             last = unit = self._unit(key, entry)

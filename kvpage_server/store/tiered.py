@@ -219,6 +219,9 @@ class Tiered(Fetching):
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""
+        if block.extent is not None and type(block.extent.slot) is Cold:  # who reads it has been lent its bytes
+            self.counters.hits += 1
+            return
         super().use_block(block)
         if self._unproven:
             self._prove(block)
