@@ -70,7 +70,7 @@ def test_a_server_that_never_answers_is_a_miss_in_time(pool: BlockPool) -> None:
     assert (tier.misses, tier.unsaved) == ({"slow": 1}, {"slow": 1})
 
 
-def test_the_deadline_is_for_the_whole_load_however_often_something_comes(
+def test_a_chunk_has_to_come_within_the_deadline_however_often_something_comes(
     proxy: Proxy, tier: PageTier, pool: BlockPool
 ) -> None:
     proxy.drip = 0.01
@@ -79,6 +79,42 @@ def test_the_deadline_is_for_the_whole_load_however_often_something_comes(
     assert tier.load("alice", TOKENS) is None
     assert time.monotonic() - begun < 3
     assert tier.misses == {"slow": 1}
+
+
+def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
+    proxy: Proxy, tier: PageTier, pool: BlockPool
+) -> None:
+    """As much as a slow link needs, either way."""
+    assert held(pool, tier.load("alice")) == 700  # is connected
+    proxy.hold, tier._link.deadline = 0.05, 0.5
+    begun = time.monotonic()
+    loaded = tier.load("alice", TOKENS)
+    assert same(loaded, context(), 700)
+    assert time.monotonic() - begun > tier._link.deadline
+    held(pool, loaded)
+    begun = time.monotonic()
+    assert tier.save(context(TOKENS[::-1]))
+    assert time.monotonic() - begun > tier._link.deadline
+    assert (tier.misses, tier.unsaved) == ({}, {})
+
+
+def test_the_rest_is_computed_when_it_comes_more_slowly(
+    proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The link was fast when it was decided to fetch."""
+    monkeypatch.setattr("engine.tiers.fetch.LEAST", 1)
+    tier.rates.received(1 << 30, 1.0, 1 << 30)
+    assert held(pool, tier.load("alice")) == 700
+    tier.rates.prefilled(1000, 1.0)
+    proxy.hold = 0.1
+    fetch = tier.fetch("alice", TOKENS)
+    loaded = fetch.result()
+    assert same(loaded, context(), 256)
+    held(pool, loaded)
+    assert fetch.decision
+    assert not fetch.decision.fetch
+    assert fetch.decision.tokens == 700 - 256
+    assert tier.misses == {"recompute": 1}
 
 
 def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:

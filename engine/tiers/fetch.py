@@ -21,7 +21,7 @@ from engine.tiers.link import OUTAGES, Link
 from engine.tiers.manifest import Layout, Manifest, Miss, Place
 from engine.tiers.plan import Offer, Plan
 from engine.tiers.refs import manifest_key
-from engine.tiers.worth import Decision
+from engine.tiers.worth import LEAST, Decision
 
 
 class Fetch:
@@ -75,7 +75,7 @@ class Fetch:
         self._dropped = False
         self._taken = False
         self._context: AgentBlocks | None = None
-        self._started = time.perf_counter()
+        self._started = self._begun = time.perf_counter()  # began to receive
         self._cancel = link.begin(self._run(), self._end)
 
     # -- for whoever waits -----------------------------------------------------------------------------------------
@@ -228,7 +228,9 @@ class Fetch:
         """Lease blocks, and states, from the first on up to one that is missing; what is lost with that."""
         stored = [place for place in places if self._layout.nbytes(place)]
         kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
-        milliseconds = round(1000 * self._link.deadline)
+        rate = self._link.rates.link_rate
+        expected = self._layout.nbytes(*stored) / rate if rate else 0.0
+        milliseconds = round(1000 * (self._link.deadline + 2 * expected))
         counts = await self._link.pipelined(self._prefix(kind, milliseconds) for kind in kinds)
         short = [i for i, kind in enumerate(kinds) if counts[i] < len(kind)]
         if short:  # perhaps because too much is leased already
@@ -246,7 +248,7 @@ class Fetch:
 
     async def _receive(self, blocks: Sequence[Place], digests: dict[str, str]) -> None:
         wanted = self._layout.nbytes(*self._wanted(self._plan))
-        begun = time.perf_counter()
+        self._begun = begun = time.perf_counter()
         try:
             chunks = self._layout.chunks(blocks)
             await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
@@ -261,12 +263,25 @@ class Fetch:
         while not self._broken and (chunk := next(chunks, None)):
             try:
                 await self._take(chunk, digests)
+                self._link.progressed()
+                self._reconsider()
             except Miss as error:
                 self._missed(str(error))
                 self._broken = True
             except OUTAGES as error:
                 self._outage = self._outage or error
                 self._broken = True
+
+    def _reconsider(self) -> None:
+        """Let the rest be computed, if that is sooner than to receive it as slowly as this has come."""
+        if self._tokens is None or self.nbytes < LEAST:
+            return
+        rest = [place for place in self._wanted(self._plan) if place not in self._bodies]
+        rate = self.nbytes / (time.perf_counter() - self._begun)
+        again = self._link.rates.decide(self._plan.reach - self._reached(), self._layout.nbytes(*rest), rate)
+        if rest and not again.fetch:
+            self.decision = again
+            raise Miss("recompute")
 
     async def _take(self, places: Sequence[Place], digests: dict[str, str]) -> None:
         """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is

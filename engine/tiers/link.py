@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 import redis
@@ -20,6 +21,7 @@ from kvpage_server.client import AsyncPageClient, PageClientError, Refused
 T = TypeVar("T")
 OUTAGES = (redis.RedisError, PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
+_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the attempt that is under way
 AT_ONCE = 16  # things done at once, on three connections each; redis-py's pools end at a hundred
 
 
@@ -40,7 +42,7 @@ class Link:
     """Blocks go through `blocks`, all else through `server`, both to be used on the link's own thread."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:
-        """`deadline` in seconds, for whatever is done in one go; `connections` to receive over at once.
+        """`deadline` in seconds, for a question or a chunk of blocks; `connections` to receive over at once.
 
         Raises ValueError for a URL that isn't one.
         """
@@ -85,10 +87,11 @@ class Link:
         return cancel_soon
 
     async def attempt(self, work: Coroutine[Any, Any, T], missed: Callable[[str], object]) -> T | None:
-        """Do something when it is its turn, within the deadline, unless the breaker is open. For an outage None, and
-        `missed` is told the reason."""
+        """Do something when it is its turn, within the deadline, which `progressed` prolongs, unless the breaker is
+        open. For an outage None, and `missed` is told the reason."""
         try:
-            async with asyncio.timeout(self.deadline), self._turns:
+            async with asyncio.timeout(self.deadline) as limit, self._turns:
+                _limit.set(limit)
                 if not self.breaker.allows():
                     missed("open")
                     return None
@@ -106,12 +109,19 @@ class Link:
         self.breaker.succeeded()
         return done
 
+    def progressed(self) -> None:
+        """An answer or a chunk of what is attempted has come, or a chunk has gone: the deadline counts anew."""
+        limit = _limit.get()
+        if not limit.expired():
+            limit.reschedule(self._loop.time() + self.deadline)
+
     async def pipelined(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
         """Ask several things at once. Raises what the first refusal of them is."""
         pipeline = self.server.pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)
         replies: list[Any] = await pipeline.execute()
+        self.progressed()
         return replies
 
     def close(self) -> None:

@@ -65,8 +65,8 @@ class PageTier:
     def __init__(
         self, url: str, spec: ModelCacheSpec, pool: BlockPool, *, deadline: float = 5.0, connections: int = 2
     ) -> None:
-        """`url` as redis-py takes it; `deadline` in seconds, for a whole load or save and for anything else. A load
-        receives over up to `connections` connections at once.
+        """`url` as redis-py takes it; `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or a single
+        one. A load receives over up to `connections` connections at once.
 
         Raises ValueError for a URL that isn't one.
         """

@@ -48,3 +48,4 @@ async def write(link: Link, layout: Layout, parts: Parts, places: Sequence[Place
             names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
             await link.blocks.mset_blocks(names, layout.block(chunk[0]), bodies)
         await link.server.mset({place.seal: place.digest(parts[place]) for place in chunk})
+        link.progressed()

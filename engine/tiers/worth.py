@@ -84,9 +84,10 @@ class Rates:
         """Bytes a second. None when it was not measured lately: then something is fetched, and it is."""
         return self._link.value if self._clock() - self._link_seen < VALID else None
 
-    def decide(self, tokens: int, nbytes: int) -> Decision:
-        """Whether to fetch `nbytes` rather than to compute `tokens`. Before both rates are known: yes."""
-        link, latency, prefill = self.link_rate, self.latency, self.prefill_rate
+    def decide(self, tokens: int, nbytes: int, link: float | None = None) -> Decision:
+        """Whether to fetch `nbytes`, at `link` bytes a second or as fast as it was lately, rather than to compute
+        `tokens`. Before both rates are known: yes."""
+        link, latency, prefill = link or self.link_rate, self.latency, self.prefill_rate
         load = compute = None
         if link is not None:
             load = (latency or 0.0) + (nbytes / link if link else float("inf"))
