@@ -24,6 +24,7 @@ Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
 _TURN = 2 * 1024 * 1024  # bytes moved before whoever drives it has a turn
 _AT_ONCE = 1024 * 1024
+_FIRST = 64  # pieces that are sent while the next ones are made
 _GATHER = 512  # pieces in one sendmsg; IOV_MAX is 1024
 _RECORD = 16 * 1024  # bytes in a TLS record
 
@@ -42,11 +43,11 @@ class Outgoing:
 
     def __init__(self, pieces: Iterator[Piece]) -> None:
         self._pieces = pieces
-        self._take()
+        self._take(_FIRST)
 
-    def _take(self) -> None:
+    def _take(self, count: int) -> None:
         """The next pieces that have bytes."""
-        self._some: list[Piece] = list(islice(filter(None, self._pieces), _GATHER))
+        self._some: list[Piece] = list(islice(filter(None, self._pieces), count))
         self._ends = list(accumulate(map(len, self._some)))
         self._sent = 0  # bytes of them
 
@@ -65,7 +66,7 @@ class Outgoing:
             sent = sock.sendmsg(self._rest(at, bisect_left(self._ends, self._sent + _AT_ONCE) + 1))
         self._sent += sent
         if self._sent == self._ends[-1]:
-            self._take()
+            self._take(_GATHER)
         return sent
 
     def _rest(self, at: int, stop: int) -> list[Piece]:

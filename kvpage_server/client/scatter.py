@@ -44,7 +44,7 @@ class Bodies:
         self._missed: dict[int, str] = {}
         self._refused: Refused | None = None
         self._opening = b"*%d\r\n" % len(places) if array else b""
-        self._lay_out()
+        self._segments: list[memoryview] = []  # laid out when it is first asked for: the question is sent by then
         self._here = 0  # bytes of the expected answer that have come; or else one of the next two is set
         self._item = 0  # all items before it are decided
         self._line: tuple[int, bytes, bytes] | None = None  # an item whose line is not whole: what is before, the data
@@ -83,6 +83,8 @@ class Bodies:
             return [self._scratch]
         if self._dropping is not None:
             return [self._scratch[: self._dropping[1]]]
+        if not self._segments:
+            self._lay_out()
         at = bisect_right(self._ends, self._here)
         stop = bisect_right(self._ends, self._here + _AT_ONCE, at) + 1
         wanted = self._segments[at : min(stop, at + _GATHER)]
