@@ -17,7 +17,9 @@ from kvpage_server.commands.keys import Prefix
 from kvpage_server.commands.registry import Spec
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Reply, ReplyError, Wait
+from kvpage_server.store.arena import Part
 from kvpage_server.store.cold import Cold
+from kvpage_server.store.entry import Entry
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.tiered import Tiered
 
@@ -106,24 +108,33 @@ class Ahead(Generic[T]):
         self._kind = kind
         self._steps = steps
         self._at = 0  # the current step
-        self._sizes: deque[int] = deque()  # bytes that were fetched for it and for those after it
-        self._mine: Sequence[Cold] = ()  # the cold values of the current step
+        self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
+        self._sizes: deque[int] = deque()  # of these, in bytes
+        self._sent: list[Cold] = []  # what was fetched for the step before
 
     def next(self) -> Iterator[Reply]:
         """Steps of a reply until what its next one reads is in memory, or lent."""
-        for value in self._mine:
+        for value in self._sent:
             self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
         if tiered is not None and tiered.any_cold:
             self._look_ahead(tiered)
-            while lacking := [value for value in self._cold_of(tiered, here) if value not in self.lent]:
+            self._sent = self._fetched[0]
+            while lacking := self._lacking(tiered, here):
+                self._sent += lacking
                 yield Wait(partial(tiered.fetch, lacking, lent=self._lent_to(lacking)))
+            self._fetched.popleft()
             self._sizes.popleft()
         self._at += 1
 
-    def _cold_of(self, tiered: Tiered, step: T) -> Sequence[Cold]:
-        self._mine = self._find(tiered, step)
-        return self._mine
+    def loan_of(self, entries: Sequence[Entry | None]) -> Part | None:
+        """All of a step in one piece, when it was lent as it is."""
+        first = entries[0]
+        loan = self.lent.get(first) if type(first) is Cold else None
+        return loan.whole if loan is not None and loan.is_intact and loan.values == entries else None
+
+    def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
+        return [value for value in self._find(tiered, step) if value not in self.lent]
 
     def _look_ahead(self, tiered: Tiered) -> None:
         """Have what the next steps need fetched; nobody waits for it yet."""
@@ -131,7 +142,8 @@ class Ahead(Generic[T]):
         while not sizes or (len(sizes) < _MOST_STEPS and sum(sizes) < _MOST_AHEAD):
             if self._at + len(sizes) == len(steps):
                 break
-            values = [v for v in self._find(tiered, steps[self._at + len(sizes)]) if v not in self.lent]
+            values = self._lacking(tiered, steps[self._at + len(sizes)])
+            self._fetched.append(values)
             sizes.append(sum(value.size for value in values))
             tiered.fetch(values, _nothing, self._lent_to(values))
 

@@ -262,12 +262,16 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         ahead = Ahead(client, Tiered.cold_of, b"k", steps)
         for some in steps:
             yield from ahead.next()
+            entries = keyspace.read_all(some)
+            if loan := ahead.loan_of(entries):
+                yield (loan,)
+                continue
             pieces: list[Piece] = []
-            for key, entry in zip(some, keyspace.read_all(some), strict=True):
+            for key, entry in zip(some, entries, strict=True):
                 if type(entry) is Slot and type(entry.unit) is Block:
                     pieces.append(entry)
                 elif type(entry) is Cold and type(entry.unit) is Block:
-                    pieces.append(ahead.lent[entry])
+                    pieces.append(ahead.lent[entry].part(entry))
                 elif is_page(entry):
                     pieces += spell_page(entry)
                 else:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TypeAlias, cast
 
-from kvpage_server.store.arena import Arena, Part, Slot
+from kvpage_server.store.arena import Arena, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk, Outcome
@@ -21,12 +21,13 @@ from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import Known, unit_named
+from kvpage_server.store.loan import Loan
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
-Lent: TypeAlias = dict[Cold, Part]  # bulk strings
+Lent: TypeAlias = dict[Cold, Loan]
 
 log = logging.getLogger("kvpage")
 
@@ -111,33 +112,21 @@ class Fetching(Known):
             then()
 
     def _fetch_to_lend(self, values: list[Cold]) -> None:
-        """Have values side by side, each as a bulk string."""
-        frames = [b"$%d\r\n" % value.size for value in values]
-        memory = self._loans.allocate(sum(map(len, frames)) + sum(value.size + 2 for value in values))
-        view, start = memory.body, 0
-        wanted: list[tuple[bytes, memoryview]] = []
-        parts: list[Part] = []
-        for frame, value in zip(frames, values, strict=True):
-            body = start + len(frame)
-            end = body + value.size
-            view[start:body], view[end : end + 2] = frame, b"\r\n"
-            wanted.append((value.name, view[body:end]))
-            parts.append(memory.part(start, end + 2))
-            start = end + 2
-        self._fetcher.fetch(wanted, partial(self._lend, values, parts))
+        loan = Loan(self._loans, values)
+        wanted = [(value.name, body) for value, body in zip(values, loan.bodies, strict=True)]
+        self._fetcher.fetch(wanted, partial(self._lend, loan))
 
-    def _lend(self, values: list[Cold], parts: list[Part], outcomes: list[Outcome]) -> None:
-        units: dict[object, Cold] = {}
-        for value, part, outcome in zip(values, parts, outcomes, strict=True):
-            if outcome is not True:
-                continue
-            value.used = self._units.now
-            units[value.unit] = value
-            for group in self._fetching[value]:
+    def _lend(self, loan: Loan, outcomes: list[Outcome]) -> None:
+        values, fetching, now = loan.values, self._fetching, self._units.now
+        loan.is_intact = all(outcome is True for outcome in outcomes)
+        intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
+        for value in intact:
+            value.used = now
+            for group in fetching[value]:
                 if group.lent is not None:
-                    group.lent[value] = part
-            self.counts.fetched += 1
-        for unit, value in units.items():
+                    group.lent[value] = loan
+        self.counts.fetched += len(intact)
+        for unit, value in {value.unit: value for value in intact}.items():
             self._note_lent(unit if isinstance(unit, Block) else value.name[1:])
         self._tell(values, outcomes)
 

@@ -200,15 +200,12 @@ class Known(Keyspace):
 
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The values that have to be fetched before those keys can be read."""
-        found: dict[Cold, None] = {}
-        get = self._catalogue.get
-        for key in keys:
-            entry = get(key)
-            if type(entry) is Cold:
-                found[entry] = None
-            elif type(entry) is ExtentPage and type(entry.extent.slot) is Cold:
-                found[entry.extent.slot] = None
-        return list(found)
+        entries = [*map(self._catalogue.get, keys)]
+        kinds = {*map(type, entries)}
+        if Cold not in kinds and ExtentPage not in kinds:
+            return []
+        slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
+        return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
     def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""
