@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
+from pydantic_core import to_json
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
+from engine.agent_engine import Answer
 from engine.api.errors import ApiError, invalid
 from engine.api.schema import Asked
 from engine.api.service import Service
@@ -33,22 +35,23 @@ async def answer(service: Service, request: Request, generation: Generation, sha
 
     A stream begins with the first token, so that what goes wrong before it has a status of its own.
     """
-    deadline = asyncio.get_running_loop().time() + service.limits.seconds
-    tokens = aiter(generation)
-    streamed = _Stream(service, generation, tokens, shape, deadline, usage=body.stream_options.include_usage)
-    try:
-        async with asyncio.timeout_at(deadline):
-            await unless_gone(request, streamed.begin() if body.stream else _all(tokens, shape))
-    except ClientDisconnect:
-        service.metrics.cancelled.inc()
-        raise
-    except Exception as error:
-        raise refusal(error, service) from error
-    finally:
-        if not streamed.begun:
-            generation.cancel()
-    if body.stream:
-        return streamed
+    with ExitStack() as ends:
+        ends.callback(generation.cancel)
+        deadline = _abandon_in_time(generation, request, service.limits.seconds, ends)
+        try:
+            if body.stream:
+                first = await anext(generation, None)
+            else:
+                async for token in generation:
+                    shape.add(token)
+        except ClientDisconnect:
+            service.metrics.cancelled.inc()
+            raise
+        except Exception as error:
+            raise refusal(error, service) from error
+        if body.stream:
+            usage = body.stream_options.include_usage
+            return _Stream(service, generation, first, shape, deadline, ends.pop_all(), usage=usage)
     assert generation.answer
     service.metrics.answered(generation.answer)
     return JSONResponse(shape.whole(generation.answer))
@@ -88,9 +91,18 @@ async def _gone(receive: Receive) -> None:
         pass
 
 
-async def _all(tokens: AsyncIterator[Token], shape: Shape) -> None:
-    async for token in tokens:
-        shape.add(token)
+async def _abandon_when_gone(generation: Generation, receive: Receive) -> None:
+    await _gone(receive)
+    generation.abandon(ClientDisconnect())
+
+
+def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
+    """Have it abandoned when its client leaves, or its time is up, until it `ends`; when that will be."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + seconds
+    ends.callback(asyncio.ensure_future(_abandon_when_gone(generation, request.receive)).cancel)
+    ends.callback(loop.call_at(deadline, generation.abandon, TimeoutError()).cancel)
+    return deadline
 
 
 class _Stream(StreamingResponse):
@@ -100,64 +112,56 @@ class _Stream(StreamingResponse):
         self,
         service: Service,
         generation: Generation,
-        tokens: AsyncIterator[Token],
+        first: Token | None,
         shape: Shape,
         deadline: float,
+        ends: ExitStack,
         *,
         usage: bool,
     ) -> None:
         super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._service = service
         self._generation = generation
-        self._tokens = tokens
+        self._first = first
         self._shape = shape
         self._deadline = deadline
+        self._ends = ends
         self._usage = usage
-        self._first: Token | None = None
-        self.begun = False
-
-    async def begin(self) -> None:
-        """Wait for the first token. Raises what the engine raises instead."""
-        self._first = await anext(self._tokens, None)
-        self.begun = True
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        try:
-            async with asyncio.timeout_at(self._deadline + UNREAD):
-                await super().__call__(scope, receive, send)
-        except TimeoutError:
-            log.info("a client did not read its answer in time")
-        finally:
-            if not self._generation.answer:
-                self._service.metrics.cancelled.inc()
-            self._generation.cancel()
+        with self._ends:
+            try:
+                async with asyncio.timeout_at(self._deadline + UNREAD):
+                    await self.stream_response(send)
+            except TimeoutError:
+                log.info("a client did not read its answer in time")
+            except ClientDisconnect:
+                log.info("a client left its answer")
+            finally:
+                if not self._generation.answer:
+                    self._service.metrics.cancelled.inc()
 
     async def _events(self) -> AsyncIterator[bytes]:
+        """Of a token each; the first has the opening with it, the last all that ends a stream."""
         try:
-            async for chunk in self._chunks():
-                yield _event(chunk)
+            first = self._shape.chunks(self._first) if self._first else ()
+            if events := _events([*self._shape.opening(), *first]):
+                yield events
+            async for token in self._generation:
+                if events := _events(self._shape.chunks(token)):
+                    yield events
+            assert self._generation.answer
+            yield self._last(self._generation.answer)
+        except ClientDisconnect:
+            raise
         except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
-            yield _event(refusal(error, self._service).body)
-        else:
-            yield b"data: [DONE]\n\n"
+            yield _events([refusal(error, self._service).body])
 
-    async def _chunks(self) -> AsyncIterator[dict[str, Any]]:
-        for chunk in self._shape.opening():
-            yield chunk
-        token = self._first
-        while token:
-            for chunk in self._shape.chunks(token):
-                yield chunk
-            async with asyncio.timeout_at(self._deadline):
-                token = await anext(self._tokens, None)
-        answer = self._generation.answer
-        assert answer
+    def _last(self, answer: Answer) -> bytes:
         self._service.metrics.answered(answer)
-        for chunk in self._shape.closing(answer):
-            yield chunk
-        if self._usage:
-            yield self._shape.usage(answer)
+        usage = [self._shape.usage(answer)] if self._usage else []
+        return _events([*self._shape.closing(answer), *usage]) + b"data: [DONE]\n\n"
 
 
-def _event(chunk: dict[str, Any]) -> bytes:
-    return b"data: %s\n\n" % json.dumps(chunk, ensure_ascii=False, separators=(",", ":")).encode()
+def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+    return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)

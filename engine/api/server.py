@@ -53,6 +53,7 @@ def run(
     service = Service(worker, name or model_name(options.model), tokens, limits)
     config = uvicorn.Config(
         make_app(service),
+        http="h11",  # it bounds what a client may send as headers
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -11,11 +11,11 @@ import asyncio
 import logging
 import threading
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Self, TypeVar
 
 from engine.agent_engine import AgentEngine, Answer
 from engine.assembly import Engine
@@ -58,16 +58,19 @@ class Generation:
     _loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
     _events: asyncio.Queue[Event] = field(default_factory=asyncio.Queue)
 
-    async def __aiter__(self) -> AsyncIterator[Token]:
-        """Its tokens as they come. Raises what the engine raised."""
-        while not self.answer:
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Token:
+        """The next token, when it comes. Raises what the engine raised, or the reason for which it was abandoned."""
+        if not self.answer:
             event = await self._events.get()
+            if isinstance(event, Token):
+                return event
             if isinstance(event, Exception):
                 raise event
-            if isinstance(event, Token):
-                yield event
-            else:
-                self.answer = event
+            self.answer = event
+        raise StopAsyncIteration
 
     def tell(self, event: Event) -> None:
         """What has become of it; from any thread."""
@@ -78,6 +81,11 @@ class Generation:
         self.cancelled = True
         if self._ended(self):
             self._drop(self)
+
+    def abandon(self, why: Exception) -> None:
+        """Cancel it; after the tokens that are there already, whoever iterates is told why."""
+        self.cancel()
+        self._events.put_nowait(why)
 
     def _arrived(self, event: Event) -> None:
         if not isinstance(event, Token):
@@ -151,8 +159,7 @@ class EngineThread:
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
         for generation in list(self._generations):
-            generation.cancel()
-            generation.tell(EngineClosedError("the server is being stopped"))
+            generation.abandon(EngineClosedError("the server is being stopped"))
 
     async def stop(self) -> None:
         """End the thread; it returns when everything that is to be kept is."""
