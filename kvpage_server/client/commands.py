@@ -55,7 +55,7 @@ def _command(*words: bytes | int) -> bytes:
 
 def _get(keys: Sequence[PageKey]) -> bytes:
     name = _bulk(b"GET" if len(keys) == 1 else b"MGET")
-    return b"*%d\r\n%b%b" % (1 + len(keys), name, b"".join([_bulk(bytes(key)) for key in keys]))
+    return b"*%d\r\n%b%b" % (1 + len(keys), name, b"".join(map(_bulk, map(bytes, keys))))
 
 
 def _page_command(name: bytes, count: int, width: int) -> bytes:
@@ -117,8 +117,9 @@ def _array(values: list[Any], length: int) -> list[Any]:
 
 def _amiss(key: PageKey, header: memoryview, body: memoryview, verify: bool) -> str | None:
     """What is wrong with a blob that was found under a page's key."""
-    *named, digest = _HEADER.unpack(header)
-    if named != [MAGIC, VERSION, key.kv_type, 0, key.layer, key.head, key.page, len(body), 0]:
+    found = _HEADER.unpack(header)
+    digest = found[-1]
+    if found != (MAGIC, VERSION, key.kv_type, 0, key.layer, key.head, key.page, len(body), 0, digest):
         return "header"
     return "checksum" if verify and digest and checksum(body) != digest else None
 

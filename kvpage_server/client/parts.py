@@ -9,10 +9,13 @@ from itertools import accumulate, pairwise
 _LEAST = 1024 * 1024  # bytes that are worth a connection of their own
 
 
-def cut(sizes: Iterable[int], connections: int) -> list[slice]:
-    """Neighbours, of so many bytes each, stay together; each part has about as many. None for an empty batch."""
+def cut(count: int, sizes: Iterable[int], connections: int) -> list[slice]:
+    """`count` neighbours, of `sizes` bytes each, stay together; each part has about as many bytes. None for an empty
+    batch."""
+    if connections == 1:
+        return [slice(0, count)] if count else []
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
-    count = max(1, min(connections, total // _LEAST))
-    bounds = [0, *(bisect_right(ends, total * i // count) for i in range(1, count)), len(ends)]
+    parts = max(1, min(connections, total // _LEAST))
+    bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), count]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]

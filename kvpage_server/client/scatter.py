@@ -131,16 +131,17 @@ class Bodies:
         if bytes(self._frames[known:seen]) != self._expected[known:seen]:
             self._surprise(here, seen)
             return
-        if self._check is not None:
-            for finished in range(self._item, item):
-                self._finish(finished)
+        self._finish(self._item, item)
         self._item, self._here = item, here
         self.done = at == len(self._segments)
 
-    def _finish(self, item: int) -> None:
-        """A body has arrived whole."""
-        if self._check is not None:
-            reason = self._check(item, self._segments[self._width * item + 1], self._places[item])
+    def _finish(self, start: int, stop: int) -> None:
+        """Bodies have arrived whole."""
+        if self._check is None:
+            return
+        check, segments, width, places = self._check, self._segments, self._width, self._places
+        for item in range(start, stop):
+            reason = check(item, segments[width * item + 1], places[item])
             if reason is not None:
                 self._missed[item] = reason
 
@@ -153,8 +154,7 @@ class Bodies:
             start, end = self._frame_start(item), min(self._frame_ends[item], seen)
             if self._frames[start:end] != self._expected[start:end]:
                 break
-            if self._check is not None:
-                self._finish(item)
+            self._finish(item, item + 1)
             item += 1
         at = self._width * item
         left = here - self._start(at)
@@ -223,7 +223,7 @@ class Bodies:
             header = arrived[: self._header]
             self._segments[self._width * item + 1][: len(header)] = header
         if len(arrived) == size:
-            self._finish(item)
+            self._finish(item, item + 1)
             return True
         self._expect(item, self._expected[self._frame_start(item) : self._frame_ends[item]])
         self._here += len(arrived)
