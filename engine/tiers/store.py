@@ -20,6 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from engine.blocks import AgentBlocks, BlockError, check_agent_id
+from engine.memory import give_back
 from engine.pool import BlockPool
 from engine.prefix import root_of
 from engine.shared import SharedPrefixCache
@@ -237,12 +238,17 @@ class AgentCacheStore:
         self._flusher.flush()
 
     def evict_all_to_disk(self) -> int:
-        """Write all that is dirty, to files too, and let go of all that is written and not pinned; how many agents."""
+        """Write all that is dirty, to files too, and let go of all that is written and not pinned; how many agents.
+
+        What memory is free then is the system's again.
+        """
         self._flusher.flush()
         with self._changed:
             before = len(self._hot)
             self._hot.drop_clean()
-            return before - len(self._hot)
+            evicted = before - len(self._hot)
+        give_back()
+        return evicted
 
     def agents(self) -> list[AgentInfo]:
         """Who is remembered, by whatever tier. Asks the server and the files."""
