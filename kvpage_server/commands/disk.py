@@ -148,7 +148,8 @@ class Ahead(Generic[T]):
             tiered.fetch(values, _nothing, self._lent_to(values))
 
     def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
-        return self.lent if all(value.name.startswith(self._kind) for value in values) else None
+        kind = self._kind  # of a page or a block: strings are of no unit
+        return self.lent if all(value.unit is not None and value.name.startswith(kind) for value in values) else None
 
 
 def _nothing() -> None:

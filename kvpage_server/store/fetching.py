@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import compress
 from typing import TypeAlias, cast
 
 from kvpage_server.store.arena import Arena, Slot
@@ -40,14 +41,14 @@ class Fetching(Known):
 
     def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
         super().__init__(disk, maxmemory=maxmemory, policy=policy)
-        self._fetching: dict[Cold, list[_Group]] = {}
+        self._fetching: dict[Cold, _Job] = {}
         self._loans = Arena()  # what is lent: for the moment, beside what memory has
         self._bytes_lent = 0  # so far
 
     def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Lent | None = None) -> None:
         """Have values in memory, those at least that are intact; then call `then`. Raises MemoryError.
 
-        Those that memory need not have for others are in `lent` then.
+        Pages and blocks that memory need not have for others are in `lent` then.
         """
         if not values:
             then()
@@ -56,16 +57,16 @@ class Fetching(Known):
             self.make_room()
         except OutOfMemory:
             log.debug("memory is full; what is read is in it for a moment")
-        new = [value for value in values if value not in self._fetching]
+        fetching = self._fetching
+        new = [value for value in values if value not in fetching]
         if lent is not None and new and self._are_worth_memory(new):
             lent = None
-        group = _Group(len(values), then, lent)
-        for value in values:
-            self._fetching.setdefault(value, []).append(group)
-        if lent is None:
-            self._fetch_to_stay(new)
-        elif new:
-            self._fetch_to_lend(new)
+        jobs = {fetching[value] for value in values if value in fetching} if len(new) < len(values) else set()
+        if new:
+            jobs.update(self._fetch_to_stay(new) if lent is None else self._fetch_to_lend(new))
+        group = _Group(values, len(jobs), then, lent)
+        for job in jobs:
+            job.groups.append(group)
 
     def sweep(self, now: int, most: int) -> int:
         """See `Keyspace`."""
@@ -85,53 +86,63 @@ class Fetching(Known):
         self._bytes_lent += size
         return False
 
-    def _fetch_to_stay(self, values: list[Cold]) -> None:
-        slots = [self.arena.allocate(value.size) for value in values]
-        for start in range(0, len(values), _AT_ONCE):
-            some, into = values[start : start + _AT_ONCE], slots[start : start + _AT_ONCE]
-            wanted = [(value.name, slot.body) for value, slot in zip(some, into, strict=True)]
-            self._fetcher.fetch(wanted, partial(self._fetched, some, into))
+    def _begin(self, values: Sequence[Cold], into: Iterable[memoryview], done: _Done) -> _Job:
+        """Have a thread read values, as long as nobody else reads one of them."""
+        job = _Job(values)
+        self._fetching.update(dict.fromkeys(values, job))
+        wanted = [(value.name, body) for value, body in zip(values, into, strict=True)]
+        self._fetcher.fetch(wanted, partial(done, job))
+        return job
 
-    def _fetched(self, values: list[Cold], slots: list[Slot], outcomes: list[Outcome]) -> None:
-        self._warm(
-            (value, slot) for value, slot, outcome in zip(values, slots, outcomes, strict=True) if outcome is True
-        )
-        self._tell(values, outcomes)
-
-    def _tell(self, values: list[Cold], outcomes: list[Outcome]) -> None:
+    def _end(self, job: _Job, outcomes: list[Outcome]) -> None:
         """Values were fetched, or lost: who waits may go on."""
-        ready: list[Callable[[], None]] = []
-        for value, outcome in zip(values, outcomes, strict=True):
+        for value, outcome in zip(job.values, outcomes, strict=True):
+            del self._fetching[value]
             if outcome is not True:
                 self._lose(value, outcome)
-            for group in self._fetching.pop(value):
-                group.left -= 1
-                if not group.left:
-                    ready.append(group.then)
-        for then in ready:
-            then()
+        for group in job.groups:
+            group.left -= 1
+            if not group.left:
+                group.then()
 
-    def _fetch_to_lend(self, values: list[Cold]) -> None:
+    def _fetch_to_stay(self, values: list[Cold]) -> list[_Job]:
+        slots = [self.arena.allocate(value.size) for value in values]
+        parts = [slice(start, start + _AT_ONCE) for start in range(0, len(values), _AT_ONCE)]
+        return [self._begin_to_stay(values[part], slots[part]) for part in parts]
+
+    def _begin_to_stay(self, values: list[Cold], slots: list[Slot]) -> _Job:
+        def keep(job: _Job, outcomes: list[Outcome]) -> None:
+            intact = (outcome is True for outcome in outcomes)
+            self._warm(compress(zip(values, slots, strict=True), intact))
+            self._end(job, outcomes)
+
+        return self._begin(values, [slot.body for slot in slots], keep)
+
+    def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
         loan = Loan(self._loans, values)
-        wanted = [(value.name, body) for value, body in zip(values, loan.bodies, strict=True)]
-        self._fetcher.fetch(wanted, partial(self._lend, loan))
 
-    def _lend(self, loan: Loan, outcomes: list[Outcome]) -> None:
-        values, fetching, now = loan.values, self._fetching, self._units.now
-        loan.is_intact = all(outcome is True for outcome in outcomes)
-        intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
-        for value in intact:
+        def lend(job: _Job, outcomes: list[Outcome]) -> None:
+            intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
+            loan.is_intact = len(intact) == len(values)
+            self._lend(loan, intact, job.groups)
+            self._end(job, outcomes)
+
+        return [self._begin(values, loan.bodies, lend)]
+
+    def _lend(self, loan: Loan, values: list[Cold], groups: Iterable[_Group]) -> None:
+        now = self._units.now
+        for value in values:
             value.used = now
-            for group in fetching[value]:
-                if group.lent is not None:
-                    group.lent[value] = loan
-        self.counts.fetched += len(intact)
-        for unit, value in {value.unit: value for value in intact}.items():
-            self._note_lent(unit if isinstance(unit, Block) else value.name[1:])
-        self._tell(values, outcomes)
+        for group in groups:
+            if group.lent is not None:
+                wanted = set(group.values)
+                group.lent.update((value, loan) for value in values if value in wanted)
+        for unit in {value.unit for value in values}:
+            self._note_lent(cast(Block, unit))
+        self.counts.fetched += len(values)
 
-    def _note_lent(self, unit: Unit) -> None:
-        """A unit that may be on disk alone was used: what orders those in memory need not know of it."""
+    def _note_lent(self, unit: Block) -> None:
+        """A block that may be on disk alone was used: what orders those in memory need not know of it."""
         self._on_disk.use(unit_named(unit))
         if unit in self._units:
             self._units.used(unit)
@@ -189,12 +200,26 @@ class Fetching(Known):
         self.behind.note(value.name, Spoilt(), 0)
 
 
+class _Job:
+    """`values` that a thread fetches, and who waits for them."""
+
+    __slots__ = ("groups", "values")
+
+    def __init__(self, values: Sequence[Cold]) -> None:
+        self.values = values
+        self.groups: list[_Group] = []
+
+
 class _Group:
-    """Values that are fetched together, to be in memory or `lent`."""
+    """`values` that somebody waits for, to be in memory or `lent`; `left` jobs fetch them."""
 
-    __slots__ = ("left", "lent", "then")
+    __slots__ = ("left", "lent", "then", "values")
 
-    def __init__(self, left: int, then: Callable[[], None], lent: Lent | None) -> None:
+    def __init__(self, values: Sequence[Cold], left: int, then: Callable[[], None], lent: Lent | None) -> None:
+        self.values = values
         self.left = left
         self.then = then
         self.lent = lent
+
+
+_Done: TypeAlias = Callable[[_Job, list[Outcome]], None]

@@ -202,8 +202,8 @@ class Known(Keyspace):
         """The values that have to be fetched before those keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
         kinds = {*map(type, entries)}
-        if Cold not in kinds and ExtentPage not in kinds:
-            return []
+        if ExtentPage not in kinds:
+            return [*dict.fromkeys(entry for entry in entries if type(entry) is Cold)] if Cold in kinds else []
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
