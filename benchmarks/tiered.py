@@ -28,7 +28,7 @@ from kvpage_server.bench.work import LLAMA3_16, Blocks, Pages, Work
 
 KIB = 1024
 GENERATIONS = 4
-ALMOST_NOTHING = "2mb"  # of memory: what is read is on disk alone
+ALMOST_NOTHING = "1mb"  # of memory: what is read is on disk alone
 INTRO = "tiered / memory; ratios are medians of the ratios of each round"
 MEMORY, TIERED, DISK = "memory", "tiered", "disk"
 
