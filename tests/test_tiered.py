@@ -80,8 +80,10 @@ def test_memory_holds_a_part_and_every_page_is_read_back(tmp_path: Path) -> None
 
 def test_a_batch_of_pages_on_disk_streams_in_order(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
+        client.set("kv:r:0:0:250:0", body(9000))  # a string, where page 1000 would be
         for seed in range(300):
             set_page(client, seed)
+        assert client.execute_command("KVPAGEMGET", 1, *page_args(1000)) == [None]
         words = [word for seed in [*range(300), 1000] for word in page_args(seed)]
         for _ in range(2):
             found = client.execute_command("KVPAGEMGET", 301, *words)
