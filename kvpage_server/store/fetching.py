@@ -76,7 +76,7 @@ class Fetching(Known):
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
         size = sum(value.size for value in values)
-        if not self.maxmemory or self.used_memory + size <= self.maxmemory:
+        if not self.maxmemory or self.used_memory + 2 * size <= self.maxmemory:  # slots take more than what is in them
             return True
         since = max(self._bytes_lent - self.maxmemory, 0)
         if any(value.lent >= since for value in values):
