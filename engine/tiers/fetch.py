@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import takewhile
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from engine.blocks import AgentBlocks, KVBlock, in_memory
+from engine.blocks import AgentBlocks, Arrays, KVBlock, in_memory
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import root_of
-from engine.spec import ModelCacheSpec
+from engine.spec import ModelCacheSpec, Shapes
 from engine.tiers.link import OUTAGES, Link
 from engine.tiers.manifest import Layout, Manifest, Miss, Place
 from engine.tiers.plan import Offer, Plan
@@ -64,7 +65,7 @@ class Fetch:
         self._held = dict(zip(self._offer.full, held, strict=False))
         self._plan = self._offer.plan(self._sealed_in_memory, self._limit)  # what is certain, so far
         self._ids: list[int] = []  # of the blocks to be received
-        self._bodies: dict[Place, mx.array] = {}  # what has come and is what was sealed, as bytes
+        self._arrays: dict[Place, Arrays] = {}  # what has come and is what was sealed
         self._state = next(iter(self._plan.states), None)  # that which the blocks end in, so far
         self._broken = False  # something is missing: what comes after it is of no use
         self._outage: Exception | None = None  # what kept blocks from coming
@@ -100,7 +101,7 @@ class Fetch:
     def result(self) -> AgentBlocks | None:
         """The context, its blocks the caller's to free; None when nothing was found, or it was cancelled. Waits.
 
-        To be called on the thread that uses the arrays, which are made here. It is the same one each time.
+        It is the same one each time.
         """
         self._over.wait()
         if self._failure:
@@ -109,7 +110,7 @@ class Fetch:
             if not self._taken and not self._dropped:
                 self._taken = True
                 self._context = self._assemble()
-                self._bodies.clear()
+                self._arrays.clear()
             return self._context
 
     def cancel(self) -> None:
@@ -250,7 +251,7 @@ class Fetch:
         wanted = self._layout.nbytes(*self._wanted(self._plan))
         self._begun = begun = time.perf_counter()
         try:
-            chunks = self._layout.chunks(blocks)
+            chunks = self._with_memory(blocks)
             await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
             if self._outage:
                 raise self._outage
@@ -258,11 +259,28 @@ class Fetch:
         finally:
             self._link.rates.received(self.nbytes, time.perf_counter() - begun, wanted)
 
-    async def _take_all(self, chunks: Iterator[list[Place]], digests: dict[str, str]) -> None:
+    def _with_memory(self, blocks: Sequence[Place]) -> Iterator[tuple[list[Place], list[mx.array]]]:
+        """Chunks of blocks, each with memory to be received into, which is made ready while those before it come."""
+        upcoming = None
+        for chunk in self._layout.chunks(blocks):
+            ready, upcoming = upcoming, (chunk, self._memory(chunk))
+            if ready:
+                yield ready
+        if upcoming:
+            yield upcoming
+
+    def _memory(self, places: Sequence[Place]) -> list[mx.array]:
+        """For each of the places so many bytes, which MLX has begun to fill: eight at a time, since that is faster."""
+        sizes = [self._layout.nbytes(place) for place in places]
+        memory = [mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes] for nbytes in sizes]
+        mx.async_eval(memory)  # type: ignore[no-untyped-call]
+        return memory
+
+    async def _take_all(self, chunks: Iterator[tuple[list[Place], list[mx.array]]], digests: dict[str, str]) -> None:
         """Receive chunk after chunk until there are no more, or something is missing."""
         while not self._broken and (chunk := next(chunks, None)):
             try:
-                await self._take(chunk, digests)
+                await self._take(*chunk, digests)
                 self._link.progressed()
                 self._reconsider()
             except Miss as error:
@@ -276,28 +294,30 @@ class Fetch:
         """Let the rest be computed, if that is sooner than to receive it as slowly as this has come."""
         if self._tokens is None or self.nbytes < LEAST:
             return
-        rest = [place for place in self._wanted(self._plan) if place not in self._bodies]
+        rest = [place for place in self._wanted(self._plan) if place not in self._arrays]
         rate = self.nbytes / (time.perf_counter() - self._begun)
         again = self._link.rates.decide(self._plan.reach - self._reached(), self._layout.nbytes(*rest), rate)
         if rest and not again.fetch:
             self.decision = again
             raise Miss("recompute")
 
-    async def _take(self, places: Sequence[Place], digests: dict[str, str]) -> None:
+    async def _take(self, places: Sequence[Place], memory: Sequence[mx.array], digests: dict[str, str]) -> None:
         """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is
         not what was sealed."""
         nbytes = self._layout.nbytes(places[0])
-        memory = [_memory(nbytes) for _ in places]
-        bodies = [np.asarray(body).data for body in memory]
+        mx.eval(memory)
         there = [True] * len(places)
         if nbytes:
-            names = [place.block for place in places]
+            names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
             there = await self._link.blocks.mget_blocks_into(names, self._layout.block(places[0]), bodies)
-        for place, found, body, kept in zip(places, there, bodies, memory, strict=True):
-            if not found or place.digest([body]) != digests[place.seal]:
+        shapes = self._layout.shapes(places[0])
+        whole = [(place, body) for place, body, found in zip(places, memory, there, strict=True) if found]
+        made = await self._link.beside(partial(_made, whole, digests, shapes))
+        for place, found in zip(places, there, strict=True):
+            if place not in made:
                 await self._link.server.delete(place.seal)
                 raise Miss("checksum" if found else "shape")
-            self._bodies[place] = kept
+            self._arrays[place] = made[place]
             self.nbytes += nbytes
 
     async def _take_state(self, digests: dict[str, str]) -> None:
@@ -308,7 +328,7 @@ class Fetch:
                 continue
             if place.seal not in self._sealed_in_memory:
                 try:
-                    await self._take([place], digests)
+                    await self._take([place], self._memory([place]), digests)
                 except Miss as error:
                     self._missed(str(error))
                     continue
@@ -317,7 +337,7 @@ class Fetch:
 
     def _had(self) -> list[Place]:
         """The planned blocks from the first on that are held or have come."""
-        return list(takewhile(lambda place: place in self._held or place in self._bodies, self._plan.blocks))
+        return list(takewhile(lambda place: place in self._held or place in self._arrays, self._plan.blocks))
 
     def _kept(self) -> list[Place]:
         """Those of them that are of use: where layers carry a state, as far as one has come."""
@@ -361,20 +381,21 @@ class Fetch:
         for place in self._kept():
             block = self._held.get(place)
             if block is None:
-                block = KVBlock(next(ids), place.tokens, in_memory(self._bodies[place], self._layout.shapes(place)))
+                block = KVBlock(next(ids), place.tokens, self._arrays[place])
             blocks.append(block)
-        if self._state and self._state in self._bodies:
-            shapes = self._layout.shapes(self._state)
-            blocks[-1] = replace(blocks[-1], state=in_memory(self._bodies[self._state], shapes))
+        if self._state and self._state in self._arrays:
+            blocks[-1] = replace(blocks[-1], state=self._arrays[self._state])
         return blocks
 
     def _free(self) -> None:
         self._pool.free([*self._ids, *(block.block_id for block in self._held.values())], self.agent_id)
-        self._bodies.clear()
+        self._arrays.clear()
 
 
-def _memory(nbytes: int) -> mx.array:
-    """Bytes to be received into, evaluated, so that another thread may make arrays of them."""
-    memory = mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes]  # MLX fills words eight times as fast
-    mx.eval(memory)
-    return memory
+def _made(bodies: Sequence[tuple[Place, mx.array]], digests: Mapping[str, str], shapes: Shapes) -> dict[Place, Arrays]:
+    """Arrays of these shapes, in the memory in which they have come: of all that are what was sealed."""
+    return {
+        place: in_memory(body, shapes)
+        for place, body in bodies
+        if place.digest([np.asarray(body).data]) == digests[place.seal]
+    }

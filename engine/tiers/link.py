@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
 from typing import Any, TypeVar
 
@@ -56,6 +57,7 @@ class Link:
         self.rates = Rates()
         self._turns = asyncio.Semaphore(AT_ONCE)
         self._loop = uvloop.new_event_loop()
+        self._beside = ThreadPoolExecutor(1, "kvpage-beside")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
         self._thread.start()
 
@@ -109,6 +111,10 @@ class Link:
         self.breaker.succeeded()
         return done
 
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Have it done on a thread of its own, while bytes come and go on this one."""
+        return await self._loop.run_in_executor(self._beside, work)
+
     def progressed(self) -> None:
         """An answer or a chunk of what is attempted has come, or a chunk has gone: the deadline counts anew."""
         limit = _limit.get()
@@ -130,6 +136,7 @@ class Link:
             self.do(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join()
+            self._beside.shutdown()
             self._loop.close()
 
     async def _close(self) -> None:
