@@ -365,7 +365,9 @@ def test_a_fork_costs_no_bytes_and_outlives_what_it_was_made_from(
     assert [(info.agent_id, info.tokens, info.tiers) for info in store.agents()] == [
         ("bob", 50, ("hot", "page", "cold"))
     ]
+    assert [store.agent("bob"), store.agent("alice")] == [*store.agents(), None]
     elsewhere = stores()
+    assert [elsewhere.agent("bob"), elsewhere.agent("alice")] == [*elsewhere.agents(), None]
     assert elsewhere.fork("bob", "carol")
     assert recalled(elsewhere, pool, "carol", None) == ("page", 50)
     store.delete("bob")

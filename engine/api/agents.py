@@ -74,10 +74,10 @@ def _asked(request: Request) -> tuple[Service, Tenant]:
 
 async def _info(service: Service, tenant: Tenant, given: str) -> dict[str, Any]:
     agent_id = tenant.agent(given, "agent_id")
-    for info in await asyncio.to_thread(service.engine.store.agents):
-        if info.agent_id == agent_id:
-            return _shown(info, tenant)
-    raise _unknown(given)
+    info = await asyncio.to_thread(service.engine.store.agent, agent_id)
+    if not info:
+        raise _unknown(given)
+    return _shown(info, tenant)
 
 
 def _is_of(tenant: Tenant, info: AgentInfo) -> bool:

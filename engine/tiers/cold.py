@@ -120,6 +120,10 @@ class SafetensorsCacheAdapter:
         """Whose contexts are here, of this model or of others."""
         return sorted(path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
 
+    def has(self, agent_id: str) -> bool:
+        """Whether there is a file of the agent's, of this model or of another."""
+        return self._path(agent_id).exists()
+
     def save(self, context: AgentBlocks) -> int | None:
         """Write a context, in place of the agent's last one. The file's size; None when it failed.
 

@@ -179,6 +179,10 @@ class PageTier:
         """Whose contexts are here, of this model or of others."""
         return self._ask(refs.agents(self._link.server)) or []
 
+    def has(self, agent_id: str) -> bool:
+        """Whether there is a context of the agent, of this model or of another."""
+        return bool(self._ask(self._link.server.exists(refs.manifest_key(check_agent_id(agent_id)))))
+
     def tokens_of(self, agent_id: str) -> int | None:
         """How many tokens are stored of the agent; None when there is nothing of this model."""
         raw = self._ask(self._link.server.get(refs.manifest_key(check_agent_id(agent_id))))

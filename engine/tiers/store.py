@@ -28,7 +28,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.claim import Claim, Claims
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher
-from engine.tiers.hot import HotTier
+from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
 from engine.tiers.pages import PageTier
@@ -256,26 +256,20 @@ class AgentCacheStore:
         on_file = set(self._cold.agents()) if self._cold else set()
         with self._changed:
             hot = {entry.context.agent_id: entry for entry in self._hot}
-        infos = []
-        for agent_id in sorted(on_server | on_file | hot.keys()):
-            entry = hot.get(agent_id)
-            tokens = len(entry.context) if entry and entry.whole else None
-            if tokens is None and self._pages and agent_id in on_server:
-                tokens = self._pages.tokens_of(agent_id)
-            if tokens is None and self._cold:
-                tokens = self._cold.reach(agent_id)
-            tiers = [tier for tier, has in (("hot", hot), ("page", on_server), ("cold", on_file)) if agent_id in has]
-            infos.append(
-                AgentInfo(
-                    agent_id,
-                    tokens or 0,
-                    tuple(tiers),
-                    (tokens or 0) * self.spec.token_nbytes,
-                    bool(entry and entry.owed),
-                    bool(entry and entry.pinned),
-                )
-            )
-        return infos
+        return [
+            self._info(agent_id, hot.get(agent_id), on_server=agent_id in on_server, on_file=agent_id in on_file)
+            for agent_id in sorted(on_server | on_file | hot.keys())
+        ]
+
+    def agent(self, agent_id: str) -> AgentInfo | None:
+        """What is remembered of one; None if nothing is. Asks for this one alone."""
+        check_agent_id(agent_id)
+        on_server = bool(self._pages and self._pages.has(agent_id))
+        on_file = bool(self._cold and self._cold.has(agent_id))
+        with self._changed:
+            entry = self._hot.look(agent_id)
+        known = entry or on_server or on_file
+        return self._info(agent_id, entry, on_server=on_server, on_file=on_file) if known else None
 
     def metrics(self) -> StoreMetrics:
         """How it went so far, and what there is now."""
@@ -307,6 +301,21 @@ class AgentCacheStore:
             self._prefixes.clear()
         if self._pages:
             self._pages.close()
+
+    def _info(self, agent_id: str, entry: CacheEntry | None, *, on_server: bool, on_file: bool) -> AgentInfo:
+        tokens = len(entry.context) if entry and entry.whole else None
+        if tokens is None and self._pages and on_server:
+            tokens = self._pages.tokens_of(agent_id)
+        if tokens is None and self._cold:
+            tokens = self._cold.reach(agent_id)
+        return AgentInfo(
+            agent_id,
+            tokens or 0,
+            tuple(tier for tier, has in (("hot", entry), ("page", on_server), ("cold", on_file)) if has),
+            (tokens or 0) * self.spec.token_nbytes,
+            bool(entry and entry.owed),
+            bool(entry and entry.pinned),
+        )
 
     def _in_memory(self, agent_id: str, tokens: Sequence[int] | None) -> Found:
         entry = self._hot.use(agent_id)
