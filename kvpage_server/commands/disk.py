@@ -129,23 +129,35 @@ class Ahead(Generic[T]):
 
     def loan_of(self, entries: Sequence[Entry | None]) -> Part | None:
         """All of a step in one piece, when it was lent as it is."""
-        first = entries[0]
-        loan = self.lent.get(first) if type(first) is Cold else None
-        return loan.whole if loan is not None and loan.is_intact and loan.values == entries else None
+        loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
+        return None if loan is None else loan.part(entries)
 
     def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
         return [value for value in self._find(tiered, step) if value not in self.lent]
 
     def _look_ahead(self, tiered: Tiered) -> None:
-        """Have what the next steps need fetched; nobody waits for it yet."""
+        """Have what the next steps need fetched; nobody waits for it yet. The first goes ahead, the others follow."""
         sizes, steps = self._sizes, self._steps
-        while not sizes or (len(sizes) < _MOST_STEPS and sum(sizes) < _MOST_AHEAD):
+        if sum(sizes) > _MOST_AHEAD // 2:
+            return
+        wanted: dict[Cold, None] = {}
+        begins = not sizes
+        while begins or (len(sizes) < _MOST_STEPS and sum(sizes) < _MOST_AHEAD):
             if self._at + len(sizes) == len(steps):
                 break
             values = self._lacking(tiered, steps[self._at + len(sizes)])
             self._fetched.append(values)
             sizes.append(sum(value.size for value in values))
-            tiered.fetch(values, _nothing, self._lent_to(values))
+            wanted.update(dict.fromkeys(values))
+            if begins:
+                self._fetch(tiered, wanted)
+                begins = False
+        self._fetch(tiered, wanted)
+
+    def _fetch(self, tiered: Tiered, wanted: dict[Cold, None]) -> None:
+        values = list(wanted)
+        tiered.fetch(values, _nothing, self._lent_to(values))
+        wanted.clear()
 
     def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
         kind = self._kind  # of a page or a block: strings are of no unit

@@ -271,7 +271,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
                 if type(entry) is Slot and type(entry.unit) is Block:
                     pieces.append(entry)
                 elif type(entry) is Cold and type(entry.unit) is Block:
-                    pieces.append(ahead.lent[entry].part(entry))
+                    pieces.append(ahead.lent[entry].part_of(entry))
                 elif is_page(entry):
                     pieces += spell_page(entry)
                 else:

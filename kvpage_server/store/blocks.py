@@ -35,7 +35,7 @@ def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tupl
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        return (lent[slot].part(slot) if type(slot) is Cold else slot,)
+        return (lent[slot].part_of(slot) if type(slot) is Cold else slot,)
     return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in keyspace.pages_of(block)), b"\r\n")
 
 

@@ -76,10 +76,11 @@ class Fetching(Known):
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
         size = sum(value.size for value in values)
-        if not self.maxmemory or self.used_memory + 2 * size <= self.maxmemory:  # slots take more than what is in them
+        needs = 2 * size  # at most: slots take more than what is in them
+        if not self.maxmemory or self.used_memory + needs <= self.maxmemory:
             return True
         since = max(self._bytes_lent - self.maxmemory, 0)
-        if any(value.lent >= since for value in values):
+        if needs <= self.maxmemory and any(value.lent >= since for value in values):
             return True
         for value in values:
             value.lent = self._bytes_lent

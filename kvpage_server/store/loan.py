@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 from kvpage_server.store.arena import Arena, Part
 from kvpage_server.store.cold import Cold
@@ -39,12 +40,22 @@ class Loan:
         view = self._memory.body
         return [view[start : start + value.size] for start, value in zip(self._starts, self.values, strict=True)]
 
-    @property
-    def whole(self) -> Part:
-        """All of them, in order."""
-        return self._memory.part(len(_END), self._memory.size)
+    def part(self, values: Sequence[object]) -> Part | None:
+        """Values that lie there side by side and are intact, in one piece; None when they are something else."""
+        try:
+            at = self.values.index(cast(Cold, values[0]))
+        except ValueError:
+            return None
+        if not self.is_intact or self.values[at : at + len(values)] != values:
+            return None
+        last = at + len(values) - 1
+        return self._memory.part(self._start(at), self._starts[last] + self.values[last].size + len(_END))
 
-    def part(self, value: Cold) -> Part:
-        """One of them."""
-        start = self._starts[self.values.index(value)]
-        return self._memory.part(start - len(b"$%d\r\n" % value.size), start + value.size + len(_END))
+    def part_of(self, value: Cold) -> Part:
+        """One of them, which is intact."""
+        at = self.values.index(value)
+        return self._memory.part(self._start(at), self._starts[at] + value.size + len(_END))
+
+    def _start(self, at: int) -> int:
+        """Where a value's frame begins."""
+        return self._starts[at - 1] + self.values[at - 1].size + len(_END) if at else len(_END)
