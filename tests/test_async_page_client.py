@@ -54,6 +54,20 @@ async def test_pages_come_back_as_they_were_written(pages: AsyncPageClient) -> N
     assert not await pages.exists(keys[1])
 
 
+async def test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for(
+    pages: AsyncPageClient,
+) -> None:
+    written = batch(100, rows=512)
+    await pages.mset(written[:60])
+    keys, into = [page.key for page in written], room(written)
+    for _ in range(2):
+        assert await pages.mget_into(keys, into, deadline=5) == [True] * 60 + [False] * 40
+        assert all(map(same, into[:60], written[:60]))
+        assert await pages.mexists(keys[58:62], deadline=5) == [True, True, False, False]
+        assert await pages.mget_into(keys[:60], into[:60], deadline=5) == [True] * 60
+        assert await pages.exists(keys[0], deadline=5)
+
+
 async def test_one_page_at_a_time(pages: AsyncPageClient) -> None:
     (page,) = batch(1)
     await pages.set_page(page, ttl=100)

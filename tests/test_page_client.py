@@ -90,6 +90,18 @@ def test_what_is_missing_is_a_miss_and_what_is_there_still_arrives(pages: PageCl
     assert pages.exists(keys[1])
 
 
+def test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for(pages: PageClient) -> None:
+    written = batch(100, rows=512)
+    pages.mset(written[:60])
+    keys, into = [page.key for page in written], room(written)
+    for _ in range(2):
+        assert pages.mget_into(keys, into, deadline=5) == [True] * 60 + [False] * 40
+        assert all(map(same, into[:60], written[:60]))
+        assert pages.mexists(keys[58:62], deadline=5) == [True, True, False, False]
+        assert pages.mget_into(keys[:60], into[:60], deadline=5) == [True] * 60
+        assert pages.exists(keys[0], deadline=5)
+
+
 def test_nothing_asked_is_nothing_answered(pages: PageClient) -> None:
     pages.mset([])
     assert pages.mget([]) == pages.mget_into([], []) == pages.mexists([]) == []

@@ -232,21 +232,22 @@ async def _pass_through(conversation: Conversation[Any]) -> None:
         if not events:
             await asyncio.sleep(0)
         else:
-            ready = await _ready(loop, sock, events)
+            ready = await _ready(loop, sock, events, conversation.patience)
         try:
             events = steps.send(ready)
         except StopIteration:
             return
 
 
-async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, events: int) -> int:
-    """Which of the events came first."""
+async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, events: int, patience: float | None) -> int:
+    """Which of the events came first; 0 if none has come when the patience, in seconds, ends."""
     came: asyncio.Future[int] = loop.create_future()
 
     def tell(event: int) -> None:
         if not came.done():
             came.set_result(event)
 
+    timer = loop.call_later(patience, tell, 0) if patience else None
     try:
         if events & READ:
             loop.add_reader(sock, tell, READ)
@@ -256,3 +257,5 @@ async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, events: i
     finally:
         loop.remove_reader(sock)
         loop.remove_writer(sock)
+        if timer:
+            timer.cancel()

@@ -28,6 +28,10 @@ class Receiver(Protocol):
     def done(self) -> bool:
         """Whether everything is there."""
 
+    @property
+    def expected(self) -> int:
+        """How many bytes will come next, as far as can be told."""
+
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order."""
 
@@ -64,6 +68,11 @@ class Values:
         self._filled = 0
         self._steps = self._parse(count)
         next(self._steps)
+
+    @property
+    def expected(self) -> int:
+        """The rest of the long string that is being received."""
+        return len(self._room) - self._filled
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong."""

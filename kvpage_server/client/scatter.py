@@ -91,6 +91,18 @@ class Bodies:
         wanted[0] = wanted[0][self._here - self._start(at) :]
         return wanted
 
+    @property
+    def expected(self) -> int:
+        """All that will come if nothing is missing, once an answer has begun like that; else the rest of a body."""
+        if self._dropping is not None:
+            return self._dropping[1]
+        if self._line is not None or not self._here:
+            return 0
+        if not self._missed:
+            return self._ends[-1] - self._here
+        item, within = divmod(bisect_right(self._ends, self._here), self._width)
+        return self._ends[self._width * (item + 1) - 1] - self._here if within else 0
+
     def _start(self, at: int) -> int:
         """Where in the expected answer a segment starts."""
         return self._ends[at - 1] if at else 0
