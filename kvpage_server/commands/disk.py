@@ -26,7 +26,7 @@ from kvpage_server.store.tiered import Tiered
 P = ParamSpec("P")
 T = TypeVar("T")
 
-_MOST_AHEAD = 4 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
+_MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
 _MOST_STEPS = 8  # that are looked at
 
 _READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
