@@ -410,6 +410,26 @@ def test_a_tool_is_called_in_a_stream(caller: RunningEngine) -> None:
     assert last.choices[0].finish_reason == "tool_calls"
 
 
+def test_a_body_has_its_time(caller: RunningEngine) -> None:
+    """A byte now and then does not keep a connection."""
+    with socket.create_connection(("127.0.0.1", caller.port), timeout=10) as sock:
+        sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n{")
+        sock.settimeout(0.2)
+        received = b""
+        deadline = time.monotonic() + 10
+        while time.monotonic() < deadline:
+            try:
+                if not (part := sock.recv(4096)):
+                    break
+                received += part
+            except TimeoutError:
+                sock.sendall(b" ")
+    assert received.startswith(b"HTTP/1.1 408 ")
+    assert json.loads(received.partition(b"\r\n\r\n")[2])["error"]["code"] == "timeout"
+    assert time.monotonic() < deadline
+    assert 'endpoint="chat",status="408"' in httpx.get(f"{caller.url}/metrics").text
+
+
 def test_time_is_up(caller: RunningEngine) -> None:
     endless = {"model": "caller", "prompt": "a", "max_tokens": 4000, "temperature": 0}
     reply = post(caller, "/v1/completions", endless)

@@ -31,6 +31,8 @@ class ApiError(Exception):
         headers: Mapping[str, str] = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
+        if self.status in (408, 413):
+            headers = {"Connection": "close"}  # the rest of the body is not waited for
         return JSONResponse(self.body, self.status, headers)
 
 

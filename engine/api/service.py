@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import uuid
 from dataclasses import dataclass
 
@@ -14,6 +15,8 @@ from engine.api.prompts import Prompts
 from engine.api.schema import Asked
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.assembly import Engine
+
+BODY_WITHIN = 30.0  # seconds that a client has to send it, at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,17 @@ class Service:
         return self._tokens.tenant(request)
 
     async def body(self, request: Request) -> bytes:
-        """What was sent. Raises ApiError when it is too much."""
+        """What was sent. Raises ApiError when it is too much, or too slow."""
         body = bytearray()
-        async for part in request.stream():
-            body += part
-            if len(body) > self.limits.body:
-                raise ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
+        within = min(BODY_WITHIN, self.limits.seconds)
+        try:
+            async with asyncio.timeout(within):
+                async for part in request.stream():
+                    body += part
+                    if len(body) > self.limits.body:
+                        raise ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
+        except TimeoutError as error:
+            raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from error
         return bytes(body)
 
     def check_model(self, model: str) -> None:
