@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 
-from benchmarks import growth, latency, processes, readme, redis_py
+from benchmarks import growth, latency, processes, readme, receiving, redis_py
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.pairs import GENERATIONS, Contestant, Passes, compare, cpu, cpu_ratio, speed, speed_ratio
 from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
@@ -145,6 +145,7 @@ def main(arguments: list[str] | None = None) -> None:
             whole.run(Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
         findings = [*whole.findings, *single.findings]
         findings += redis_py.findings(ours, rounds=rounds)
+        findings += receiving.findings(ours, rounds=rounds)
         findings += latency.findings(ours, redis, rounds=rounds)
         about = {
             "servers": [server.name for server in (ours, redis, valkey)],

@@ -6,36 +6,21 @@ pays is the client's CPU time.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import chain
-from statistics import median
 from typing import Any
 
 import redis
 from redis.connection import DefaultParser
 
+from benchmarks.client_costs import Way, compared
 from benchmarks.findings import Finding
 from benchmarks.pairs import GENERATIONS
 from benchmarks.servers import Server
-from kvpage_server.bench.measure import GB
 from kvpage_server.bench.work import Pages
 from kvpage_server.client import PageClient
 
 _TARGETS = {"write": 4.0, "read": 1.5}
-
-
-Way = tuple[Callable[[int], Any], Callable[[int, Any], bool]]  # what moves a generation, and whether it is right
-
-
-@dataclass(frozen=True)
-class Pass:
-    """All generations, moved once."""
-
-    gb_per_s: float
-    cpu_s_per_gb: float  # of this process, the client
-    server_busy: float  # of the time, 0 to 1
 
 
 def findings(server: Server, *, rounds: int) -> Iterator[Finding]:
@@ -48,49 +33,10 @@ def findings(server: Server, *, rounds: int) -> Iterator[Finding]:
         their_ways = {"write": _redis_py_writes(theirs, work), "read": _redis_py_reads(theirs, work)}
         for op, way in ways.items():
             their_way = their_ways[op.removeprefix("verified ")]
-            found = [(_pass(way, work, server), _pass(their_way, work, server)) for _ in range(rounds + 1)][1:]
-            name, against = f"PageClient, {op} {work.name}", f"redis-py with {parser}"
-            yield _finding(name, against, "GB/s", found, lambda one: one.gb_per_s, _TARGETS.get(op), note=_busy(found))
-            yield _finding(name, against, "client CPU s/GB", found, lambda one: one.cpu_s_per_gb)
+            names = f"PageClient, {op} {work.name}", f"redis-py with {parser}"
+            yield from compared(names, (way, their_way), work, server, rounds=rounds, at_least=_TARGETS.get(op))
         theirs.flushall()
         theirs.close()
-
-
-def _finding(
-    name: str,
-    against: str,
-    what: str,
-    found: list[tuple[Pass, Pass]],
-    of: Callable[[Pass], float],
-    at_least: float | None = None,
-    note: str = "",
-) -> Finding:
-    ours, theirs = (median(map(of, passes)) for passes in zip(*found, strict=True))
-    ratio = median(of(one) / of(other) for one, other in found)
-    return Finding(name, against, what, f"{ours:.2f} / {theirs:.2f}", ratio, at_least=at_least, note=note)
-
-
-def _busy(found: list[tuple[Pass, Pass]]) -> str:
-    """Who waits for whom when it is PageClient that asks."""
-    client = median(ours.gb_per_s * ours.cpu_s_per_gb for ours, _ in found)
-    return f"client busy {client:.0%}, server {median(ours.server_busy for ours, _ in found):.0%}"
-
-
-def _pass(way: Way, work: Pages, server: Server) -> Pass:
-    move, right = way
-    seconds = used = served = 0.0
-    for generation in range(GENERATIONS):
-        work.batches[generation].spoil()
-        served_before = server.cpu_seconds()
-        started, before = time.perf_counter(), time.process_time()
-        answer = move(generation)
-        seconds += time.perf_counter() - started
-        used += time.process_time() - before
-        served += server.cpu_seconds() - served_before
-        if not right(generation, answer):
-            raise AssertionError("the bytes that were read are not those that were written")
-    gigabytes = GENERATIONS * work.total / GB
-    return Pass(gigabytes / seconds, used / gigabytes, served / seconds)
 
 
 def _writes(client: PageClient, work: Pages) -> Way:
