@@ -77,16 +77,15 @@ class Api:
         reply = connection.getresponse()
         if reply.status != 200:
             raise RuntimeError(f"{reply.status}: {reply.read().decode()}")
+        came = [(time.perf_counter(), line) for line in reply if line.startswith(b"data: {")]
+        connection.close()
         texts, times, kvpage = [], [asked], {}
-        for line in reply:
-            if not line.startswith(b"data: {"):
-                continue
+        for when, line in came:  # read when all have come: the client's own work is not the server's
             chunk = json.loads(line[6:])
             kvpage = chunk.get("kvpage", kvpage)
             if text := chunk["choices"] and chunk["choices"][0]["delta"].get("content"):
-                times.append(time.perf_counter())
+                times.append(when)
                 texts.append(text)
-        connection.close()
         gaps = [after - before for before, after in pairwise(times[1:])]
         return Reply(times[1] - asked, "".join(texts), gaps, kvpage)
 
