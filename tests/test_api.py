@@ -261,6 +261,9 @@ BAD = {
     "penalties": (asked(frequency_penalty=0.5), "frequency_penalty", 400),
     "biases": (asked(logit_bias={"5": 1}), "logit_bias", 400),
     "JSON wanted": (asked(response_format={"type": "json_object"}), "response_format.type", 400),
+    "sampling as other engines have it": (asked(top_k=5), "top_k", 400),
+    "a penalty of other engines": (asked(repetition_penalty=1.1), "repetition_penalty", 400),
+    "a function to be called": (asked(function_call={"name": "weather"}), "function_call", 400),
     "tools for a model without": (
         asked(tools=[{"type": "function", "function": {"name": "weather"}}]),
         "tools",
@@ -338,8 +341,8 @@ def test_fields_that_change_nothing_are_ignored(client: openai.OpenAI) -> None:
 @pytest.mark.parametrize("path", ["/nope", "/v1/nope", "/v1/chat/completions", "/v1/models/other"])
 def test_there_is_no_such_page(engine: RunningEngine, path: str) -> None:
     reply = httpx.get(engine.url + path, headers={"Authorization": "Bearer acme-secret"})
-    assert reply.status_code in (404, 405)
-    assert reply.json()["error"]["message"]
+    assert (reply.status_code, reply.headers.get("allow")) in ((404, None), (405, "POST"))
+    assert path in reply.json()["error"]["message"] or "'other' is not served here" in reply.text
 
 
 def test_nothing_can_be_had_without_a_token_but_its_health(engine: RunningEngine) -> None:

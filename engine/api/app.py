@@ -59,7 +59,7 @@ def make_app(service: Service) -> Starlette:
         exception_handlers={
             ApiError: _handler(lambda error: error),
             ClientDisconnect: _handler(lambda error: ApiError(499, "the client has gone")),
-            HTTPException: _handler(lambda error: ApiError(error.status_code, error.detail)),
+            HTTPException: _no_such_page,
             Exception: _handler(lambda error: ApiError(500, "the server has failed; its log says why")),
         },
     )
@@ -80,6 +80,14 @@ def _handler(told: Callable[..., ApiError]) -> Callable[[Request, Exception], Aw
         return told(error).response()
 
     return handle
+
+
+async def _no_such_page(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"there is no {request.method} {request.url.path} here"
+    response = ApiError(error.status_code, message, code="unknown_url").response()
+    response.headers.update(error.headers or {})  # what is allowed instead
+    return response
 
 
 class _Counting:

@@ -149,6 +149,11 @@ class Asked(_Body):
     presence_penalty: Annotated[float, _only(0)] = 0.0
     logit_bias: Annotated[dict[str, Any], _only({})] = Field(default_factory=dict)
 
+    # Not OpenAI's: other engines', whose clients mean them.
+    top_k: Annotated[int, _only(0, -1)] = 0
+    min_p: Annotated[float, _only(0)] = 0.0
+    repetition_penalty: Annotated[float, _only(1, 0)] = 1.0
+
 
 class ChatBody(Asked):
     """Of POST /v1/chat/completions."""
@@ -160,6 +165,7 @@ class ChatBody(Asked):
     tools: list[Tool] = Field(default_factory=list)
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
     functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    function_call: Annotated[Any, _only("auto", "none")] = "auto"
     response_format: ResponseFormat | None = None
     modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
 
