@@ -88,7 +88,11 @@ def page_name(args: Sequence[Argument]) -> PageName:
 
 def page_key(args: Sequence[Argument]) -> bytes:
     """The key that five arguments spell, without looking at them: good enough to ask whether it is there."""
-    return b"kv:%b" % b":".join(plain_all(args[:NAME_ARGUMENTS]))
+    name: Sequence[Any] = args[:NAME_ARGUMENTS]
+    try:
+        return b":".join((b"kv", *name))
+    except TypeError:  # one of them is so long that it lies in the arena
+        return b":".join((b"kv", *plain_all(name)))
 
 
 def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
@@ -202,7 +206,10 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
     """The body."""
-    return _page_or_none(client, args, client.keyspace.read(page_key(args)))
+    entry = client.keyspace.read(page_key(args))
+    if type(entry) is Slot and type(entry.unit) is Block:
+        return (entry,)
+    return _page_or_none(client, args, entry)
 
 
 @command(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -17,6 +17,8 @@ from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, Wait, encode
+from kvpage_server.store.behind import WriteBehind
+from kvpage_server.store.spelling import Value
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 
@@ -37,7 +39,7 @@ class Transport(Protocol):
     def crowded(self) -> bool:
         """Whether so much waits to be sent that nothing should be added."""
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, when the peer takes them."""
 
     def pause_reading(self) -> None:
@@ -202,7 +204,7 @@ class Session:
             return
         left, deadline = MOST_COMMANDS, time.monotonic_ns() + TURN
         try:
-            while left and not self._ending and not self._waiting and not self._crowded:
+            while left and not (self._ending or self._waiting or (self._transport.queued and self._crowded)):
                 left -= 1
                 if self._stream is not None:
                     if not self._continue_stream(deadline):
@@ -242,7 +244,7 @@ class Session:
             return
         if self._ending:
             self._transport.close()
-        elif self._crowded:
+        elif self._transport.queued and self._crowded:
             self._transport.pause_reading()  # until drained() is called
         elif not left:
             self._transport.pause_reading()
@@ -294,10 +296,10 @@ class Session:
         elif not self._waiting:
             self._wait_for_a_turn()
 
-    def _note_promise(self, before: int) -> None:
+    def _note_promise(self, promised: WriteBehind[Value], before: int) -> None:
         """Changes that were made since have to be on disk before anything more is told."""
-        if self._promised is not None and self._promised.position != before:
-            self.client.owes = self._promised.position
+        if promised.position != before:
+            self.client.owes = promised.position
 
     def _answer(self, command: Command) -> None:
         client = self.client
@@ -307,7 +309,8 @@ class Session:
         except (Paused, Postponed):
             self._postponed = command
             raise
-        self._note_promise(before)
+        if self._promised is not None:
+            self._note_promise(self._promised, before)
         silent = client.silence != 0
         if silent:
             client.silence -= client.silence > 0
@@ -315,12 +318,15 @@ class Session:
             if reply.length is not None and not silent:
                 self._out.append(b"*%d\r\n" % reply.length)
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
+        elif type(reply) is tuple and not silent:
+            self._out += reply
+            for piece in reply:
+                if not isinstance(piece, bytes):
+                    self._borrowed += piece.size
+            if self._borrowed > HIGH_WATER:  # let it be felt when the peer does not read
+                self._flush()
         elif not silent:
             encode(reply, client.protocol, self._out)
-            if type(reply) is tuple:
-                self._borrowed += sum(len(piece if isinstance(piece, bytes) else piece.view) for piece in reply)
-                if self._borrowed > HIGH_WATER:  # let it be felt when the peer does not read
-                    self._flush()
 
     def _continue_stream(self, deadline: int) -> bool:
         """Take some steps; False when there was no time for more."""
@@ -346,7 +352,8 @@ class Session:
             in_time = time.monotonic_ns() < deadline
             if not in_time:
                 break
-        self._note_promise(before)
+        if self._promised is not None:
+            self._note_promise(self._promised, before)
         self._flush()
         return in_time
 
@@ -388,6 +395,8 @@ class Session:
 
     def _account(self) -> None:
         """Tell the server what this connection holds, and have the limits on it kept."""
+        if self._parser.is_idle and not (self._held or self._transport.queued or self.client.transaction):
+            return
         held = self.client.held
         if held != self._held and not self._gone:
             self._server.in_flight += held - self._held

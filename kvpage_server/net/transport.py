@@ -105,19 +105,36 @@ class SocketTransport:
         """Whether so much waits to be sent that nothing should be added."""
         return self.queued > HIGH_WATER
 
-    def write(self, pieces: Iterable[Piece]) -> None:
+    def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
         if self._over:
             return
-        size = 0
-        for piece in _joined(pieces):
-            buffer = piece if isinstance(piece, bytes) else piece.view
-            self._queue.append((buffer, piece))
-            size += len(buffer)
-        self.queued += size
+        pieces = _joined(pieces)
+        if len(pieces) == 1 and not self._queue:
+            if self._sent_at_once(pieces[0]):
+                return
+        else:
+            for piece in pieces:
+                buffer = piece if isinstance(piece, bytes) else piece.view
+                self._queue.append((buffer, piece))
+                self.queued += len(buffer)
         if not self._writing:
             self._flush()
         self._crowded = self._crowded or self.crowded
+
+    def _sent_at_once(self, piece: Piece) -> bool:
+        """Hand a piece to the kernel, when nothing waits; False when something of it is left, which waits now."""
+        buffer = piece if isinstance(piece, bytes) else piece.view
+        try:
+            sent = self._sock.send(buffer)
+        except OSError:
+            sent = 0  # the queue will meet it again
+        self.bytes_out += sent
+        left = len(buffer) - sent
+        if left:
+            self._queue.append((memoryview(buffer)[sent:], piece))
+            self.queued += left
+        return not left
 
     def _flush(self) -> None:
         try:
@@ -182,9 +199,9 @@ class SocketTransport:
         self._reader.lost()
 
 
-def _joined(pieces: Iterable[Piece]) -> Iterable[Piece]:
+def _joined(pieces: list[Piece]) -> list[Piece]:
     """The pieces as one if none of them lies in the store: short replies cost less so."""
-    if isinstance(pieces, list) and len(pieces) == 1:
+    if len(pieces) == 1:
         return pieces  # perhaps a message that others are sent, too
     try:
         return [b"".join(cast("Iterable[bytes]", pieces))]

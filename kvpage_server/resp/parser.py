@@ -170,6 +170,11 @@ class Parser:
         return self._bulk is not None
 
     @property
+    def is_idle(self) -> bool:
+        """Whether everything that was received has been taken."""
+        return self._pos == len(self._data) and not (self._missing or self._ready or self._args)
+
+    @property
     def pending(self) -> int:
         """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
         in_run = self._run.pending if self._run is not None else 0
@@ -203,6 +208,8 @@ class Parser:
                 command, self._args, self._size = self._args, [], 0
                 self._last_long, self._runs = (0, 0), True
                 return command
+            if self._pos == len(self._data):
+                return None
             if not self._looked and self._take_short_commands():
                 return self._ready.pop()
             if not self._start_command():
@@ -215,11 +222,12 @@ class Parser:
         """
         self._looked = True
         limits = self.limits
-        if self._data[self._pos : self._pos + 4] not in _FEW_WORDS_LINES:
+        data = self._data[self._pos :]
+        if data[:4] not in _FEW_WORDS_LINES:
             return False
         if limits.max_arguments < len(_FEW_WORDS) or limits.max_bulk < len(DECLARED):
             return False
-        lines: list[Any] = self._data[self._pos :].split(b"\r\n")
+        lines: list[Any] = data.split(b"\r\n")
         taken, whole, declared = 0, len(lines) - 1, DECLARED.get
         ready = self._ready
         while taken < whole:
@@ -232,7 +240,7 @@ class Parser:
             ready.append(words)
             taken = stop
         ready.reverse()  # `next` takes them from the end
-        self._ready_size = sum(map(len, lines[:taken])) + 2 * taken
+        self._ready_size = len(data) - sum(map(len, lines[taken:])) - 2 * (whole - taken)
         self._pos += self._ready_size
         return taken > 0
 

@@ -21,6 +21,10 @@ class Span(Protocol):
     def view(self) -> memoryview:
         """The bytes."""
 
+    @property
+    def size(self) -> int:
+        """How many of them are a value's."""
+
 
 Piece = bytes | Span
 

@@ -189,6 +189,11 @@ class Part:
         self.stop = stop
 
     @property
+    def size(self) -> int:
+        """How many they are."""
+        return self.stop - self.start
+
+    @property
     def view(self) -> memoryview:
         """The bytes."""
         start = self.slot.offset
