@@ -38,7 +38,7 @@ _CLOSE = 16, HEADER_SIZE + 16  # alignment, and room before a body for header an
 _WIDE = 64, HEADER_SIZE + 64
 _BESIDE = HEADER_SIZE + 16  # bytes of a slab that a body takes beside its own
 _CHUNK_SLOTS = 64
-_LARGEST_CHUNK = 4 * 1024 * 1024
+_SMALLEST_CHUNK, _LARGEST_CHUNK = 64 * 1024, 4 * 1024 * 1024
 MOST_SPARE = 128 * 1024 * 1024
 SPARE_FOR = 5.0  # seconds
 
@@ -52,8 +52,10 @@ class SizeClass:
         self.capacity = capacity  # bytes of the longest body
         align, before = _CLOSE if capacity < _SMALL else _WIDE
         self.slot_size = _round_up(before + capacity + _SUFFIX, align)
-        self.slots = max(min(_CHUNK_SLOTS, _LARGEST_CHUNK // self.slot_size), 1)  # a chunk
-        self.chunk_size = _round_up(self.slots * self.slot_size, mmap.PAGESIZE)
+        size = max(min(_CHUNK_SLOTS * self.slot_size, _LARGEST_CHUNK), _SMALLEST_CHUNK)
+        few = max(size // self.slot_size, 1) * self.slot_size
+        self.chunk_size = _round_up(few, mmap.PAGESIZE)
+        self.slots = self.chunk_size // self.slot_size  # a chunk
         self.offsets = [i * self.slot_size + before for i in reversed(range(self.slots))]  # of a chunk's bodies
         self.chunks = 0
         self.open: list[Chunk] = []  # chunks with a free slot; the last is cut first
