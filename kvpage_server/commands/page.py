@@ -36,7 +36,7 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
+from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page, lie_apart
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
@@ -270,6 +270,9 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         for some in steps:
             yield from ahead.next()
             entries = keyspace.read_all(some)
+            if lie_apart(entries):
+                yield (*entries,)
+                continue
             if loan := ahead.loan_of(entries):
                 yield (loan,)
                 continue

@@ -216,8 +216,6 @@ class Session:
                     break
                 self._postponed = None
                 self._answer(command)
-                if self._stream is not None:
-                    self._flush()
                 if self.client.finished > deadline:
                     left = 0
         except ProtocolError as error:

@@ -17,6 +17,7 @@ from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+_PATIENCE = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 _GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
 
 
@@ -48,6 +49,7 @@ class SocketTransport:
         self.bytes_out = 0
         self._reading = False
         self._watched = False  # whether the loop tells when there is something to read
+        self._told_in_vain = 0  # so many times since reading was paused
         self._writing = False
         self._closing = False
         self._over = False
@@ -60,6 +62,7 @@ class SocketTransport:
         """Go on reading."""
         if not self._closing:
             self._reading = True
+            self._told_in_vain = 0
             if not self._watched:
                 self._watched = True
                 self._loop.add_reader(self._sock, self._readable)
@@ -76,7 +79,9 @@ class SocketTransport:
 
     def _readable(self) -> None:
         if not self._reading:
-            self._ignore_reading()
+            self._told_in_vain += 1
+            if self._told_in_vain > _PATIENCE:
+                self._ignore_reading()
             return
         left = READ_TURN
         while left > 0 and self._reading:
@@ -114,10 +119,9 @@ class SocketTransport:
             if self._sent_at_once(pieces[0]):
                 return
         else:
-            for piece in pieces:
-                buffer = piece if isinstance(piece, bytes) else piece.view
-                self._queue.append((buffer, piece))
-                self.queued += len(buffer)
+            buffers = [piece if isinstance(piece, bytes) else piece.view for piece in pieces]
+            self._queue.extend(zip(buffers, pieces, strict=True))
+            self.queued += sum(map(len, buffers))
         if not self._writing:
             self._flush()
         self._crowded = self._crowded or self.crowded

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from operator import attrgetter
 from typing import NamedTuple, TypeGuard
 
 from kvpage_server.page import PageError, PageHeader, PageKey
@@ -46,9 +48,18 @@ class PageName(NamedTuple):
 NewPage = tuple[PageName, Slot, int]  # a page to be stored: its header and body in the slot, when it expires
 
 
+_UNIT = attrgetter("unit")
+_SLOTS, _BLOCKS = {Slot}, {Block}
+
+
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
     """Whether a value is a page."""
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
+
+
+def lie_apart(entries: Sequence[Entry | None]) -> TypeGuard[list[Slot]]:
+    """Whether all of them are pages, each in a slot of its own."""
+    return set(map(type, entries)) == _SLOTS and set(map(type, map(_UNIT, entries))) == _BLOCKS
 
 
 def page_named(key: bytes) -> PageKey | None:
