@@ -1,16 +1,14 @@
 """allkeys-prefix: what is used again is kept longer, what extends a prefix goes before the prefix.
 
 **Kinds.** Units are of five kinds, each a queue by last use: ends of a chain that were used once, others used once,
-and those used 2 or 3, 4 to 7, 8 or more times. Among the first of each queue the victim is the one with the lowest
-``last use + bonus of its kind``. Time is counted in units that came, so nothing ages while nothing comes. What came
-last stays, as long as there is anything else: who writes a chain may not be through.
+and those used 2 or 3, 4 to 7, 8 or more times. Among the first of each queue the victim is the one that is worth the
+least. Time is counted in units that came, so nothing ages while nothing comes. What came last stays, as long as there
+is anything else: who writes a chain may not be through.
 
-**Bonuses** are learned. A unit that leaves is a ghost: its name, kind and last use are remembered. If ghosts of one
-kind come back more often, each for the time it was one, than those of units used once, that kind left too early and its
-bonus grows; if less often, it shrinks. A bonus is a multiple of the mean time between two uses of a unit, so that it is
-long enough for the next use, and not much longer, whatever the size of the store. (ARC, Megiddo and Modha, FAST '03,
-learns from ghosts how to share memory between what was used once and more often; LHD, Beckmann et al., NSDI '18, ranks
-by how often a kind is hit for the time it takes up.)
+**Worth** is learned: how often units of a kind and an age are used again (`worth`). A unit that leaves is a ghost: its
+name, kind and last use are remembered, and count as those of a unit that is there. So it is seen what comes back after
+it had to go. (ARC, Megiddo and Modha, FAST '03, learns from ghosts how to share memory between what was used once and
+more often; LHD, Beckmann et al., NSDI '18, ranks by how often a class and age is hit for the time it takes up.)
 
 **Prefixes.** The owner says which units extend which (`follows`). Units that something extends leave the queue when
 their turn comes, and are the next to go when nothing does any more: chains go from their ends. While the end of one is
@@ -25,10 +23,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
-from math import exp, inf, log2
+from math import inf
 
 from kvpage_server.store.eviction import BURST, Unit, name_of
 from kvpage_server.store.queues import NOBODY, QUEUES, Queues
+from kvpage_server.store.worth import Worth
 
 _END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
 _KINDS = range(1, QUEUES + 1)
@@ -36,16 +35,8 @@ _KINDS = range(1, QUEUES + 1)
 _FRESH = 8  # units that came since
 _GHOSTS = 4  # for each unit
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
-# By kind, with none at 0. A bonus is in times the mean time between uses, and for the last two kinds in twice and three
-# times that.
-_FIRST_BONUS = (0.0, -4.0, 0.0, 1.0, 1.0, 1.0)
-_LOWEST, _HIGHEST = (0.0, -4.0, 0.0, -1.0, -1.0, -1.0), (0.0, 1.0, 0.0, 4.0, 4.0, 4.0)
-_TIMES = (0, 1, 0, 1, 2, 3)
-_LEARN = 1.0  # of a doubling, in the mean time between uses
-_MEMORY = 4  # times as many units as there are: how much time what was learned is worth
-_DOUBT = 8  # comebacks a kind is taken to have had at the mean rate
-_LEARN_EVERY = 64  # units that came
-_MEAN_OVER = 256  # uses
+# By kind, with none at 0: what was used twice as often is used again twice as soon, and the end of a prompt seldom.
+_EXPECTED = (1.0, 0.25, 1.0, 2.0, 4.0, 8.0)
 _MOST_STEPS = 4096  # up a chain, to see that it does not bite its tail
 _USES_BITS, _KIND_BITS = 8, 3
 
@@ -60,14 +51,7 @@ class Prefix(Queues):
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
         self._aside: list[tuple[Unit, int, int]] = []  # units that were spared, with their places and their parents'
         self._gone = 0  # so many were evicted since the last of them were queued again
-        self._between = 0.0  # two uses of a unit, on average
-        self._seen = 0  # so many uses went into it
-        self._factor = list(_FIRST_BONUS)
-        self._bonus = [0.0] * (QUEUES + 1)
-        self._learned = 0  # when
-        self._absent = [0] * (QUEUES + 1)  # ghosts by kind
-        self._away = [0.0] * (QUEUES + 1)  # for how long they were, together
-        self._back = [0.0] * (QUEUES + 1)  # how many came back
+        self._worth = Worth(_EXPECTED)
 
     # -- uses ------------------------------------------------------------------------------------------------------
 
@@ -77,16 +61,21 @@ class Prefix(Queues):
         if place is None:
             self._come(self._place_of(unit), self._uses_before(unit))
             return
-        if self._older >= 0 and self._is_older(place):
+        if self._waits(place):
             self._take(place)
             self._come(place, 1)
             return
         self._unlink(place)
+        kind, last = self._queue[place] - self._home, self._last[place]
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
-            self._note_time_between(self._time - self._last[place])
+            self._worth.used_again(kind, last, self._time)
             uses = self._uses[place] = min(self._uses[place] + 1, 255)
-            self._queue[place] = self._home + _kind(uses)
+            kind = _kind(uses)
+            self._queue[place] = self._home + kind
+        else:
+            self._worth.ended(kind, last)
+        self._worth.began(kind, self._time)
         self._at[place] = self.now
         self._last[place] = self._time
         self._link(place, self._before[self._queue[place]])
@@ -97,9 +86,7 @@ class Prefix(Queues):
         if ghost is None:
             return 1
         last, before, kind = _unpacked(ghost)
-        self._absent[kind] -= 1
-        self._back[kind] += 1
-        self._note_time_between(self._time - last)
+        self._worth.used_again(kind, last, self._time)
         return min(before + 1, 255)
 
     def _come(self, place: int, uses: int) -> None:
@@ -107,15 +94,17 @@ class Prefix(Queues):
         self._at[place] = self.now
         self._enter(place, uses, self._time)
         self._link(place, self._before[self._queue[place]])
-        if self._time - self._learned >= _LEARN_EVERY:
-            self._learn()
+        if self._time >= self._worth.due:
+            self._worth.learn(self._time, len(self._places))
 
     def _enter(self, place: int, uses: int, last: int) -> None:
         self._uses[place] = uses
         self._counted[place] = self._at[place]
         self._last[place] = last
         self._parent[place], self._children[place] = NOBODY, 0
-        self._queue[place] = self._home + _kind(uses)
+        kind = _kind(uses)
+        self._queue[place] = self._home + kind
+        self._worth.began(kind, last)
 
     def _inherit(self, place: int) -> None:
         self._before_time -= 1
@@ -129,7 +118,7 @@ class Prefix(Queues):
         before = NOBODY
         for unit in units:
             place = self._places.get(unit, NOBODY)
-            if self._older >= 0 and self._is_older(place):
+            if self._waits(place):
                 place = NOBODY
             if NOBODY not in (before, place) and self._is_orphan(place) and not self._descends(before, place):
                 self._adopt(before, place)
@@ -176,6 +165,8 @@ class Prefix(Queues):
 
     def _requeue(self, place: int, kind: int) -> None:
         self._unlink(place)
+        self._worth.ended(self._queue[place] - self._home, self._last[place])
+        self._worth.began(kind, self._last[place])
         queue = self._queue[place] = self._home + kind
         first = self._after[queue]
         is_first = first != queue and self._last[place] < self._last[first]
@@ -185,11 +176,29 @@ class Prefix(Queues):
 
     def removed(self, unit: Unit) -> None:
         """The unit is gone and not missed."""
-        place = self._places.pop(unit, None)
+        place = self._places.get(unit)
         if place is None:
             return
+        if not self._waits(place):
+            self._worth.ended(self._queue[place] - self._home, self._last[place])
+        self._leave(unit, place)
+
+    def evicted(self, unit: Unit) -> None:
+        """The unit is gone for want of room."""
+        place = self._places.get(unit)
+        if place is None:
+            return
+        if not self._waits(place):
+            self._remember(unit, place)
+        self._leave(unit, place)
+
+    def _waits(self, place: int) -> bool:
+        return self._older >= 0 and self._is_older(place)
+
+    def _leave(self, unit: Unit, place: int) -> None:
+        del self._places[unit]
         self._units[place] = None
-        if self._older >= 0 and self._is_older(place):
+        if self._waits(place):
             self._take(place)
             self._give_back(place)
             return
@@ -198,24 +207,20 @@ class Prefix(Queues):
         if not self._children[place]:
             self._give_back(place)
 
-    def evicted(self, unit: Unit) -> None:
-        """The unit is gone for want of room."""
-        place = self._places.get(unit)
-        if place is None or (self._older >= 0 and self._is_older(place)):
-            self.removed(unit)
-            return
-        kind = self._queue[place] - self._home
+    def _remember(self, unit: Unit, place: int) -> None:
+        """A unit becomes a ghost."""
+        self._gone += 1
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:
-            self._absent[_unpacked(old)[2]] -= 1
-        self._ghosts[name] = _packed(self._last[place], self._uses[place], kind)
-        self._absent[kind] += 1
-        self._gone += 1
-        self.removed(unit)
+            self._forget(old)
+        self._ghosts[name] = _packed(self._last[place], self._uses[place], self._queue[place] - self._home)
         most = min(max(_GHOSTS * len(self), _FEWEST_GHOSTS), _MOST_GHOSTS)
         while len(self._ghosts) > most:
-            _, ghost = self._ghosts.popitem(last=False)
-            self._absent[_unpacked(ghost)[2]] -= 1
+            self._forget(self._ghosts.popitem(last=False)[1])
+
+    def _forget(self, ghost: int) -> None:
+        last, _, kind = _unpacked(ghost)
+        self._worth.ended(kind, last)
 
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go."""
@@ -258,49 +263,25 @@ class Prefix(Queues):
 
     def _next(self) -> int | None:
         """The place of the unit to go next, which nothing extends."""
-        after, home, fresh_from = self._after, self._home, self._time - _FRESH
+        after, home, now, worth_of = self._after, self._home, self._time, self._worth.of
         while True:
             found = fresh = None
-            lowest = lowest_fresh = inf
+            lowest = inf
             for kind in _KINDS:
                 first = after[home + kind]
                 if first == home + kind:
                     continue
                 last = self._last[first]
-                rank = last + self._bonus[kind]
-                if kind <= _ONCE and last > fresh_from:
-                    if rank < lowest_fresh:
-                        fresh, lowest_fresh = first, rank
-                elif rank < lowest:
-                    found, lowest = first, rank
+                if kind <= _ONCE and last > now - _FRESH:
+                    if fresh is None or last < self._last[fresh]:
+                        fresh = first
+                elif (worth := worth_of(kind, last, now)) < lowest:
+                    found, lowest = first, worth
             if found is None:
                 found = fresh
             if found is None or not self._children[found]:
                 return found
             self._unlink(found)
-
-    # -- learning --------------------------------------------------------------------------------------------------
-
-    def _note_time_between(self, uses: int) -> None:
-        self._seen = min(self._seen + 1, _MEAN_OVER)
-        self._between += (uses - self._between) / self._seen
-
-    def _learn(self) -> None:
-        passed, self._learned = self._time - self._learned, self._time
-        kept = exp(-passed / (_MEMORY * max(len(self._places), 1)))
-        for kind in _KINDS:
-            self._back[kind] *= kept
-            self._away[kind] = self._away[kind] * kept + self._absent[kind] * passed
-        came_back, away = sum(self._back), sum(self._away)
-        if came_back and away:
-            doubt = _DOUBT / (came_back / away)
-            rates = [(back + _DOUBT) / (gone + doubt) for back, gone in zip(self._back, self._away, strict=True)]
-            step = _LEARN * passed / max(self._between, 1.0)
-            for kind in _KINDS:
-                better = min(max(log2(rates[kind] / rates[_ONCE]), -2.0), 2.0)
-                self._factor[kind] = min(max(self._factor[kind] + step * better, _LOWEST[kind]), _HIGHEST[kind])
-        between = self._between or float(len(self._places))
-        self._bonus = [factor * times * between for factor, times in zip(self._factor, _TIMES, strict=True)]
 
 
 def _kind(uses: int) -> int:

@@ -1,0 +1,52 @@
+"""What units are worth: learned from how often their kind and age was used again."""
+
+from __future__ import annotations
+
+from kvpage_server.store.prefix import Prefix
+from kvpage_server.store.worth import Worth
+
+RARE, OFTEN = 0, 1
+
+
+def lived(again_after: dict[int, int], step: int = 100, until: int = 60_000) -> Worth:
+    """What is learned where units of each kind come all the time, and half are used again after so much, if any."""
+    worth = Worth((1.0, 1.0))
+    for now in range(0, until, step):
+        for kind in (RARE, OFTEN):
+            for _ in range(20):
+                worth.began(kind, now)
+            if (last := now - again_after.get(kind, until)) >= 0:
+                for _ in range(10):
+                    worth.used_again(kind, last, now)
+        worth.learn(now, 1000)
+    return worth
+
+
+def test_a_kind_that_is_used_again_is_worth_more_than_one_that_is_not() -> None:
+    worth = lived({OFTEN: 2000})
+    assert worth.of(OFTEN, 60_000, 60_000) > 2 * worth.of(RARE, 60_000, 60_000)
+
+
+def test_what_comes_back_after_a_while_is_worth_no_less_before_and_less_after() -> None:
+    worth = lived({OFTEN: 4000, RARE: 4000})
+    at = [worth.of(OFTEN, 60_000 - age, 60_000) for age in (0, 2000, 4000, 20_000)]
+    assert at[0] <= at[1] <= at[2]
+    assert at[3] < at[2] * 2 / 3
+
+
+def test_before_anything_is_known_a_unit_is_worth_what_is_expected() -> None:
+    worth = Worth((1.0, 8.0))
+    assert [worth.of(kind, last, 10**6) for kind in (0, 1) for last in (0, 10**6)] == [1, 1, 8, 8]
+
+
+def test_all_that_is_there_and_all_that_is_remembered_is_counted_once() -> None:
+    policy = Prefix()
+    for number in range(8_000):
+        policy.now += 1
+        policy.used(b"%d" % (number % 997 if number % 3 else number))
+        if len(policy) > 300:
+            policy.evicted(next(policy.victims()))
+        if number % 50 == 0:
+            policy.removed(b"%d" % (number % 997))
+    counted = sum(sum(slots.values()) for slots in policy._worth._last_used)
+    assert counted == len(policy) + len(policy._ghosts)
