@@ -16,11 +16,14 @@ from kvpage_server.client.scatter import CRLF, Bodies
 from kvpage_server.page import (
     HEADER_SIZE,
     MAGIC,
+    MAX_U32,
     VERSION,
     BlockShape,
+    DType,
     PageError,
-    PageHeader,
     PageKey,
+    check_dtype,
+    check_range,
     checksum,
     pack_header,
     unix_ms,
@@ -30,7 +33,8 @@ Missed = dict[int, str]  # which of a batch, and why
 
 # magic, version, kv_type, flags, layer, head, page, body length, reserved, checksum
 _HEADER = struct.Struct("<4sBxBB8xIIQ16xIIQ")
-assert _HEADER.size == HEADER_SIZE
+_SHAPE = struct.Struct("<5xB2xII48x")  # dtype, page_size, head_dim
+assert _HEADER.size == _SHAPE.size == HEADER_SIZE
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -240,15 +244,22 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
         return None
     view = memoryview(blob)
     header, body = view[:HEADER_SIZE], view[HEADER_SIZE:]
-    reason = _amiss(key, header, body, verify) if len(header) == HEADER_SIZE else "header"
-    try:
-        found = PageHeader.parse(header)
-    except PageError:
-        reason = "header"
-    if reason:
-        missed[item] = reason
+    described = _described(*_SHAPE.unpack(header)) if len(header) == HEADER_SIZE else None
+    reason = _amiss(key, header, body, verify) if described else "header"
+    if described is None or reason:
+        missed[item] = reason or "header"
         return None
-    return Page(key, body, found.dtype, found.page_size, found.head_dim)
+    return Page(key, body, *described)
+
+
+@lru_cache(maxsize=256)
+def _described(dtype: int, page_size: int, head_dim: int) -> tuple[DType, int, int] | None:
+    """What a header says that a page is; None for what no page is."""
+    try:
+        rows = check_range("page_size", page_size, 1, MAX_U32)
+        return check_dtype(dtype), rows, check_range("head_dim", head_dim, 1, MAX_U32)
+    except PageError:
+        return None
 
 
 class PageCommands(BlobCommands):

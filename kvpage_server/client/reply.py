@@ -19,6 +19,7 @@ MAX_BULK = 0xFFFF_FFFF + 64  # the longest blob
 MAX_DEPTH = 8
 _DIRECT = 4096  # a bulk of at least this size is received into memory of its own
 _SCRATCH = 16 * 1024
+_AHEAD = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
 
 
 class Receiver(Protocol):
@@ -53,7 +54,7 @@ def only(values: list[Any]) -> Any:
 
 
 class Values:
-    """`count` replies of any kind; long strings arrive as memoryviews of memory of their own.
+    """`count` replies of any kind; strings are bytes, or memoryviews of memory of their own.
 
     An error among them is raised once all are there.
     """
@@ -85,7 +86,7 @@ class Values:
         direct = min(count, len(self._room) - self._filled)
         self._filled += direct
         if count > direct:
-            self._data = self._data[self._pos :] + bytes(self._scratch[: count - direct])
+            self._data = b"".join((memoryview(self._data)[self._pos :], self._scratch[: count - direct]))
             self._pos = 0
         try:
             next(self._steps)
@@ -148,18 +149,20 @@ class Values:
     def _bulk(self, size: int) -> Generator[None, None, bytes | memoryview]:
         while size < _DIRECT and len(self._data) - self._pos < size + 2:
             yield
-        rest = len(self._data) - self._pos
-        if size < _DIRECT:
-            text = self._data[self._pos : self._pos + size + 2]
-            self._pos += size + 2
-            if not text.endswith(b"\r\n"):
+        end = self._pos + size
+        if len(self._data) >= end + 2:
+            text = self._data[self._pos : end]
+            if self._data[end : end + 2] != b"\r\n":
                 raise WrongReply("a bulk string is not terminated by CRLF")
-            return text[:-2]
+            self._pos = end + 2
+            return text
+        taken = len(self._data) - self._pos
         room = np.empty(size + 2, np.uint8).data
-        taken = min(rest, size + 2)
-        room[:taken] = self._data[self._pos : self._pos + taken]
+        room[:taken] = memoryview(self._data)[self._pos :]
         self._pos += taken
         self._room, self._filled = room, taken
+        if len(self._scratch) < _AHEAD:
+            self._scratch = np.empty(_AHEAD, np.uint8).data
         while self._filled < size + 2:
             yield
         self._room, self._filled = memoryview(b""), 0
