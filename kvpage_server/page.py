@@ -169,8 +169,23 @@ def pack_header(
     flags: int = 0,
 ) -> bytes:
     """The 64 bytes of a header whose fields, PageHeader's, have been checked."""
-    shape = (page_size, head_dim, layer, head, page)
-    return _LAYOUT.pack(MAGIC, VERSION, dtype, kv_type, flags, *shape, created_ms, ttl, body_size, 0, digest)
+    return _LAYOUT.pack(
+        MAGIC,
+        VERSION,
+        dtype,
+        kv_type,
+        flags,
+        page_size,
+        head_dim,
+        layer,
+        head,
+        page,
+        created_ms,
+        ttl,
+        body_size,
+        0,
+        digest,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,8 +131,9 @@ def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[Page
     parts = (map(part, words) for part, words in zip(_PARTS, columns, strict=False))
     names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=True))
     shapes = map(_shape, *columns[NAME_ARGUMENTS:-1])
-    slot_of = client.keyspace.slot_of
-    slots = (body if type(body) is Slot else slot_of(plain(body)) for body in columns[-1])
+    slots, slot_of = columns[-1], client.keyspace.slot_of
+    if set(map(type, slots)) != {Slot}:
+        slots = [body if type(body) is Slot else slot_of(plain(body)) for body in slots]
     read = zip(names, shapes, slots, strict=True)
     return map(_checked_size, read) if client.server.config.strict_page_shape else read
 
@@ -149,8 +150,9 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
     for name, (dtype, page_size, head_dim, ttl, _), slot in read:
         _, _, layer, head, page, kv_type = name
         digest = checksum(slot.body) if with_checksum else 0
-        shape = page_size, head_dim
-        slot.header[:] = pack_header(dtype, kv_type, *shape, layer, head, page, now, ttl, slot.size, digest)
+        size = slot.size
+        header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, size, digest)
+        slot.header[:] = header
         yield name, slot, now + ttl * 1000 if ttl else 0
 
 

@@ -105,7 +105,8 @@ class Run:
             return []
         end = pos + count * size
         between = range(pos + before + length, end - size, size)  # where a body's CRLF and the next group begin
-        rest = [view[start : start + before + len(CRLF)] for start in between]
+        behind = range(pos + size + before, end, size)  # where its body does
+        rest = map(view.__getitem__, map(slice, between, behind))
         lines = b"".join((view[pos : pos + before], *rest, CRLF)).split(CRLF)
         words: list[Argument] = lines[1::2]  # type: ignore[assignment]
         if (

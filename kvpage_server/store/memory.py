@@ -68,7 +68,8 @@ class Keyspace(Lookup):
     def _set_pages(self, pages: Iterable[NewPage]) -> None:
         catalogue, entries = self._catalogue, self._catalogue.entries
         block: Block | None = None
-        grown = 0
+        grown = written = 0
+        told = self.on_event is not None
         for name, slot, expires in pages:
             key, req_id, layer, head, page, kv_type = name
             if block is None or page != block.page or req_id != block.req_id:
@@ -76,19 +77,23 @@ class Keyspace(Lookup):
                     self._grow(block, grown)
                 block, grown = self._open(req_id, page), 0
             slot.unit = block
-            if type(slot.chunk) is Slab:
-                slot.chunk.keys.append(key)
+            chunk = slot.chunk
+            if type(chunk) is Slab:
+                chunk.keys.append(key)
             else:
                 slot.seal()
+            written += 1
             old = entries.get(key)
             if old is None:
                 block.add(layer, head, kv_type)
                 grown += slot.footprint
                 catalogue.put(key, slot)
             elif type(old) is Slot and old.unit is block:
-                grown += slot.footprint - old.footprint
+                if old.size != slot.size or type(old.chunk) is not type(chunk):
+                    grown += slot.footprint - old.footprint
+                if old.expires:
+                    self._expiry.keys -= 1
                 block.shape_known = False
-                self._expiry.keys -= bool(old.expires)
                 entries[key] = slot
             else:
                 block.add(layer, head, kv_type)
@@ -100,9 +105,9 @@ class Keyspace(Lookup):
                 block.expires_at(expires)
                 self._expiry.keys += 1
                 self._expiry.note(key, expires)
-            self.counters.writes += 1
-            if self.on_event is not None:
+            if told:
                 self._tell_of_write(key, old, slot)
+        self.counters.writes += written
         if block is not None:
             self._grow(block, grown)
 
