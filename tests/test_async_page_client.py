@@ -189,6 +189,26 @@ async def test_an_answer_that_is_cut_off_is_an_error_and_the_next_question_gets_
         assert all(map(same, into, written))
 
 
+def test_a_long_answer_that_is_cut_off_or_stops_is_not_waited_for_either(proxy: Proxy) -> None:
+    written = batch(100, rows=512)
+    keys, into = [page.key for page in written], room(written)
+
+    async def ask() -> None:
+        async with AsyncPageClient(proxy.url, retry=NO_RETRY) as pages:
+            await pages.mset(written)
+            proxy.cut_after = 1_500_000
+            with pytest.raises(Disconnected):
+                await pages.mget_into(keys, into)
+            proxy.cut_after, proxy.stall_after = None, 1_500_000
+            with pytest.raises(DeadlineExceeded):
+                await pages.mget_into(keys, into, deadline=0.3)
+            proxy.stall_after = None
+            assert await pages.mget_into(keys, into) == [True] * 100
+            assert all(map(same, into, written))
+
+    uvloop.run(ask())
+
+
 async def test_one_of_several_connections_that_fails_fails_the_call(proxy: Proxy) -> None:
     written = batch(200, rows=512)
     async with AsyncPageClient(proxy.url, connections=3, retry=NO_RETRY, deadline=30) as pages:

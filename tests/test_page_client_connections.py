@@ -239,6 +239,22 @@ def test_an_answer_that_stops_half_way_ends_at_the_deadline_and_its_rest_is_neve
         assert all(map(same, into, written[::-1]))
 
 
+def test_a_long_answer_that_is_cut_off_or_stops_is_not_waited_for_either(proxy: Proxy) -> None:
+    written = batch(100, rows=512)
+    keys, into = [page.key for page in written], room(written)
+    with PageClient(proxy.url, retry=NO_RETRY) as pages:
+        pages.mset(written)
+        proxy.cut_after = 1_500_000
+        with pytest.raises(Disconnected):
+            pages.mget_into(keys, into)
+        proxy.cut_after, proxy.stall_after = None, 1_500_000
+        with exceeding(0.3):
+            pages.mget_into(keys, into, deadline=0.3)
+        proxy.stall_after = None
+        assert pages.mget_into(keys, into) == [True] * 100
+        assert all(map(same, into, written))
+
+
 def test_a_server_that_does_not_read_cannot_hold_a_writer_for_longer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as deaf:
         url = f"redis://127.0.0.1:{deaf.getsockname()[1]}"
