@@ -86,7 +86,7 @@ def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
 ) -> None:
     """As much as a slow link needs, either way."""
     assert held(pool, tier.load("alice")) == 700  # is connected
-    proxy.hold, tier._link.deadline = 0.05, 0.5
+    proxy.hold, tier._link.deadline = 0.1, 1.0
     begun = time.monotonic()
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 700)
