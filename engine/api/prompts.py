@@ -1,7 +1,7 @@
 """From messages to tokens, and from tokens to what is shown of them: all that the API needs of a tokenizer.
 
 It has a tokenizer of its own, since the engine's belongs to the engine's thread, and a thread for long prompts, so that
-they hold up nobody's stream.
+they hold up nobody's stream. A short one is made at once, which takes no longer than to hand it over and back.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import asyncio
 import copy
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
@@ -20,6 +20,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from engine.api.errors import ApiError, invalid
 from engine.api.schema import ChatBody, Message
 from engine.spec import ModelCacheSpec
+
+SHORT = 1000  # letters, made in half a millisecond
 
 _Made = TypeVar("_Made")
 
@@ -31,6 +33,7 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "prompts")
+        self._long: set[Future[Any]] = set()  # that the thread has to make: the tokenizer is its own meanwhile
         self._marked = make_text_state_machine(self._tokenizer)
 
     async def of_chat(self, body: ChatBody) -> list[int]:
@@ -41,12 +44,17 @@ class Prompts:
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
         messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-        tokens = await self._made("messages", lambda: self._of_messages(messages, tools or None))
+        letters = sum(len(str(part)) for part in (*messages, *tools))
+        tokens = await self._made("messages", letters, lambda: self._of_messages(messages, tools or None))
         return self._fitting(tokens, "messages")
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
-        tokens = await self._made("prompt", lambda: self._encode(prompt)) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            text = prompt
+            tokens = await self._made("prompt", len(text), lambda: self._encode(text))
+        else:
+            tokens = list(prompt)
         if wrong := [token for token in tokens if token >= self._spec.vocab_size]:
             raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {wrong[0]}", "prompt")
         return self._fitting(tokens, "prompt")
@@ -70,9 +78,14 @@ class Prompts:
             state = "reasoning" if opened > closed else "normal"
         return self._marked.make_state(self._tokenizer.response_initial_state or state)
 
-    async def _made(self, param: str, make: Callable[[], _Made]) -> _Made:
+    async def _made(self, param: str, letters: int, make: Callable[[], _Made]) -> _Made:
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._thread, make)
+            if letters <= SHORT and not self._long:
+                return make()
+            made = self._thread.submit(make)
+            self._long.add(made)
+            made.add_done_callback(self._long.discard)
+            return await asyncio.wrap_future(made)
         except TemplateError as error:
             raise invalid(f"{param}: the model's chat template refuses this: {error}", param) from error
 
