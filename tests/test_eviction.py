@@ -169,6 +169,18 @@ def test_s3fifo_takes_what_comes_back_soon_into_the_main_queue() -> None:
     assert set(policy) == {b"0", b"19"}
 
 
+def test_s3fifo_offers_everybody_once_whoever_is_spared() -> None:
+    """What was used often has rounds to go, in which the others are not offered again."""
+    policy = S3FIFO()
+    policy.used(b"hot")
+    policy.used(b"cold")
+    assert list(policy.victims()) == [b"hot", b"cold"]
+    for second in (10, 20):
+        policy.now = second
+        policy.used(b"hot")
+    assert list(policy.victims()) == [b"cold", b"hot"]
+
+
 # -- allkeys-prefix ------------------------------------------------------------------------------------------------
 
 

@@ -89,8 +89,8 @@ class S3FIFO(Queues):
     def victims(self) -> Iterator[Unit]:
         """The units in the order they should go."""
         yield from self._older_victims()
-        left = len(self)
-        while left and len(self):
+        spared: set[Unit] = set()  # each is offered once, however often its turn comes
+        while len(spared) < len(self):
             small, main = self._sizes[_NEW], self._sizes[_MAIN]
             queue = _NEW if small and (small >= _SMALL * len(self) or not main) else _MAIN
             place = self._after[self._home + queue]
@@ -98,10 +98,11 @@ class S3FIFO(Queues):
             assert unit is not None
             if self._uses[place] > (1 if queue == _NEW else 0):
                 self._uses[place] = 0 if queue == _NEW else self._uses[place] - 1
-            else:
-                left -= 1
+            elif unit not in spared:
+                spared.add(unit)
                 yield unit
                 if self._places.get(unit) != place or self._queue[place] != self._home + queue:
+                    spared.discard(unit)
                     continue
             self._leave(place)
             self._enter(place, _MAIN, self._before[self._home + _MAIN])
