@@ -28,6 +28,7 @@ PATHS: dict[str, tuple[str, Work]] = {
     "KVPAGEMGET-16KiB": ("read", Pages(256, 16 * 1024, GENERATIONS)),
     "KVPAGEMSET-64KiB": ("write", Pages(256, 64 * 1024, GENERATIONS)),
     "KVPAGEMGET-64KiB": ("read", Pages(256, 64 * 1024, GENERATIONS)),
+    "KVPAGEMSET-256KiB": ("write", Pages(256, 256 * 1024, GENERATIONS)),
     "KVBLOCKSET-2MiB": ("write", Blocks(8, LLAMA3_16, GENERATIONS)),
     "KVBLOCKMGET-2MiB": ("read", Blocks(8, LLAMA3_16, GENERATIONS)),
 }
