@@ -42,7 +42,7 @@ class Fetch:
         held: Sequence[KVBlock],
         over: Callable[[Fetch], None],
     ) -> None:
-        """Starts at once. `over` is called when it has ended, as with `add_done_callback` and before those.
+        """Starts at once. `over` is called when it has ended, on the tier's thread, before anybody is told.
 
         Raises ValueError when `held` are not blocks of the pool, or are more than `tokens` fill.
         """
@@ -72,7 +72,8 @@ class Fetch:
         self._failure: BaseException | None = None  # what nobody expected
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._callbacks: list[Callable[[Fetch], None]] = [over]
+        self._ended = over
+        self._callbacks: list[Callable[[Fetch], None]] = []
         self._dropped = False
         self._taken = False
         self._context: AgentBlocks | None = None
@@ -137,6 +138,7 @@ class Fetch:
             else:
                 self.reach = self._reached()
             self.seconds = time.perf_counter() - self._started
+            self._ended(self)
             self._over.set()
         for callback in self._callbacks:
             callback(self)
