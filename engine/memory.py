@@ -9,13 +9,10 @@ the block pool bounds.
 
 from __future__ import annotations
 
-import ctypes
+from kvpage_server import malloc
 
 _KEPT = 512 << 20  # bytes that may be free at the heap's end; some contexts of some thousand tokens
 _LARGEST = 32 << 20  # bytes, the most that glibc allows: what is larger is mapped by itself, and unmapped when freed
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8  # of mallopt(3)
-
-_libc = ctypes.CDLL(None)
 
 
 def keep_freed() -> bool:
@@ -24,13 +21,4 @@ def keep_freed() -> bool:
     All threads then share one heap, or each would keep a share of its own: blocks are received on one, and used on
     another. To be called before those threads start.
     """
-    if not hasattr(_libc, "gnu_get_libc_version"):
-        return False
-    settings = {_M_ARENA_MAX: 1, _M_MMAP_THRESHOLD: _LARGEST, _M_TRIM_THRESHOLD: _KEPT}
-    return all(_libc.mallopt(setting, value) for setting, value in settings.items())
-
-
-def give_back() -> None:
-    """Give the system what is free, where it is kept."""
-    if hasattr(_libc, "malloc_trim"):
-        _libc.malloc_trim(0)
+    return malloc.tune({malloc.ARENA_MAX: 1, malloc.MMAP_THRESHOLD: _LARGEST, malloc.TRIM_THRESHOLD: _KEPT})

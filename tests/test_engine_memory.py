@@ -33,11 +33,11 @@ hold(96)
 print(touched() - before)
 """
 BACK = """
-from engine.memory import give_back
+from kvpage_server import malloc
 before = resident()
 hold(96)
 print(resident() - before)
-give_back()
+malloc.trim()
 print(resident() - before)
 """
 

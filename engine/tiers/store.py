@@ -20,7 +20,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from engine.blocks import AgentBlocks, BlockError, check_agent_id
-from engine.memory import give_back
 from engine.pool import BlockPool
 from engine.prefix import root_of
 from engine.shared import SharedPrefixCache
@@ -32,6 +31,7 @@ from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
 from engine.tiers.pages import PageTier
+from kvpage_server import malloc
 
 MAX_HOT_AGENTS = 8
 READERS = 2  # files that are read at once
@@ -247,7 +247,7 @@ class AgentCacheStore:
             before = len(self._hot)
             self._hot.drop_clean()
             evicted = before - len(self._hot)
-        give_back()
+        malloc.trim()
         return evicted
 
     def agents(self) -> list[AgentInfo]:

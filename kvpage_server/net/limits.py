@@ -6,22 +6,18 @@ up unasked is what it listens to, or one great reply. A client that sends holds 
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import select
 import time
 from collections.abc import Iterable
 
+from kvpage_server import malloc
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.config import Config, OutputLimit
 from kvpage_server.resp.parser import Limits
 
-_libc = ctypes.CDLL(None)
-_malloc_trim = getattr(_libc, "malloc_trim", None)  # glibc has it
-
 log = logging.getLogger("kvpage")
 
-_M_MMAP_THRESHOLD = -3  # of mallopt(3)
 _LARGE = 128 * 1024  # bytes
 _MUCH = 16 * 1024 * 1024  # bytes
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
@@ -34,9 +30,7 @@ def keep_large_blocks_apart() -> None:
 
     Left alone it raises its threshold with the first large block it frees, and lets later ones lie between small ones.
     """
-    mallopt = getattr(_libc, "mallopt", None)
-    if mallopt is not None and _malloc_trim is not None:
-        mallopt(_M_MMAP_THRESHOLD, _LARGE)
+    malloc.tune({malloc.MMAP_THRESHOLD: _LARGE})
 
 
 def of_frames(config: Config) -> Limits:
@@ -136,9 +130,9 @@ class Watch:
         """When clients held much and now hold little, let the C library return what lies free in between."""
         held = self._server.in_flight
         self._most_held = max(self._most_held, held)
-        if _malloc_trim is not None and self._most_held > _MUCH and held < self._most_held // 4:
+        if self._most_held > _MUCH and held < self._most_held // 4:
             self._most_held = held
-            _malloc_trim(0)
+            malloc.trim()
 
     def _measure(self, now: float) -> None:
         stats = self._server.stats
