@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from benchmarks.findings import RESULTS, Finding
 
@@ -14,8 +15,6 @@ _ROWS = {  # what a row begins with: whom it speaks of, and the works
     "Valkey 9.1, blocks of 512 pages": ("Valkey", [SINGLE]),
     "Valkey 9.1, blocks of 2 / 5.6 MiB": ("Valkey", ["8 blocks of 2 MiB", "8 blocks of 5.6 MiB"]),
 }
-
-
 _CONTEXTS = ("256", "1,024", "2,048", "4,000")  # tokens
 _TIERS = ("hot", "page server", "cold file")
 
@@ -35,10 +34,7 @@ def with_figures(text: str, findings: list[Finding]) -> str:
     ratios = {(found.against, found.work): found.value for found in findings if found.what == "GB/s"}
     for beginning, (against, works) in _ROWS.items():
         figures = (" / ".join(f"{ratios[against, f'{op} {work}']:.1f}" for work in works) for op in ("read", "write"))
-        row = re.compile(rf"^(\| {re.escape(beginning)}[^|]*)\|.*$", re.MULTILINE)
-        text, count = row.subn(rf"\1| {' | '.join(figures)} |", text)
-        if count != 1:
-            raise KeyError(f"{README.name} has {count} rows that begin with {beginning!r}")
+        text = _with_row(text, beginning, figures)
     return text
 
 
@@ -52,8 +48,14 @@ def with_first_tokens(text: str, findings: list[Finding]) -> str:
             took[0][1],
             *(f"{seconds} ({found.value:.1f})" for (seconds, _), found in zip(took, tiers, strict=True)),
         ]
-        row = re.compile(rf"^\| {tokens} tokens \|.*$", re.MULTILINE)
-        text, count = row.subn(f"| {tokens} tokens | {' | '.join(cells)} |", text)
-        if count != 1:
-            raise KeyError(f"{README.name} has {count} rows of {tokens} tokens")
+        text = _with_row(text, f"{tokens} tokens", cells)
+    return text
+
+
+def _with_row(text: str, beginning: str, cells: Iterable[str]) -> str:
+    """A text with these cells behind the first one of the row that begins like that."""
+    row = re.compile(rf"^(\| {re.escape(beginning)}[^|]*)\|.*$", re.MULTILINE)
+    text, count = row.subn(rf"\1| {' | '.join(cells)} |", text)
+    if count != 1:
+        raise KeyError(f"{README.name} has {count} rows that begin with {beginning!r}")
     return text

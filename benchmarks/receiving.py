@@ -13,6 +13,7 @@ import uvloop
 
 from benchmarks.client_costs import Way, compared
 from benchmarks.findings import Finding
+from benchmarks.parser import spell
 from benchmarks.servers import Server
 from kvpage_server.bench.work import Blocks
 from kvpage_server.client import AsyncPageClient, PageClient
@@ -61,8 +62,7 @@ def _bare(sock: socket.socket, work: Blocks) -> Way:
 
     def move(generation: int) -> None:
         names = [part for name in work.names[generation] for part in (name[0], b"%d" % name[1])]
-        words = [b"KVBLOCKMGET", b"%d" % work.count, *names]
-        sock.sendall(b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words))
+        sock.sendall(spell(b"KVBLOCKMGET", b"%d" % work.count, *names))
         first, *others = work.batches[generation].read
         fill(memoryview(before))
         fill(memoryview(first))
