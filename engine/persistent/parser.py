@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn
 
-from lark import Lark, Token, Transformer, v_args
+from lark import Lark, Token, Transformer, Tree, v_args
 from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedToken, VisitError
 
 from engine.persistent.dtypes import WORDS
@@ -35,6 +35,7 @@ from engine.persistent.graph import (
 )
 
 MAX_DIGITS = 20  # as many as 2^64 has
+MAX_DEPTH = 100  # of what stands in one another, such as sums: far from where Python's own recursion ends
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
@@ -71,15 +72,25 @@ def _grammar() -> Lark:
 def _parse(text: str, name: str, start: str) -> Any:
     source = Source(name, text)
     try:
-        return _ToGraph(source).transform(_grammar().parse(text, start=start))
+        tree = _grammar().parse(text, start=start)
+        _check_depth(tree, source)
+        return _ToGraph(source).transform(tree)
     except UnexpectedInput as error:
         _refuse(error, source)
     except VisitError as error:
         if isinstance(error.orig_exc, GraphError):
             raise error.orig_exc from None
         raise
-    except RecursionError:
-        raise ParseError(f"{name} is nested too deeply") from None
+
+
+def _check_depth(tree: Tree[Token], source: Source) -> None:
+    level = [tree]
+    for _ in range(MAX_DEPTH):
+        level = [child for node in level for child in node.children if isinstance(child, Tree)]
+        if not level:
+            return
+    at = Place(source, level[0].meta.line, level[0].meta.column)
+    raise ParseError(f"nested too deeply, at most {MAX_DEPTH} deep is allowed", at)
 
 
 def _refuse(error: UnexpectedInput, source: Source) -> NoReturn:
