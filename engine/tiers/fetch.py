@@ -251,7 +251,7 @@ class Fetch:
 
     async def _receive(self, blocks: Sequence[Place], digests: dict[str, str]) -> None:
         wanted = self._layout.nbytes(*self._wanted(self._plan))
-        self._begun = begun = time.perf_counter()
+        self._begun = time.perf_counter()
         try:
             chunks = self._with_memory(blocks)
             await asyncio.gather(*(self._take_all(chunks, digests) for _ in range(self._link.connections)))
@@ -259,7 +259,7 @@ class Fetch:
                 raise self._outage
             await self._take_state(digests)
         finally:
-            self._link.rates.received(self.nbytes, time.perf_counter() - begun, wanted)
+            self._link.rates.received(self.nbytes, time.perf_counter() - self._begun, wanted)
 
     def _with_memory(self, blocks: Sequence[Place]) -> Iterator[tuple[list[Place], list[mx.array]]]:
         """Chunks of blocks, each with memory to be received into, which is made ready while those before it come."""

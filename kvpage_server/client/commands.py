@@ -10,20 +10,17 @@ from typing import Any
 
 from kvpage_server.client.errors import Unsupported, WrongReply
 from kvpage_server.client.exchange import Piece, Request
-from kvpage_server.client.page import BlockName, Page, Sized, pages_of_block
+from kvpage_server.client.page import BlockName, Page, Sized, page_nbytes, pages_of_block
 from kvpage_server.client.reply import Values
 from kvpage_server.client.scatter import CRLF, Bodies
 from kvpage_server.page import (
     HEADER_SIZE,
     MAGIC,
-    MAX_U32,
     VERSION,
     BlockShape,
     DType,
     PageError,
     PageKey,
-    check_dtype,
-    check_range,
     checksum,
     pack_header,
     unix_ms,
@@ -256,10 +253,10 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 def _described(dtype: int, page_size: int, head_dim: int) -> tuple[DType, int, int] | None:
     """What a header says that a page is; None for what no page is."""
     try:
-        rows = check_range("page_size", page_size, 1, MAX_U32)
-        return check_dtype(dtype), rows, check_range("head_dim", head_dim, 1, MAX_U32)
+        page_nbytes(dtype, page_size, head_dim)
     except PageError:
         return None
+    return DType(dtype), page_size, head_dim
 
 
 class PageCommands(BlobCommands):

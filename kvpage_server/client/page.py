@@ -41,7 +41,8 @@ Sized = tuple[Page, memoryview]  # a page and its body as bytes
 
 
 @lru_cache(maxsize=256)
-def _nbytes(dtype: int, page_size: int, head_dim: int) -> int:
+def page_nbytes(dtype: int, page_size: int, head_dim: int) -> int:
+    """Bytes of a page of that shape. Raises PageError when there is none."""
     check_range("page_size", page_size, 1, MAX_U32)
     check_range("head_dim", head_dim, 1, MAX_U32)
     return page_size * head_dim * check_dtype(dtype).itemsize
@@ -53,7 +54,7 @@ def sized(pages: Sequence[Page], ttl: int) -> list[Sized]:
     check_range("ttl", ttl, 0, MAX_TTL)
     found = []
     for i, page in enumerate(pages):
-        body, nbytes = readable(page.body), _nbytes(page.dtype, page.page_size, page.head_dim)
+        body, nbytes = readable(page.body), page_nbytes(page.dtype, page.page_size, page.head_dim)
         if len(body) != nbytes:
             raise BadBuffer(f"page {i}: page_size x head_dim x itemsize is {nbytes} bytes, its body has {len(body)}")
         found.append((page, body))

@@ -137,27 +137,25 @@ class Ahead(Generic[T]):
 
     def _look_ahead(self, tiered: Tiered) -> None:
         """Have what the next steps need fetched; nobody waits for it yet. The first goes ahead, the others follow."""
-        sizes, steps = self._sizes, self._steps
+        sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
             return
-        wanted: dict[Cold, None] = {}
-        begins = not sizes
-        while begins or (len(sizes) < _MOST_STEPS and sum(sizes) < _MOST_AHEAD):
-            if self._at + len(sizes) == len(steps):
-                break
-            values = self._lacking(tiered, steps[self._at + len(sizes)])
-            self._fetched.append(values)
-            sizes.append(sum(value.size for value in values))
-            wanted.update(dict.fromkeys(values))
-            if begins:
-                self._fetch(tiered, wanted)
-                begins = False
-        self._fetch(tiered, wanted)
+        if not sizes:
+            self._fetch(tiered, self._look_at_one_more(tiered))
+        others: dict[Cold, None] = {}
+        while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < _MOST_AHEAD:
+            others.update(dict.fromkeys(self._look_at_one_more(tiered)))
+        self._fetch(tiered, list(others))
 
-    def _fetch(self, tiered: Tiered, wanted: dict[Cold, None]) -> None:
-        values = list(wanted)
+    def _look_at_one_more(self, tiered: Tiered) -> list[Cold]:
+        """What the first step lacks that was not looked at yet."""
+        values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
+        self._fetched.append(values)
+        self._sizes.append(sum(value.size for value in values))
+        return values
+
+    def _fetch(self, tiered: Tiered, values: list[Cold]) -> None:
         tiered.fetch(values, _nothing, self._lent_to(values))
-        wanted.clear()
 
     def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
         kind = self._kind  # of a page or a block: strings are of no unit

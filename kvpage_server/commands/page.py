@@ -208,10 +208,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
     """The body."""
-    entry = client.keyspace.read(page_key(args))
-    if type(entry) is Slot and type(entry.unit) is Block:
-        return (entry,)
-    return _page_or_none(client, args, entry)
+    return _page_or_none(client, args, client.keyspace.read(page_key(args)))
 
 
 @command(

@@ -75,17 +75,11 @@ class Fetching(Known):
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
-        size = sum(value.size for value in values)
-        needs = 2 * size  # at most: slots take more than what is in them
+        needs = 2 * sum(value.size for value in values)  # at most: slots take more than what is in them
         if not self.maxmemory or self.used_memory + needs <= self.maxmemory:
             return True
         since = max(self._bytes_lent - self.maxmemory, 0)
-        if needs <= self.maxmemory and any(value.lent >= since for value in values):
-            return True
-        for value in values:
-            value.lent = self._bytes_lent
-        self._bytes_lent += size
-        return False
+        return needs <= self.maxmemory and any(value.lent >= since for value in values)
 
     def _begin(self, values: Sequence[Cold], into: Iterable[memoryview], done: _Done) -> _Job:
         """Have a thread read values, as long as nobody else reads one of them."""
@@ -121,6 +115,9 @@ class Fetching(Known):
 
     def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
         loan = Loan(self._loans, values)
+        for value in values:
+            value.lent = self._bytes_lent
+        self._bytes_lent += sum(value.size for value in values)
 
         def lend(job: _Job, outcomes: list[Outcome]) -> None:
             intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]

@@ -201,9 +201,8 @@ class Known(Keyspace):
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The values that have to be fetched before those keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
-        kinds = {*map(type, entries)}
-        if ExtentPage not in kinds:
-            return [*dict.fromkeys(entry for entry in entries if type(entry) is Cold)] if Cold in kinds else []
+        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
+            return []
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 

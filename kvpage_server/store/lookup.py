@@ -39,8 +39,7 @@ class Lookup(Ration):
             return None
         self.counters.hits += 1
         if self._touching:
-            unit = entry.unit if type(entry) is Slot else None
-            self._units.used(unit if type(unit) is Block else self._unit(key, entry))
+            self._units.used(self._unit(key, entry))
         return entry
 
     @contextmanager
