@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from engine_bench import EngineBench
 from engine_families import KINDS, WITH_STATE, Family, Logits, family
 from engine_models import letter_tokenizer, tiny
 from family_matrix import ALONE, RAGGED, SECOND_TURN, covers
@@ -77,13 +78,11 @@ class MlxLm:
         return Said(tokens, np.array(seen[:count]))  # one more is computed ahead
 
 
-class Bench:
+class Bench(EngineBench):
     """A family's model, and a batch engine on it."""
 
     def __init__(self, kind: str, **options: Any) -> None:
-        self.of = family(kind, block_tokens=BLOCK)
-        self.pool = BlockPool(64)
-        self.batch = BlockPoolBatchEngine(self.of.model, TOKENIZER, self.of.spec, self.pool, **options)
+        super().__init__(family(kind, block_tokens=BLOCK), TOKENIZER, 64, **options)
         self._seen: dict[int, list[Logits]] = {}
 
     def submit(self, prompt: Sequence[int], known: AgentBlocks | None = None, count: int = 6) -> int:
@@ -100,10 +99,6 @@ class Bench:
         (done,) = self.batch.step()
         assert done.not_kept is None
         return done
-
-    def free(self, *held: CompletedGeneration) -> None:
-        for done in held:
-            self.pool.free(done.blocks.block_ids)
 
 
 @pytest.fixture

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from engine_bench import EngineBench
 from engine_families import family
 from engine_models import letter_tokenizer
 
@@ -15,9 +16,9 @@ import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import CompletedGeneration
 from engine.blocks import AgentBlocks
-from engine.pool import BlockPool, PoolExhaustedError
+from engine.pool import PoolExhaustedError
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 CHUNK = 512
@@ -27,27 +28,11 @@ TOKENIZER = letter_tokenizer()
 TOKENIZER.eos_token_ids = []  # answers are as long as they may be
 
 
-class Watched:
-    """A model, and the shapes ``[batch, tokens]`` of what it was given."""
-
-    def __init__(self, model: Any) -> None:
-        self._model = model
-        self.given: list[tuple[int, int]] = []
-
-    def __call__(self, tokens: mx.array, cache: list[Any]) -> mx.array:
-        self.given.append(tokens.shape)
-        logits: mx.array = self._model(tokens, cache=cache)
-        return logits
-
-
-class Bench:
+class Bench(EngineBench):
     """A batch engine, what its model was given, and how many tokens each of its answers has."""
 
     def __init__(self, kind: str, **options: Any) -> None:
-        self.of = family(kind)
-        self.model = Watched(self.of.model)
-        self.pool = BlockPool(BLOCKS)
-        self.batch = BlockPoolBatchEngine(self.model, TOKENIZER, self.of.spec, self.pool, **options)
+        super().__init__(family(kind), TOKENIZER, BLOCKS, **options)
         self.tokens: dict[str, int] = {}
 
     def submit(self, agent_id: str, prompt: Sequence[int], max_tokens: int, cache: AgentBlocks | None = None) -> int:
@@ -63,10 +48,6 @@ class Bench:
         """By mlx-lm."""
         steps = generate_step(mx.array(prompt), self.of.model, max_tokens=count, prompt_cache=self.of.empty())
         return [token for token, _ in steps]
-
-    def free(self, *held: CompletedGeneration) -> None:
-        for done in held:
-            self.pool.free(done.blocks.block_ids)
 
 
 @pytest.fixture

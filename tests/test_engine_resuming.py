@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine_bench import EngineBench
 from engine_families import family
 from engine_models import letter_tokenizer
 
 # isort: split
-import mlx.core as mx
 import numpy as np
 import pytest
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
+from engine.batch_engine import Token
 from engine.blocks import AgentBlocks
-from engine.pool import BlockPool
 from engine.resuming import SHORT
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
@@ -23,42 +22,20 @@ KNOWN, QUESTION = 300, 11
 TOKENIZER = letter_tokenizer()
 
 
-class Watched:
-    """A model, and how many tokens each pass over it took."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.passes: list[int] = []
-
-    def __call__(self, tokens: mx.array, **options: Any) -> Any:
-        self.passes.append(tokens.shape[1])
-        return self.model(tokens, **options)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
-
-
-class Bench:
+class Bench(EngineBench):
     """A batch engine that has answered the first turn of a conversation, in blocks that are the bench's."""
 
     def __init__(self, eos: list[int]) -> None:
-        of = family("llama")
-        self.model = Watched(of.model)
         TOKENIZER.eos_token_ids = eos
-        self.pool = BlockPool(64)
-        self.batch = BlockPoolBatchEngine(self.model, TOKENIZER, of.spec, self.pool)  # type: ignore[arg-type]
+        super().__init__(family("llama"), TOKENIZER, 64)
         self.known = self.answer("alice", TOKENS[:KNOWN], max_tokens=1).blocks
         self.prompt = TOKENS[: KNOWN + QUESTION]
-        self.model.passes.clear()
+        self.model.given.clear()
 
     def answer(self, agent: str, prompt: list[int], cache: AgentBlocks | None = None, **options: Any) -> Any:
         self.batch.submit(agent, prompt, cache, **options)
         (done,) = self.batch.step()
         return done
-
-    def free(self, *held: CompletedGeneration) -> None:
-        for done in held:
-            self.pool.free(done.blocks.block_ids, done.agent_id)
 
 
 @pytest.fixture
@@ -75,11 +52,11 @@ def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> Non
 
     def receive(token: Token) -> None:
         told.append(token)
-        passes.append(len(bench.model.passes))
+        passes.append(len(bench.model.given))
 
     done = bench.answer("alice", bench.prompt, bench.known, max_tokens=8, on_token=receive, logprobs=2)
     assert done.tokens_reused == KNOWN
-    assert bench.model.passes[0] == QUESTION
+    assert bench.model.given[0] == (1, QUESTION)
     assert passes[0] == 1
     computed = bench.answer("bob", bench.prompt, max_tokens=8, on_token=told.append, logprobs=2)
     assert done.tokens == computed.tokens
@@ -90,13 +67,13 @@ def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> Non
 def test_what_is_longer_and_what_is_asked_together_goes_through_the_batch(bench: Bench) -> None:
     long = TOKENS[: KNOWN + SHORT + 1]
     done = bench.answer("alice", long, bench.known, max_tokens=4)
-    assert bench.model.passes[:2] == [SHORT, 1]
+    assert [tokens for _, tokens in bench.model.given[:2]] == [SHORT, 1]
     alone = [bench.answer("alice", [*bench.prompt, last], bench.known, max_tokens=6) for last in (1, 2, 3)]
-    bench.model.passes.clear()
+    bench.model.given.clear()
     for last in (1, 2, 3):
         bench.batch.submit("alice", [*bench.prompt, last], bench.known, max_tokens=6)
     together = sorted(bench.batch.step(), key=lambda one: one.uid)
-    assert bench.model.passes[:2] == [QUESTION, 1]
+    assert [tokens for _, tokens in bench.model.given[:2]] == [QUESTION, 1]
     assert [one.tokens for one in together] == [one.tokens for one in alone]
     bench.free(done, *alone, *together)
 

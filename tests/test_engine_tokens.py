@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from engine_bench import EngineBench
 from engine_families import family
 from engine_models import letter_tokenizer
 
@@ -21,7 +22,6 @@ from transformers import PreTrainedTokenizerFast
 from engine.answer import AnswerText
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
 from engine.blocks import AgentBlocks, page_bodies
-from engine.pool import BlockPool
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token
@@ -30,13 +30,11 @@ TOKENIZER.eos_token_ids = []
 IN_ONE_BATCH, IN_TURNS, WITH_STATE = "llama", "llama4", "gemma3_text"
 
 
-class Bench:
+class Bench(EngineBench):
     """A batch engine and what its answers told token by token."""
 
     def __init__(self, kind: str) -> None:
-        self.of = family(kind)
-        self.pool = BlockPool(32)
-        self.batch = BlockPoolBatchEngine(self.of.model, TOKENIZER, self.of.spec, self.pool)
+        super().__init__(family(kind), TOKENIZER, 32)
         self.told: list[Token] = []
 
     def complete(self, prompt: list[int], cache: AgentBlocks | None = None, **options: Any) -> CompletedGeneration:
@@ -44,10 +42,6 @@ class Bench:
         self.batch.submit("alice", prompt, cache, **options)
         (done,) = self.batch.step()
         return done
-
-    def free(self, *held: CompletedGeneration) -> None:
-        for done in held:
-            self.pool.free(done.blocks.block_ids, done.agent_id)
 
 
 @pytest.fixture
