@@ -86,14 +86,17 @@ class Client:
                 self.check(decode_page(blob)[1])  # which compares the checksum, too
 
     def read_a_block(self) -> None:
-        """Of the size that its pages have just then; its pages may be of different versions, each of one."""
-        body = self.redis.execute_command("KVBLOCKGET", self.rng.choice(REQUESTS), self.rng.randrange(3))
-        if body is not None:
-            sizes = [rows * 128 for rows in ROWS]
-            whole = len(body) // SHAPE.pages in sizes  # one that lost a layer or a head is complete with fewer pages
-            pieces = SHAPE.pages if whole else len(body) // min(sizes)
-            for piece in np.frombuffer(body, np.uint64).reshape(pieces, -1):
-                self.check(np.ascontiguousarray(piece))
+        """Its pages may be of different versions, each of one. One that lost a layer or a head has fewer."""
+        req_id, page = self.rng.choice(REQUESTS), self.rng.randrange(3)
+        with self.redis.pipeline(transaction=True) as asked:
+            for command in (("KVPAGEINDEX", req_id), ("KVBLOCKGET", req_id, page), ("KVPAGEINDEX", req_id)):
+                asked.execute_command(*command)
+            before, body, after = asked.execute()
+        if body is None or before != after:  # some expired meanwhile
+            return
+        (pages,) = (block[b"pages"] for block in after if block[b"page"] == page)
+        for piece in np.frombuffer(body, np.uint64).reshape(pages, -1):
+            self.check(np.ascontiguousarray(piece))
 
     def delete_some(self) -> None:
         self.redis.delete(*map(bytes, self.some_keys()))
