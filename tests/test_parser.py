@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import pytest
 from fuzz.invariants import SEEDS, check
@@ -16,7 +17,7 @@ from hypothesis import strategies as st
 from servers import RunningServer
 from wire import spell
 
-from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError, split_words
+from kvpage_server.resp.parser import MAX_LINE, Argument, Buffer, Limits, Parser, ProtocolError, split_words
 from kvpage_server.store.arena import Arena, Slab, Slot
 
 Words = list[bytes]
@@ -131,6 +132,20 @@ class TestSplits:
         (command,), _ = parse(cut(spell([b"KVPAGEMSET", b"256", *page * 256]), range(0, 2**23, 50_000)), parser)
         assert command[2:] == page * 256
         assert len(made) < 25
+
+    @given(batches(), steps)
+    @settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    def test_each_long_body_is_told_of_once_when_it_is_whole(self, words: Words, positions: Sequence[int]) -> None:
+        told: list[bytes] = []
+        arena = Arena()
+
+        def arrived(name: Argument, bulks: Sequence[Any]) -> None:
+            assert name == b"BATCH"
+            told.extend(bytes(bulk.body) for bulk in bulks)
+
+        parser = Parser(arena.allocate, slab=arena.slab, arrived=arrived)
+        assert parse(cut(spell(words), positions), parser) == ([words], False)
+        assert told == [word for word in words if len(word) >= 4096]
 
     @given(streams, positions)
     def test_any_split_gives_the_commands_that_were_sent(self, stream: list, positions: list[int]) -> None:

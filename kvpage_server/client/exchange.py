@@ -9,7 +9,6 @@ from __future__ import annotations
 import select
 import socket
 import ssl
-import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -18,19 +17,17 @@ from typing import Any, Generic, TypeVar
 
 from kvpage_server.client.errors import Disconnected
 from kvpage_server.client.reply import Receiver
+from kvpage_server.lowat import PATIENCE, LowWater
 
 T = TypeVar("T")
 
 Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
-_LINUX = sys.platform == "linux"
 _TURN = 2 * 1024 * 1024  # bytes moved before whoever drives it has a turn
 _AT_ONCE = 1024 * 1024
 _FIRST = 64  # pieces that are sent while the next ones are made
 _GATHER = 512  # pieces in one sendmsg; IOV_MAX is 1024
 _RECORD = 16 * 1024  # bytes in a TLS record
-_LITTLE = 256 * 1024  # bytes that are taken as they come
-_PATIENCE = 0.002  # seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +99,7 @@ class Conversation(Generic[T]):
         self._outgoing = Outgoing(request.pieces())
         self._receiver = request.receiver()
         self._broken = False
-        self._wakes_at = 1
+        self._mark = LowWater(sock)
 
     def steps(self) -> Generator[int, int, None]:
         """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.
@@ -125,7 +122,7 @@ class Conversation(Generic[T]):
                 ready = yield WRITE
             except (BlockingIOError, ssl.SSLWantReadError):
                 sent = outgoing.done or self._broken
-                self._wake_at(receiver.expected if sent and ready else 1)
+                self._mark.expect(receiver.expected if sent and ready else 0)
                 ready = yield READ if sent else READ | WRITE
             except OSError as error:
                 raise Disconnected(f"the connection broke: {error}") from error
@@ -134,25 +131,12 @@ class Conversation(Generic[T]):
                 if moved >= _TURN:
                     yield 0
                     moved = 0
-        self._wake_at(1)
+        self._mark.expect(0)
 
     @property
     def patience(self) -> float | None:
         """How many seconds to wait for events before going on without them; None for as long as it takes."""
-        return _PATIENCE if self._wakes_at > 1 else None
-
-    def _wake_at(self, count: int) -> None:
-        """Be ready to read when `count` bytes have come, a megabyte at most, and not for every few that arrive: to be
-        woken for those costs as much as to receive them. They may never come, so there is an end to the patience.
-
-        TLS holds some of them back itself. Linux makes room for so many; others may not.
-        """
-        if not _LINUX or isinstance(self.sock, ssl.SSLSocket):
-            return
-        count = min(count, _AT_ONCE) if count > _LITTLE else 1
-        if count != self._wakes_at:
-            self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, count)
-            self._wakes_at = count
+        return PATIENCE if self._mark.at > 1 else None
 
     def _send(self) -> int:
         try:

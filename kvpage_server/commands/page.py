@@ -12,7 +12,7 @@ from itertools import repeat
 from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
-from kvpage_server.commands.context import Client
+from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
@@ -44,6 +44,7 @@ from kvpage_server.store.tiered import Tiered
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed or sent before other clients may have their turn
+_BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 _FEW, _MANY = 256, 4096  # how many words are remembered: those of a batch's pages are mostly the same
@@ -149,11 +150,19 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
     """Pages with their headers, their bodies hashed; `now` in unix milliseconds."""
     for name, (dtype, page_size, head_dim, ttl, _), slot in read:
         _, _, layer, head, page, kv_type = name
-        digest = checksum(slot.body) if with_checksum else 0
+        digest = (slot.digest or checksum(slot.body)) if with_checksum else 0
+        slot.digest = 0
         size = slot.size
         header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, size, digest)
         slot.header[:] = header
         yield name, slot, now + ttl * 1000 if ttl else 0
+
+
+def hash_on_arrival(server: Server, name: Argument, bodies: Sequence[Any]) -> None:
+    """Hash the first pages of a batch while the next ones are sent: they are in the processor's cache, too."""
+    if name in _BATCHES and server.config.page_checksums:
+        for slot in bodies:
+            slot.digest = checksum(slot.body)
 
 
 def _make_room(client: Client) -> None:

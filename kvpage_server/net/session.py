@@ -12,6 +12,7 @@ from typing import Protocol
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
 from kvpage_server.commands.dispatch import Paused, execute
+from kvpage_server.commands.page import hash_on_arrival
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
@@ -73,7 +74,8 @@ class Session:
         self._loop = loop
         self._line = line
         self._limits = limits.of_frames(server.config)
-        self._parser = Parser(server.keyspace.arena.allocate, slab=server.keyspace.arena.slab, limits=self._limits)
+        arena, arrived = server.keyspace.arena, partial(hash_on_arrival, server)
+        self._parser = Parser(arena.allocate, slab=arena.slab, arrived=arrived, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
@@ -105,6 +107,11 @@ class Session:
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong."""
         return self._parser.buffers()
+
+    @property
+    def expected(self) -> int:
+        """Bytes that are to come yet of a command that has begun, it seems."""
+        return self._parser.expected
 
     def received(self, count: int) -> None:
         """Bytes are there: run what they complete."""

@@ -13,11 +13,13 @@ from collections.abc import Iterable
 from itertools import islice
 from typing import Protocol, cast
 
+from kvpage_server.lowat import PATIENCE, LowWater
 from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
-_PATIENCE = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
+_TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
+_VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 _GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
 
 
@@ -29,6 +31,10 @@ class Reader(Protocol):
 
     def received(self, count: int) -> None:
         """They are there."""
+
+    @property
+    def expected(self) -> int:
+        """So many bytes are to come yet of what has begun, it seems."""
 
     def drained(self) -> None:
         """What waited to be sent is below the high-water mark again."""
@@ -54,6 +60,8 @@ class SocketTransport:
         self._closing = False
         self._over = False
         self._crowded = False
+        self._mark = LowWater(sock)
+        self._patience: asyncio.TimerHandle | None = None  # that more comes; None when none is expected
         self.resume_reading()
 
     # -- reading ---------------------------------------------------------------------------------------------------
@@ -80,17 +88,17 @@ class SocketTransport:
     def _readable(self) -> None:
         if not self._reading:
             self._told_in_vain += 1
-            if self._told_in_vain > _PATIENCE:
+            if self._told_in_vain > _VAIN:
                 self._ignore_reading()
             return
-        left = READ_TURN
-        while left > 0 and self._reading:
+        taken = 0
+        while taken < READ_TURN and self._reading:
             buffers = self._reader.buffers()
             try:
                 one = len(buffers) == 1
                 count = self._sock.recv_into(buffers[0]) if one else self._sock.recvmsg_into(buffers)[0]
             except (BlockingIOError, InterruptedError):
-                return
+                break
             except OSError:
                 self.abort()
                 return
@@ -99,9 +107,23 @@ class SocketTransport:
                 return
             short = count < len(buffers[0])
             self._reader.received(count)
+            taken += count
             if short:
-                return
-            left -= count
+                break
+        if taken > _TRICKLE:
+            self._expect(self._reader.expected)
+        elif self._patience is not None:
+            self._expect(0)
+
+    def _expect(self, count: int) -> None:
+        """Have the loop tell when `count` bytes more are there, and what is there when they have not come in time."""
+        if self._patience is not None:
+            self._patience.cancel()
+            self._patience = None
+        if not self._closing:
+            self._mark.expect(count)
+            if self._mark.at > 1:
+                self._patience = self._loop.call_later(PATIENCE, self._expect, 0)
 
     # -- writing ---------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ Errors and limits are worded as Redis words them (`networking.c`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -83,16 +83,19 @@ class Parser:
         allocate: Callable[[int], Bulk],
         *,
         slab: Callable[[int], Slab] | None = None,
+        arrived: Callable[[Argument, Sequence[Argument]], None] | None = None,
         limits: Limits | None = None,
         keep_from: int = 4096,
     ) -> None:
         """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead.
 
-        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself.
+        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself. `arrived(name, bulks)` is
+        told of long bulks as they come, `name` the first word of their command.
         """
         self.limits = limits or Limits()
         self._allocate = allocate
         self._make_slab = slab
+        self._tell = arrived
         self._keep_from = keep_from
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
@@ -157,7 +160,10 @@ class Parser:
         assert bulk is not None
         if bytes(room[-2:]) != b"\r\n":
             raise ProtocolError(_NO_CRLF)
-        self._args.append(bulk if len(room) - 2 >= self._keep_from else bytes(bulk.body))
+        kept = len(room) - 2 >= self._keep_from
+        if kept and self._tell is not None and self._args:
+            self._tell(self._args[0], [bulk])
+        self._args.append(bulk if kept else bytes(bulk.body))
         self._missing -= 1
         self._bulk = None
         self._room = memoryview(b"")
@@ -168,6 +174,15 @@ class Parser:
     def in_a_bulk(self) -> bool:
         """Whether a long bulk has begun and not ended."""
         return self._bulk is not None
+
+    @property
+    def expected(self) -> int:
+        """So many bytes are to come yet of a long bulk, or of a run if it goes on as it began."""
+        if self._bulk is not None:
+            return len(self._room) - self._filled
+        if self._run is not None:
+            return self._missing // (self._run.short + 1) * self._run.length - self._run.pending
+        return 0
 
     @property
     def is_idle(self) -> bool:
@@ -414,6 +429,8 @@ class Parser:
             taken = run.take(self._missing // every)
         except BrokenRun:
             raise ProtocolError(_NO_CRLF) from None
+        if taken and self._tell is not None:
+            self._tell(self._args[0], taken[run.short :: every])
         self._args += taken
         self._missing -= len(taken)
         self._size += len(taken) // every * run.length

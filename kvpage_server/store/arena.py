@@ -122,14 +122,18 @@ class Slab:
 
 
 class Slot:
-    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by."""
+    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
 
-    __slots__ = ("chunk", "expires", "offset", "size", "unit")
+    `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
+    """
+
+    __slots__ = ("chunk", "digest", "expires", "offset", "size", "unit")
 
     def __init__(self, chunk: Chunk | Slab, offset: int, size: int) -> None:
         self.chunk = chunk
         self.offset = offset
         self.size = size  # bytes of the body
+        self.digest = 0
         self.expires = 0
         self.unit: object = None
 
