@@ -5,8 +5,9 @@ it is received into one piece of memory, as much as the socket has, and taken ap
 between its own length and its CRLF, so that it is a bulk string as it lies. Anything that is not like what came before
 ends the run, and is left to the parser.
 
-What stands before the bodies of groups that are alike to the byte's length is gathered and split together: most of what
-a group costs is a slice. The more were alike, the more are tried, so that little is looked at in vain.
+Groups that are alike to the byte's length are taken together: what stands before their bodies is gathered, what frames
+their arguments compared with what it has to be, and the arguments cut from between. The more were alike, the more are
+tried, so that little is looked at in vain.
 
 Costs: O(1) and no copy a body; what the run leaves is at most one group, or what is not like the others.
 """
@@ -14,6 +15,9 @@ Costs: O(1) and no copy a body; what the run leaves is at most one group, or wha
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
+from itertools import chain
+from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
@@ -42,6 +46,39 @@ class BrokenRun(Exception):
     """A body without its CRLF."""
 
 
+class Layout:
+    """Groups of arguments of those sizes, each with a body of `length` behind them: where in its bytes they stand."""
+
+    def __init__(self, sizes: tuple[int, ...], length: int) -> None:
+        first, *others = (b"$%d\r\n" % size for size in (*sizes, length))
+        frames = [first, *(CRLF + frame for frame in others)]
+        self.before = sum(map(len, frames)) + sum(sizes)  # bytes before a body
+        self.size = self.before + length + len(CRLF)
+        self._around = Struct(f"{self.before}s{length}x{len(CRLF)}s")  # a body
+        words = [f"{len(frame)}x{size}s" for frame, size in zip(frames, (*sizes, 0), strict=True)]
+        self._words = Struct("".join(words) + f"{len(CRLF)}x")
+        framed = [*zip(frames, (*sizes, 0), strict=True), (CRLF, 0)]
+        self._frames = b"".join(frame + bytes(size) for frame, size in framed)
+        self._mask = b"".join(b"\xff" * len(frame) + bytes(size) for frame, size in framed)
+
+    def words(self, groups: memoryview) -> list[bytes] | None:
+        """The arguments of groups, nothing in place of a body; None when one of them is framed in another way."""
+        text = b"".join(chain.from_iterable(self._around.iter_unpack(groups)))
+        count = len(groups) // self.size
+        if int.from_bytes(text, "little") & _repeated(self._mask, count) != _repeated(self._frames, count):
+            return None
+        return list(chain.from_iterable(self._words.iter_unpack(text)))
+
+
+@lru_cache(64)
+def _repeated(text: bytes, count: int) -> int:
+    """As a number: so many bytes are masked and compared soonest as one."""
+    return int.from_bytes(text * count, "little")
+
+
+_layout = lru_cache(256)(Layout)
+
+
 class Run:
     """Groups of `short` short arguments and a body of `length` bytes, in a slab."""
 
@@ -51,9 +88,8 @@ class Run:
         self.short = short
         self.length = length
         self._frame = b"\r\n$%d\r\n" % length
-        self._lengths: list[bytes] = []  # what the last group declared of its arguments
-        self._sizes: list[int] = []  # and what the short ones were, then 0 for the body
-        self._before = 0  # bytes of it before its body
+        self._sizes: list[int] = []  # of the short arguments of the last group
+        self._layout: Layout | None = None  # of it
         self._alike = 0  # so many groups were like it
         self.is_over = False  # what comes next is not like the others
 
@@ -72,8 +108,9 @@ class Run:
     @property
     def room(self) -> memoryview:
         """Where the next bytes belong: as far as whole groups have room."""
-        size = self._before + self.length + len(CRLF)
-        end = self._pos + (len(self._view) - self._pos) // size * size if self._before else len(self._view)
+        end = len(self._view)
+        if self._layout is not None:
+            end -= (end - self._pos) % self._layout.size
         return self._view[self._filled : end]
 
     @property
@@ -98,25 +135,18 @@ class Run:
 
     def _take_alike(self, most: int) -> list[Argument]:
         """The arguments of groups that have the lengths of the last; none when one of them has others."""
-        before, length, view, pos = self._before, self.length, self._view, self._pos
-        size = before + length + len(CRLF)
-        count = min(most, _TRUST * self._alike, (self._filled - pos) // size)
+        layout, pos = self._layout, self._pos
+        if layout is None:
+            return []
+        count = min(most, _TRUST * self._alike, (self._filled - pos) // layout.size)
         if count < 2:
             return []
-        end = pos + count * size
-        between = range(pos + before + length, end - size, size)  # where a body's CRLF and the next group begin
-        behind = range(pos + size + before, end, size)  # where its body does
-        rest = map(view.__getitem__, map(slice, between, behind))
-        lines = b"".join((view[pos : pos + before], *rest, CRLF)).split(CRLF)
-        words: list[Argument] = lines[1::2]  # type: ignore[assignment]
-        if (
-            view[end - len(CRLF) : end] != CRLF
-            or lines[:-1:2] != self._lengths * count
-            or list(map(len, lines[1::2])) != self._sizes * count
-        ):
+        end = pos + count * layout.size
+        words: list[Argument] | None = layout.words(self._view[pos:end])  # type: ignore[assignment]
+        if words is None:
             self._alike = 0
             return []
-        words[self.short :: self.short + 1] = self._slab.cut(range(pos + before, end, size), length)
+        words[self.short :: self.short + 1] = self._slab.cut(range(pos + layout.before, end, layout.size), self.length)
         self._alike += count
         self._pos = end
         return words
@@ -135,10 +165,9 @@ class Run:
         if len(words) != self.short or list(map(DECLARED.get, lines[::2])) != sizes or end + 2 < LEAST_BEFORE:
             self.is_over = True
             return []
-        if self._sizes[:-1] != sizes:
-            self._lengths, self._sizes, self._alike = [*lines[::2], b"$%d" % self.length], [*sizes, 0], 0
-            self._before = end + len(self._frame)
-        start = pos + self._before
+        if self._sizes != sizes:
+            self._sizes, self._layout, self._alike = sizes, _layout(tuple(sizes), self.length), 0
+        start = pos + end + len(self._frame)
         stop = start + self.length
         if stop + len(CRLF) > filled:
             self._needed = stop + len(CRLF)
