@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import socket
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Protocol, cast
 
 from kvpage_server.lowat import PATIENCE, LowWater
@@ -18,6 +19,7 @@ from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+_AT_ONCE = 1024 * 1024  # bytes taken, and handed over: the kernel uses no memory again while it copies more
 _TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
 _VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 _GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
@@ -60,7 +62,7 @@ class SocketTransport:
         self._closing = False
         self._over = False
         self._crowded = False
-        self._mark = LowWater(sock)
+        self._mark = LowWater(sock, _AT_ONCE)
         self._patience: asyncio.TimerHandle | None = None  # that more comes; None when none is expected
         self.resume_reading()
 
@@ -152,7 +154,7 @@ class SocketTransport:
         """Hand a piece to the kernel, when nothing waits; False when something of it is left, which waits now."""
         buffer = piece if isinstance(piece, bytes) else piece.view
         try:
-            sent = self._sock.send(buffer)
+            sent = self._sock.send(buffer if len(buffer) <= _AT_ONCE else memoryview(buffer)[:_AT_ONCE])
         except OSError:
             sent = 0  # the queue will meet it again
         self.bytes_out += sent
@@ -185,23 +187,24 @@ class SocketTransport:
             self._loop.call_soon(self._reader.drained)
 
     def _send(self) -> None:
-        """Hand the first pieces to the kernel and drop what it took. Raises OSError as sendmsg does."""
+        """Hand the kernel the first pieces and drop what it took. Raises OSError as sendmsg does."""
         queue = self._queue
         buffers = [buffer for buffer, _ in islice(queue, _GATHER)]
+        if self.queued > _AT_ONCE:
+            buffers = _first_of(buffers)
         sent = self._sock.sendmsg(buffers)
         self.bytes_out += sent
         self.queued -= sent
         if not self.queued:
             queue.clear()
             return
-        for buffer in buffers:
+        while sent:
+            buffer, piece = queue[0]
             if sent < len(buffer):
+                queue[0] = (memoryview(buffer)[sent:], piece)
                 break
             sent -= len(buffer)
             queue.popleft()
-        if sent:
-            buffer, piece = queue[0]
-            queue[0] = (memoryview(buffer)[sent:], piece)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -223,6 +226,16 @@ class SocketTransport:
         self._queue.clear()
         self._sock.close()
         self._reader.lost()
+
+
+def _first_of(buffers: list[bytes | memoryview]) -> list[bytes | memoryview]:
+    """As many of the first bytes as are sent at once."""
+    ends = list(accumulate(map(len, buffers)))
+    last = bisect_left(ends, _AT_ONCE)
+    if last == len(ends):
+        return buffers
+    stop = len(buffers[last]) - (ends[last] - _AT_ONCE)
+    return [*buffers[:last], memoryview(buffers[last])[:stop]]
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
