@@ -20,6 +20,7 @@ from kvpage_server.resp.reply import Piece
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
 _AT_ONCE = 1024 * 1024  # bytes taken, and handed over: the kernel uses no memory again while it copies more
+_LARGE = 128 * 1024
 _TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
 _VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 _GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
@@ -190,7 +191,7 @@ class SocketTransport:
         """Hand the kernel the first pieces and drop what it took. Raises OSError as sendmsg does."""
         queue = self._queue
         buffers = [buffer for buffer, _ in islice(queue, _GATHER)]
-        if self.queued > _AT_ONCE:
+        if self.queued > max(_AT_ONCE, _LARGE * len(queue)):  # a call more costs small pieces what it saves
             buffers = _first_of(buffers)
         sent = self._sock.sendmsg(buffers)
         self.bytes_out += sent
