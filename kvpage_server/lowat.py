@@ -1,7 +1,7 @@
 """How much has to have come before a socket counts as readable.
 
 To be woken for every few bytes that arrive costs as much as to receive them. So who knows that more is coming waits for
-a megabyte or two (SO_RCVLOWAT). It may never come: there is an end to the patience. Linux makes room for so many bytes,
+a megabyte (SO_RCVLOWAT). It may never come: there is an end to the patience. Linux makes room for so many bytes,
 others may not, and TLS holds some of them back itself: there every byte counts.
 """
 
@@ -12,6 +12,7 @@ import ssl
 import sys
 
 PATIENCE = 0.002  # seconds, after which what has come is enough
+_MOST = 1024 * 1024  # with two, what comes from a disk is copied too late
 _LITTLE = 256 * 1024  # bytes that are taken as they come
 _LINUX = sys.platform == "linux"
 
@@ -19,15 +20,14 @@ _LINUX = sys.platform == "linux"
 class LowWater:
     """The mark of one socket, `at` bytes."""
 
-    def __init__(self, sock: socket.socket, most: int) -> None:
+    def __init__(self, sock: socket.socket) -> None:
         self.at = 1
-        self._most = most
         self._sock = sock
         self._is_fixed = not _LINUX or isinstance(sock, ssl.SSLSocket)
 
     def expect(self, count: int) -> None:
-        """`count` bytes more are coming, it seems: be readable once they are there, or `most` of them."""
-        at = min(count, self._most) if count > _LITTLE and not self._is_fixed else 1
+        """`count` bytes more are coming, it seems: be readable once they are there, or a megabyte of them."""
+        at = min(count, _MOST) if count > _LITTLE and not self._is_fixed else 1
         if at != self.at:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)
             self.at = at

@@ -25,7 +25,6 @@ Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
 _TURN = 2 * 1024 * 1024  # bytes moved before whoever drives it has a turn
 _AT_ONCE = 1024 * 1024
-_EXPECTED_AT_ONCE = 2 * 1024 * 1024
 _FIRST = 64  # pieces that are sent while the next ones are made
 _GATHER = 512  # pieces in one sendmsg; IOV_MAX is 1024
 _RECORD = 16 * 1024  # bytes in a TLS record
@@ -100,7 +99,7 @@ class Conversation(Generic[T]):
         self._outgoing = Outgoing(request.pieces())
         self._receiver = request.receiver()
         self._broken = False
-        self._mark = LowWater(sock, _EXPECTED_AT_ONCE)
+        self._mark = LowWater(sock)
 
     def steps(self) -> Generator[int, int, None]:
         """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.

@@ -19,7 +19,7 @@ from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
-_AT_ONCE = 1024 * 1024  # bytes taken, and handed over: the kernel uses no memory again while it copies more
+_AT_ONCE = 1024 * 1024  # bytes of large pieces handed over: the kernel frees no memory while it copies more
 _LARGE = 128 * 1024
 _TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
 _VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
@@ -63,7 +63,7 @@ class SocketTransport:
         self._closing = False
         self._over = False
         self._crowded = False
-        self._mark = LowWater(sock, _AT_ONCE)
+        self._mark = LowWater(sock)
         self._patience: asyncio.TimerHandle | None = None  # that more comes; None when none is expected
         self.resume_reading()
 
