@@ -10,6 +10,7 @@ import resource
 import signal
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import uvloop
@@ -133,7 +134,12 @@ async def serve(server: Server) -> None:
     _have_descriptors(server.config)
     tiered, config = server.tiered, server.config
     if tiered is not None:
-        tiered.connect(mode=config.appendfsync, limit=config.write_behind_limit, scrub_rate=config.scrub_rate)
+        tiered.connect(
+            mode=config.appendfsync,
+            limit=config.write_behind_limit,
+            scrub_rate=config.scrub_rate,
+            moved=partial(_renew, server),
+        )
     listener = Listener(server, loop)
     addresses = listener.start()
     _calm_the_collector()
@@ -159,6 +165,12 @@ async def serve(server: Server) -> None:
         if pidfile:
             pidfile.unlink(missing_ok=True)
         logger.info("bye: %d commands served", server.stats.commands)
+
+
+def _renew(server: Server) -> None:
+    """Have every session send what waits from where it has moved to."""
+    for client in server.clients.values():
+        client.connection.renew()
 
 
 async def _sweep(keys: Keyspace) -> None:

@@ -120,6 +120,9 @@ class Connection(Protocol):
     def resume(self) -> None:
         """Go on with the command that waited for the end of a pause."""
 
+    def renew(self) -> None:
+        """What waits to be sent may have moved: it is to be sent from where it is now."""
+
     def trust(self, trusted: bool) -> None:
         """Whether frames may be larger than a stranger's."""
 

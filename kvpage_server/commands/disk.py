@@ -16,8 +16,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import Prefix
 from kvpage_server.commands.registry import Spec
 from kvpage_server.resp.parser import Argument, Command
-from kvpage_server.resp.reply import Reply, ReplyError, Wait
-from kvpage_server.store.arena import Part
+from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry
 from kvpage_server.store.fetching import Lent
@@ -127,10 +126,10 @@ class Ahead(Generic[T]):
             self._sizes.popleft()
         self._at += 1
 
-    def loan_of(self, entries: Sequence[Entry | None]) -> Part | None:
-        """All of a step in one piece, when it was lent as it is."""
+    def loan_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
+        """All of a step as it is sent, when it was lent as it is. One cold entry was."""
         loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
-        return None if loan is None else loan.part(entries)
+        return None if loan is None else loan.pieces(entries)
 
     def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
         return [value for value in self._find(tiered, step) if value not in self.lent]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client, Server
@@ -282,14 +282,14 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
                 yield (*entries,)
                 continue
             if loan := ahead.loan_of(entries):
-                yield (loan,)
+                yield loan
                 continue
             pieces: list[Piece] = []
             for key, entry in zip(some, entries, strict=True):
                 if type(entry) is Slot and type(entry.unit) is Block:
                     pieces.append(entry)
                 elif type(entry) is Cold and type(entry.unit) is Block:
-                    pieces.append(ahead.lent[entry].part_of(entry))
+                    pieces += cast("tuple[Piece, ...]", ahead.loan_of([entry]))
                 elif is_page(entry):
                     pieces += spell_page(entry)
                 else:

@@ -43,6 +43,9 @@ class Transport(Protocol):
     def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, when the peer takes them."""
 
+    def renew(self) -> None:
+        """What waits to be sent may have moved: it is to be sent from where it is now."""
+
     def pause_reading(self) -> None:
         """Leave what comes where it is: the peer will feel it."""
 
@@ -183,6 +186,10 @@ class Session:
         """Go on with the command that waited for the end of a pause."""
         if self._postponed is not None:
             self._wait_for_a_turn()
+
+    def renew(self) -> None:
+        """What waits to be sent may have moved."""
+        self._transport.renew()
 
     def trust(self, trusted: bool) -> None:
         """Whether frames may be larger than a stranger's."""

@@ -117,6 +117,9 @@ class TLSTransport(asyncio.BufferedProtocol):
         self._flush()
         self._crowded = self._crowded or self.crowded
 
+    def renew(self) -> None:
+        """Nothing is to be done: where a piece is, is looked up when it is sent."""
+
     def _flush(self) -> None:
         while self._queue and not self._full:
             part = self._take_part()

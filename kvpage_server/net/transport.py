@@ -151,6 +151,12 @@ class SocketTransport:
             self._flush()
         self._crowded = self._crowded or self.crowded
 
+    def renew(self) -> None:
+        """What waits to be sent has moved: what is left of each piece is the end of where it is now."""
+        self._queue = deque(
+            (buffer if isinstance(piece, bytes) else piece.view[-len(buffer) :], piece) for buffer, piece in self._queue
+        )
+
     def _sent_at_once(self, piece: Piece) -> bool:
         """Hand a piece to the kernel, when nothing waits; False when something of it is left, which waits now."""
         buffer = piece if isinstance(piece, bytes) else piece.view

@@ -25,7 +25,7 @@ _GEOMETRY = struct.Struct("<5x2Bx2I")  # of a page header: dtype, kv_type, page_
 def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tuple[Piece, ...] | None:
     """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
 
-    It is in memory, or in one piece and `lent`.
+    It is in memory, or as a whole `lent`.
     """
     block = keyspace.block(req_id, page)
     shape = None if block is None else shape_of(keyspace, block)
@@ -35,7 +35,7 @@ def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tupl
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        return (lent[slot].part_of(slot) if type(slot) is Cold else slot,)
+        return lent[slot].pieces([slot]) if type(slot) is Cold else (slot,)
     return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in keyspace.pages_of(block)), b"\r\n")
 
 

@@ -46,10 +46,12 @@ _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _MANY = 8  # values that are read together, when the whole of a sheet is worth looking at
 _MOST_KNOWN = 1 << 14  # pages of which it is remembered where they lie
+HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
 _NUMBER = struct.Struct(">Q")
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 
 Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
+Found = list[memoryview] | Outcome  # the pieces of a body, or why there are none
 
 
 @dataclass(slots=True)
@@ -350,6 +352,26 @@ class Disk:
             lately = self._known_since(txn.id())
             return [self._outcome(txn, lately, name, into, len(wanted)) for name, into in wanted]
 
+    def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
+        """Where the bodies of values lie that have those names and sizes: as long as what is returned first is kept.
+
+        They were read, with the GIL released, so the system has them in memory now. Raises DiskError.
+        """
+        with told(self.path):
+            txn = self._env.begin(buffers=True)
+            lately = self._known_since(txn.id())
+            return txn, [self._intact(txn, lately, name, size, len(wanted)) for name, size in wanted]
+
+    def _intact(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, size: int, others: int) -> Found:
+        try:
+            found = lately.get(name) or self._find(txn, lately, name, others)
+            if found is None or found.size != size:
+                return False
+            pieces = list(self._pieces_of(txn, found))
+        except Damaged as damage:
+            return damage.with_traceback(None)
+        return pieces if _digest_of(pieces) == found.digest else Damaged(_WRONG_BODY)
+
     def _known_since(self, commit: int) -> dict[bytes, Body]:
         """Where bodies of pages lie, of which that was looked for since a commit."""
         since, known = self._lately
@@ -389,10 +411,8 @@ class Disk:
             found = lately.get(name) or self._find(txn, lately, name, _MANY)
             if found is None:
                 return 0
-            digest = xxhash.xxh3_64()
-            for piece in self._pieces_of(txn, found):
-                digest.update(piece)
-        if digest.intdigest() != found.digest:
+            digest = _digest_of(self._pieces_of(txn, found))
+        if digest != found.digest:
             raise Damaged(_WRONG_BODY)
         return found.size
 
@@ -431,6 +451,16 @@ class Disk:
         if piece is None or len(piece) != size:
             raise Damaged("a piece of its body is missing or has another length than its record says")
         return piece
+
+
+def _digest_of(pieces: Iterable[memoryview]) -> int:
+    """XXH3-64 of bytes that may have to come from the disk: whoever waits for that must not hold the GIL."""
+    digest = xxhash.xxh3_64()
+    for piece in pieces:
+        if len(piece) <= HASHED_WITH_GIL:
+            _ = np.frombuffer(piece, np.uint8).max() if piece else 0  # reads it with the GIL released
+        digest.update(piece)
+    return digest.intdigest()
 
 
 class _Sheets:

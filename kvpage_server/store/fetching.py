@@ -1,31 +1,32 @@
 """From disk to memory: what is asked for is fetched by threads, all that wait for it are told, and it is warm again.
 
-A long reply need not have what it sends in memory for others, too. Where memory is full, it is *lent* what it reads:
-memory for the moment, laid out as it is sent. Only what is read again before as much as memory holds has been lent
-meanwhile would have stayed there until then, and is worth what has to leave memory for it.
+A long reply need not have what it sends in memory. Where that is full, it is *lent* what it reads, which is sent from
+where it lies. Only what is read again before as much as memory holds has been lent meanwhile would have stayed there
+until then, and is worth what has to leave memory for it.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
-from functools import partial
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import compress
 from typing import TypeAlias, cast
 
 from kvpage_server.store.arena import Arena, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Disk, Outcome
+from kvpage_server.store.disk import HASHED_WITH_GIL, Disk, Found, Outcome
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import Known, unit_named
-from kvpage_server.store.loan import Loan
+from kvpage_server.store.loan import Copies, Loan
+from kvpage_server.store.mapped import Mapped, MappedLoans
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
+_COPIED = HASHED_WITH_GIL  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
 Lent: TypeAlias = dict[Cold, Loan]
@@ -42,7 +43,8 @@ class Fetching(Known):
     def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
         super().__init__(disk, maxmemory=maxmemory, policy=policy)
         self._fetching: dict[Cold, _Job] = {}
-        self._loans = Arena()  # what is lent: for the moment, beside what memory has
+        self._copied = Arena()  # what is lent small: for the moment, beside what memory has
+        self._mapped: MappedLoans
         self._bytes_lent = 0  # so far
 
     def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Lent | None = None) -> None:
@@ -70,7 +72,8 @@ class Fetching(Known):
 
     def sweep(self, now: int, most: int) -> int:
         """See `Keyspace`."""
-        self._loans.rest()
+        self._copied.rest()
+        self._mapped.call_in_old()
         return super().sweep(now, most)
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
@@ -81,19 +84,17 @@ class Fetching(Known):
         since = max(self._bytes_lent - self.maxmemory, 0)
         return needs <= self.maxmemory and any(value.lent >= since for value in values)
 
-    def _begin(self, values: Sequence[Cold], into: Iterable[memoryview], done: _Done) -> _Job:
-        """Have a thread read values, as long as nobody else reads one of them."""
+    def _begin(self, values: Sequence[Cold]) -> _Job:
+        """Values are about to be read by a thread; nobody else reads one of them meanwhile."""
         job = _Job(values)
         self._fetching.update(dict.fromkeys(values, job))
-        wanted = [(value.name, body) for value, body in zip(values, into, strict=True)]
-        self._fetcher.fetch(wanted, partial(done, job))
         return job
 
-    def _end(self, job: _Job, outcomes: list[Outcome]) -> None:
+    def _end(self, job: _Job, outcomes: Iterable[Found]) -> None:
         """Values were fetched, or lost: who waits may go on."""
         for value, outcome in zip(job.values, outcomes, strict=True):
             del self._fetching[value]
-            if outcome is not True:
+            if outcome is False or isinstance(outcome, Exception):
                 self._lose(value, outcome)
         for group in job.groups:
             group.left -= 1
@@ -106,28 +107,51 @@ class Fetching(Known):
         return [self._begin_to_stay(values[part], slots[part]) for part in parts]
 
     def _begin_to_stay(self, values: list[Cold], slots: list[Slot]) -> _Job:
-        def keep(job: _Job, outcomes: list[Outcome]) -> None:
+        job = self._begin(values)
+
+        def keep(outcomes: list[Outcome]) -> None:
             intact = (outcome is True for outcome in outcomes)
             self._warm(compress(zip(values, slots, strict=True), intact))
             self._end(job, outcomes)
 
-        return self._begin(values, [slot.body for slot in slots], keep)
+        self._fetcher.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
+        return job
 
     def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
-        loan = Loan(self._loans, values)
         for value in values:
             value.lent = self._bytes_lent
         self._bytes_lent += sum(value.size for value in values)
+        large = all(value.size > _COPIED for value in values)
+        return [self._begin_to_map(values) if large else self._begin_to_copy(values)]
 
-        def lend(job: _Job, outcomes: list[Outcome]) -> None:
+    def _begin_to_copy(self, values: list[Cold]) -> _Job:
+        copies = Copies(self._copied, values)
+        job = self._begin(values)
+
+        def lend(outcomes: list[Outcome]) -> None:
             intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
-            loan.is_intact = len(intact) == len(values)
-            self._lend(loan, intact, job.groups)
+            copies.filled(intact)
+            self._lend(copies, intact, job.groups)
             self._end(job, outcomes)
 
-        return [self._begin(values, loan.bodies, lend)]
+        self._fetcher.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
+        return job
 
-    def _lend(self, loan: Loan, values: list[Cold], groups: Iterable[_Group]) -> None:
+    def _begin_to_map(self, values: list[Cold]) -> _Job:
+        job = self._begin(values)
+
+        def lend(result: tuple[object, list[Found]]) -> None:
+            reading, found = result
+            bodies = {value: views for value, views in zip(values, found, strict=True) if isinstance(views, list)}
+            mapped = Mapped(reading, bodies)
+            self._mapped.add(mapped)
+            self._lend(mapped, bodies, job.groups)
+            self._end(job, found)
+
+        self._fetcher.find([(value.name, value.size) for value in values], lend)
+        return job
+
+    def _lend(self, loan: Loan, values: Collection[Cold], groups: Iterable[_Group]) -> None:
         now = self._units.now
         for value in values:
             value.used = now
@@ -218,6 +242,3 @@ class _Group:
         self.left = left
         self.then = then
         self.lent = lent
-
-
-_Done: TypeAlias = Callable[[_Job, list[Outcome]], None]

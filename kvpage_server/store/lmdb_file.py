@@ -27,6 +27,7 @@ RESERVE = 1 << 20  # bytes
 _LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
 _SMALLEST_MAP = 1 << 30
 _NOTE = 100  # bytes
+_READERS = 512  # transactions at a time: loans, and the few threads that read
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -132,7 +133,7 @@ def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
-            return lmdb.open(str(path), subdir=False, max_dbs=4, map_size=size, max_spare_txns=4)
+            return lmdb.open(str(path), subdir=False, max_dbs=4, map_size=size, max_spare_txns=4, max_readers=_READERS)
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
             if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):
                 raise

@@ -1,30 +1,42 @@
-"""What a reply is lent: values side by side, laid out as they are sent, in memory that is theirs for the moment."""
+"""What a reply is lent: values that it sends and that nobody else finds in memory.
+
+Small ones are copied side by side, as they are sent, to memory that is theirs for the moment: then one piece of a reply
+has many. Large ones are sent from where they lie, see `mapped`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
+from typing import Protocol, cast
 
-from kvpage_server.store.arena import Arena, Part
+from kvpage_server.resp.reply import Piece
+from kvpage_server.store.arena import Arena
 from kvpage_server.store.cold import Cold
 
 _END = b"\r\n"
 
 
-class Loan:
-    """`values` as bulk strings. `is_intact` once all of them were read.
+class Loan(Protocol):
+    """Values for a reply. They last as long as the loan, or a piece of it, is referred to."""
 
-    The memory goes back with the last reference to the loan and to what it was asked for. Raises MemoryError.
+    def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
+        """Values as bulk strings, one after the other; None when they are not all lent here side by side."""
+
+
+class Copies:
+    """Memory for `values` as bulk strings, to be filled.
+
+    It goes back with the last reference to this and to the pieces of it. Raises MemoryError.
     """
 
-    __slots__ = ("_memory", "_starts", "is_intact", "values")
+    __slots__ = ("_intact", "_memory", "_starts", "_values")
 
     def __init__(self, arena: Arena, values: Sequence[Cold]) -> None:
         frames = [b"\r\n$%d\r\n" % value.size for value in values]  # after the end of the one before
         size = sum(map(len, frames)) + sum(value.size for value in values) + len(_END)
         self._memory = arena.allocate(size)
-        self.values = list(values)
-        self.is_intact = False
+        self._values = list(values)
+        self._intact: frozenset[object] = frozenset()
         view, start = self._memory.body, 0
         self._starts: list[int] = []  # of the bodies
         for frame, value in zip(frames, values, strict=True):
@@ -38,24 +50,22 @@ class Loan:
     def bodies(self) -> list[memoryview]:
         """Writable: where the bytes of each value belong."""
         view = self._memory.body
-        return [view[start : start + value.size] for start, value in zip(self._starts, self.values, strict=True)]
+        return [view[start : start + value.size] for start, value in zip(self._starts, self._values, strict=True)]
 
-    def part(self, values: Sequence[object]) -> Part | None:
-        """Values that lie there side by side and are intact, in one piece; None when they are something else."""
-        try:
-            at = self.values.index(cast(Cold, values[0]))
-        except ValueError:
+    def filled(self, intact: Sequence[Cold]) -> None:
+        """These are there, and nothing else will be."""
+        self._intact = frozenset(intact)
+
+    def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
+        """See `Loan`. They are one piece."""
+        if values[0] not in self._intact:
             return None
-        if not self.is_intact or self.values[at : at + len(values)] != values:
-            return None
+        at = self._values.index(cast(Cold, values[0]))
         last = at + len(values) - 1
-        return self._memory.part(self._start(at), self._starts[last] + self.values[last].size + len(_END))
-
-    def part_of(self, value: Cold) -> Part:
-        """One of them, which is intact."""
-        at = self.values.index(value)
-        return self._memory.part(self._start(at), self._starts[at] + value.size + len(_END))
+        if self._values[at : last + 1] != values or not self._intact.issuperset(values):
+            return None
+        return (self._memory.part(self._start(at), self._starts[last] + self._values[last].size + len(_END)),)
 
     def _start(self, at: int) -> int:
         """Where a value's frame begins."""
-        return self._starts[at - 1] + self.values[at - 1].size + len(_END) if at else len(_END)
+        return self._starts[at - 1] + self._values[at - 1].size + len(_END) if at else len(_END)

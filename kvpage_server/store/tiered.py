@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from kvpage_server.page import unix_ms
@@ -32,6 +32,7 @@ from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.fetching import Fetching
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import unit_named
+from kvpage_server.store.mapped import MappedLoans
 from kvpage_server.store.memory import Fallen, OutOfMemory
 from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.record import Damaged, footprint, name_of_block, name_of_key
@@ -54,8 +55,12 @@ class Tiered(Fetching):
         self._saves: set[asyncio.Task[None]] = set()
         self.scrubber: Scrubber
 
-    def connect(self, *, mode: str, limit: int, scrub_rate: int) -> None:
-        """Begin to write, behind with at most `limit` bytes, and to read. On the loop."""
+    def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
+        """Begin to write, behind with at most `limit` bytes, and to read. On the loop.
+
+        `moved` is called when some of what is lent, and may wait to be sent, has moved.
+        """
+        self._mapped = MappedLoans(moved)
         if self.maxmemory:
             limit = min(limit, self.maxmemory // 4)
         if self.maxdisk:
@@ -92,6 +97,7 @@ class Tiered(Fetching):
         await self.save()
         await self.behind.close()
         await self._fetcher.close()
+        self._mapped.call_in()
         self.disk.close()
 
     # -- every change goes to disk ---------------------------------------------------------------------------------

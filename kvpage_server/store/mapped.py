@@ -1,0 +1,110 @@
+"""Values that a reply is lent where they lie: in the map of the disk's file, sent from there without a copy.
+
+Such a loan keeps a read transaction open: what LMDB freed since that began is not used again before it ends, so bytes
+stay what they were when they were checked. Meanwhile the file can only grow. So a loan is called in after a while: what
+a slow client has not been sent yet is then copied, and goes on from memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
+from time import monotonic
+from weakref import ref
+
+from kvpage_server.resp.reply import Piece
+from kvpage_server.store.cold import Cold
+
+LONGEST = 1.0  # seconds, until a loan is called in
+MOST = 256  # loans at a time; then the oldest is called in: a transaction takes one of LMDB's places for readers
+
+
+class Mapped:
+    """Bodies that were read and found intact, each in some views of the map; `reading` keeps them as they are.
+
+    It ends with the last reference to this and to the pieces of it.
+    """
+
+    __slots__ = ("__weakref__", "_reading", "_values", "_views", "since")
+
+    def __init__(self, reading: object, bodies: Mapping[Cold, Sequence[memoryview]]) -> None:
+        self.since = monotonic()
+        self._reading = reading
+        self._views: list[memoryview] = []
+        self._values: dict[object, range] = {}  # the places of each value's views
+        for value, views in bodies.items():
+            self._values[value] = range(len(self._views), len(self._views) + len(views))
+            self._views += views
+
+    def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
+        """See `Loan`."""
+        if not self._values.keys() >= set(values):
+            return None
+        return (*chain.from_iterable(map(self._spell, values)),)
+
+    def _spell(self, value: object) -> list[Piece]:
+        places = self._values[value]
+        size = sum(len(self._views[at]) for at in places)
+        return [b"$%d\r\n" % size, *(MappedPiece(self, at) for at in places), b"\r\n"]
+
+    def call_in(self) -> None:
+        """From now on the bytes are in memory."""
+        self._views = [memoryview(bytes(view)) for view in self._views]
+        self._reading = None
+
+    def view(self, at: int) -> memoryview:
+        """Where the bytes of a piece are now."""
+        return self._views[at]
+
+
+class MappedPiece:
+    """Some of a value's bytes."""
+
+    __slots__ = ("_at", "_loan")
+
+    def __init__(self, loan: Mapped, at: int) -> None:
+        self._loan = loan
+        self._at = at
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes: others, with the same content, once the loan was called in."""
+        return self._loan.view(self._at)
+
+    @property
+    def size(self) -> int:
+        """How many they are."""
+        return len(self.view)
+
+
+class MappedLoans:
+    """The loans that have not ended. `moved` is called when some of them were called in."""
+
+    def __init__(self, moved: Callable[[], None]) -> None:
+        self._loans: deque[ref[Mapped]] = deque()  # the oldest first
+        self._moved = moved
+
+    def add(self, loan: Mapped) -> None:
+        """One more."""
+        self._loans.append(ref(loan))
+        if len(self._loans) > MOST:
+            self._drop_ended()
+            self.call_in(len(self._loans) - MOST)
+
+    def call_in_old(self) -> None:
+        """Call in those that have lasted for too long."""
+        since = monotonic() - LONGEST
+        self._drop_ended()
+        self.call_in(sum(loan is not None and loan.since < since for loan in (known() for known in self._loans)))
+
+    def call_in(self, count: int | None = None) -> None:
+        """Call in so many, the oldest first; all of them without a count."""
+        called_in = [self._loans.popleft()() for _ in range(len(self._loans) if count is None else count)]
+        for loan in filter(None, called_in):
+            loan.call_in()
+        if called_in:
+            self._moved()
+
+    def _drop_ended(self) -> None:
+        self._loans = deque(known for known in self._loans if known() is not None)

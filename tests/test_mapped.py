@@ -1,0 +1,131 @@
+"""Values that a reply is lent from the map of the disk's file: they stay what they were, and hold nobody up."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import chain
+from pathlib import Path
+
+import redis
+from servers import start_server
+from wire import Wire, parse, spell
+
+from kvpage_server.store.cold import Cold
+from kvpage_server.store.disk import Disk, Put
+from kvpage_server.store.mapped import LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.record import name_of_block
+
+SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16
+BLOCK = 2 * 2 * 64 * 1024 * 2
+
+
+def body(seed: int, version: int) -> bytes:
+    return random.Random(1000 * version + seed).randbytes(BLOCK)
+
+
+def store(disk: Disk, version: int, count: int = 8) -> None:
+    disk.write(Put(name_of_block(b"b", seed), b"", body(seed, version)) for seed in range(count))
+
+
+def lend(disk: Disk, seed: int) -> tuple[Cold, Mapped]:
+    value = Cold(name_of_block(b"b", seed), BLOCK)
+    reading, (views,) = disk.find([(value.name, BLOCK)])
+    assert isinstance(views, list)
+    return value, Mapped(reading, {value: views})
+
+
+def spelt(value: Cold, loan: Mapped) -> bytes:
+    pieces = loan.pieces([value])
+    assert pieces is not None
+    return b"".join(piece if isinstance(piece, bytes) else piece.view for piece in pieces)
+
+
+def test_what_is_lent_stays_as_it_was_while_it_is_overwritten(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    store(disk, 0)
+    value, loan = lend(disk, 3)
+    for version in range(1, 6):
+        store(disk, version)
+    assert spelt(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 0))
+    del loan
+    disk.close()
+
+
+def test_the_file_grows_under_a_loan_and_not_after_it_was_called_in(tmp_path: Path) -> None:
+    moved: list[None] = []
+    disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
+    for version in range(3):
+        store(disk, version)
+    value, loan = lend(disk, 3)
+    loans.add(loan)
+    held = disk.size
+    for version in range(3, 6):
+        store(disk, version)
+    assert disk.size > held + 2 * 8 * BLOCK
+
+    loans.call_in()
+    assert moved
+    called_in = disk.size
+    for version in range(6, 12):
+        store(disk, version)
+    assert disk.size == called_in
+    assert spelt(value, loan) == b"$%d\r\n%b\r\n" % (BLOCK, body(3, 2))
+    disk.close()
+
+
+def test_a_loan_is_called_in_when_it_is_old_or_there_are_too_many(tmp_path: Path) -> None:
+    moved: list[None] = []
+    disk, loans = Disk(tmp_path), MappedLoans(lambda: moved.append(None))
+    store(disk, 0)
+    ended, (_, old) = lend(disk, 0)[1], lend(disk, 1)
+    loans.add(ended)
+    loans.add(old)
+    del ended
+    loans.call_in_old()
+    assert not moved
+    old.since -= 2 * LONGEST
+    loans.call_in_old()
+    assert len(moved) == 1
+    many = [Mapped(None, {}) for _ in range(MOST)]
+    for loan in many:
+        loans.add(loan)
+    assert len(moved) == 1
+    loans.add(Mapped(None, {}))  # which ends at once: nobody refers to it
+    loans.add(old)
+    assert len(moved) == 2
+    disk.close()
+
+
+def test_a_slow_reader_is_sent_whole_blocks_while_they_are_overwritten_and_replaced(tmp_path: Path) -> None:
+    """It takes its time for longer than a loan lasts: what is left of it goes on from memory."""
+    count, rounds = 48, 4
+    names = [(b"b", b"%d" % seed) for seed in range(count)]
+    options = ("--store", "tiered", "--maxmemory", "2mb", "--appendfsync", "everysec")
+    with start_server(*options, directory=tmp_path) as server, server.client() as writer:
+        for seed in range(count):
+            _set(writer, seed, 0)
+        writer.execute_command("SAVE")
+        with Wire(server.port) as reader:
+            reader.send(spell([b"KVBLOCKMGET", b"%d" % count, *chain.from_iterable(names)]))
+            for version in range(1, rounds):
+                time.sleep(0.5 * LONGEST)
+                for seed in range(count):
+                    _set(writer, seed, version)
+                writer.execute_command("SAVE")
+            found = parse(reader.reply())
+        versions = [_version(seed, got, rounds) for seed, got in enumerate(found)]
+        assert versions[0] == 0
+        assert versions[-1] == rounds - 1
+        assert writer.info("kvpage")["disk_corrupt"] == 0
+
+
+def _set(client: redis.Redis, seed: int, version: int) -> None:
+    assert client.execute_command("KVBLOCKSET", "b", seed, *SHAPE, body(seed, version))
+
+
+def _version(seed: int, got: bytes, versions: int) -> int:
+    for version in range(versions):
+        if got == body(seed, version):
+            return version
+    raise AssertionError(f"block {seed} is none that was ever written")
