@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import filterfalse
+from operator import attrgetter
 from typing import Concatenate, Generic, ParamSpec, TypeVar
 
 from kvpage_server.commands.arguments import plain
@@ -27,6 +29,7 @@ T = TypeVar("T")
 
 _MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
 _MOST_STEPS = 8  # that are looked at
+_SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 
 _READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
 _FETCH_THEMSELVES = frozenset(("kvpagemget", "kvpagemset", "kvblockmget", "kvpageverify"))  # but not within EXEC
@@ -132,7 +135,7 @@ class Ahead(Generic[T]):
         return None if loan is None else loan.pieces(entries)
 
     def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
-        return [value for value in self._find(tiered, step) if value not in self.lent]
+        return [*filterfalse(self.lent.__contains__, self._find(tiered, step))]
 
     def _look_ahead(self, tiered: Tiered) -> None:
         """Have what the next steps need fetched; nobody waits for it yet. The first goes ahead, the others follow."""
@@ -150,7 +153,7 @@ class Ahead(Generic[T]):
         """What the first step lacks that was not looked at yet."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
-        self._sizes.append(sum(value.size for value in values))
+        self._sizes.append(sum(map(_SIZE, values)))
         return values
 
     def _fetch(self, tiered: Tiered, values: list[Cold]) -> None:
@@ -158,7 +161,8 @@ class Ahead(Generic[T]):
 
     def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
         kind = self._kind  # of a page or a block: strings are of no unit
-        return self.lent if all(value.unit is not None and value.name.startswith(kind) for value in values) else None
+        may = None not in map(_UNIT, values) and all(value.name.startswith(kind) for value in values)
+        return self.lent if may else None
 
 
 def _nothing() -> None:

@@ -49,12 +49,17 @@ NewPage = tuple[PageName, Slot, int]  # a page to be stored: its header and body
 
 
 _UNIT = attrgetter("unit")
-_SLOTS, _BLOCKS = {Slot}, {Block}
+_SLOTS, _COLD, _BLOCKS = {Slot}, {Cold}, {Block}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
     """Whether a value is a page."""
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
+
+
+def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
+    """Whether the bytes of all of them lie on disk alone."""
+    return {*map(type, entries)} == _COLD
 
 
 def lie_apart(entries: Sequence[Entry | None]) -> TypeGuard[list[Slot]]:

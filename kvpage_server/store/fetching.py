@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
-from itertools import compress
+from itertools import compress, filterfalse
+from operator import attrgetter
 from typing import TypeAlias, cast
 
 from kvpage_server.store.arena import Arena, Slot
@@ -27,6 +28,7 @@ from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
 _COPIED = HASHED_WITH_GIL  # bytes of the largest value that is lent as a copy: it costs less than more pieces
+_SIZE = attrgetter("size")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
 Lent: TypeAlias = dict[Cold, Loan]
@@ -60,7 +62,7 @@ class Fetching(Known):
         except OutOfMemory:
             log.debug("memory is full; what is read is in it for a moment")
         fetching = self._fetching
-        new = [value for value in values if value not in fetching]
+        new = [*filterfalse(fetching.__contains__, values)]
         if lent is not None and new and self._are_worth_memory(new):
             lent = None
         jobs = {fetching[value] for value in values if value in fetching} if len(new) < len(values) else set()
@@ -78,7 +80,7 @@ class Fetching(Known):
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
-        needs = 2 * sum(value.size for value in values)  # at most: slots take more than what is in them
+        needs = 2 * sum(map(_SIZE, values))  # at most: slots take more than what is in them
         if not self.maxmemory or self.used_memory + needs <= self.maxmemory:
             return True
         since = max(self._bytes_lent - self.maxmemory, 0)
@@ -90,12 +92,14 @@ class Fetching(Known):
         self._fetching.update(dict.fromkeys(values, job))
         return job
 
-    def _end(self, job: _Job, outcomes: Iterable[Found]) -> None:
+    def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
         """Values were fetched, or lost: who waits may go on."""
-        for value, outcome in zip(job.values, outcomes, strict=True):
+        for value in job.values:
             del self._fetching[value]
-            if outcome is False or isinstance(outcome, Exception):
-                self._lose(value, outcome)
+        if not {bool, list}.issuperset(map(type, outcomes)) or False in outcomes:
+            for value, outcome in zip(job.values, outcomes, strict=True):
+                if outcome is False or isinstance(outcome, Exception):
+                    self._lose(value, outcome)
         for group in job.groups:
             group.left -= 1
             if not group.left:
@@ -120,7 +124,7 @@ class Fetching(Known):
     def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
         for value in values:
             value.lent = self._bytes_lent
-        self._bytes_lent += sum(value.size for value in values)
+        self._bytes_lent += sum(map(_SIZE, values))
         large = all(value.size > _COPIED for value in values)
         return [self._begin_to_map(values) if large else self._begin_to_copy(values)]
 
@@ -157,8 +161,7 @@ class Fetching(Known):
             value.used = now
         for group in groups:
             if group.lent is not None:
-                wanted = set(group.values)
-                group.lent.update((value, loan) for value in values if value in wanted)
+                group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
         for unit in {value.unit for value in values}:
             self._note_lent(cast(Block, unit))
         self.counts.fetched += len(values)

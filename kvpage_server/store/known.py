@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
+from typing import cast
 
 import numpy as np
 
@@ -201,7 +202,10 @@ class Known(Keyspace):
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The values that have to be fetched before those keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
-        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
+        kinds = {*map(type, entries)}
+        if kinds == {Cold}:
+            return [*dict.fromkeys(cast("list[Cold]", entries))]
+        if kinds.isdisjoint((Cold, ExtentPage)):
             return []
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]

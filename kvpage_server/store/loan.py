@@ -32,19 +32,21 @@ class Copies:
     __slots__ = ("_intact", "_memory", "_starts", "_values")
 
     def __init__(self, arena: Arena, values: Sequence[Cold]) -> None:
-        frames = [b"\r\n$%d\r\n" % value.size for value in values]  # after the end of the one before
-        size = sum(map(len, frames)) + sum(value.size for value in values) + len(_END)
-        self._memory = arena.allocate(size)
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
-        view, start = self._memory.body, 0
+        frames = {size: b"\r\n$%d\r\n" % size for size in {value.size for value in values}}  # after the one before
         self._starts: list[int] = []  # of the bodies
-        for frame, value in zip(frames, values, strict=True):
-            view[start : start + len(frame)] = frame
-            start += len(frame)
+        start = 0
+        for value in values:
+            start += len(frames[value.size])
             self._starts.append(start)
             start += value.size
-        view[start:] = _END
+        self._memory = arena.allocate(start + len(_END))
+        view = self._memory.body
+        for start, value in zip(self._starts, values, strict=True):
+            frame = frames[value.size]
+            view[start - len(frame) : start] = frame
+        view[-len(_END) :] = _END
 
     @property
     def bodies(self) -> list[memoryview]:

@@ -10,7 +10,7 @@ from typing import cast
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, Page, lie_apart
+from kvpage_server.store.entry import Entry, Page, are_cold, lie_apart
 from kvpage_server.store.index import Block
 from kvpage_server.store.ration import Ration
 
@@ -55,12 +55,13 @@ class Lookup(Ration):
         """`read` of many keys; those of one block in a row are one use of it."""
         now, get, touching = unix_ms(), self._catalogue.get, self._touching
         entries = list(map(get, keys))
-        if lie_apart(entries) and (not any(expiries := [*map(_EXPIRES, entries)]) or min(expiries) > now):  # mostly
+        apart = lie_apart(entries)
+        if (apart or are_cold(entries)) and (not any(expiries := [*map(_EXPIRES, entries)]) or min(expiries) > now):
             self.counters.hits += len(entries)
-            if touching:
+            if touching and apart:
                 for block in dict.fromkeys(map(_UNIT, entries)):
                     self._units.used(block)
-            return cast("list[Entry | None]", entries)
+            return entries
         found: list[Entry | None] = []
         missed = 0
         last: object = None
