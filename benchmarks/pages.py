@@ -12,7 +12,18 @@ from dataclasses import dataclass
 
 from benchmarks import growth, latency, processes, readme, receiving, redis_py
 from benchmarks.findings import RESULTS, Finding, show, write
-from benchmarks.pairs import GENERATIONS, Contestant, Passes, compare, cpu, cpu_ratio, speed, speed_ratio
+from benchmarks.pairs import (
+    GENERATIONS,
+    SETS,
+    Contestant,
+    Passes,
+    compare,
+    cpu,
+    cpu_ratio,
+    speed,
+    speed_ratio,
+    together,
+)
 from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
 from benchmarks.stores import PageStore, RawStore, ValueStore
 from kvpage_server.bench.measure import Figures
@@ -58,27 +69,39 @@ WHOLE_BLOCKS: Targets = {
 }
 
 
-class Contest:
-    """The servers and what was found of them."""
+class Comparisons:
+    """What was found of the servers of several sets."""
 
-    def __init__(self, contestants: list[Contestant], rounds: int) -> None:
-        self._contestants = contestants
-        self._rounds = rounds
-        self.findings: list[Finding] = []
-        self.rows: list[Row] = []
+    def __init__(self) -> None:
+        self._sets: dict[tuple[str, str], list[tuple[Passes, Passes]]] = {}  # cold and hot, by name and op
+        self._targets: dict[tuple[str, str], list[Target]] = {}
 
-    def run(self, work: Work, targets: Targets, name: str | None = None) -> None:
+    def run(self, contestants: list[Contestant], rounds: int, work: Work, targets: Targets, name: str = "") -> None:
         """Write and read, cold and cache-hot; what was written is forgotten afterwards."""
         name = name or work.name
         print(f"{name} ...", flush=True)
         for op in ("write", "read"):
-            cold = compare(self._contestants, op, work, rounds=self._rounds)
-            hot = compare(self._contestants, op, work, rounds=max(3, self._rounds // 3), hot=True)
-            self.rows.append(_row(name, op, cold))
-            self.findings += [f for target in targets[op] for f in _findings(f"{op} {name}", target, cold, hot)]
-        for contestant in self._contestants:
+            cold = compare(contestants, op, work, rounds=rounds)
+            hot = compare(contestants, op, work, rounds=max(1, rounds // 3), hot=True)
+            self._sets.setdefault((name, op), []).append((cold, hot))
+            self._targets[name, op] = targets[op]
+        for contestant in contestants:
             if contestant.server:
                 contestant.server.admin.flushall()
+
+    @property
+    def rows(self) -> list[Row]:
+        """For the plot."""
+        return [_row(name, op, together(cold for cold, _ in sets)) for (name, op), sets in self._sets.items()]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """For the table."""
+        found: list[Finding] = []
+        for (name, op), sets in self._sets.items():
+            cold, hot = (together(passes) for passes in zip(*sets, strict=True))
+            found += [f for target in self._targets[name, op] for f in _findings(f"{op} {name}", target, cold, hot)]
+        return found
 
 
 def _row(name: str, op: str, passes: Passes) -> Row:
@@ -118,47 +141,46 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pages")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
-    rounds, generations = (3, 4) if quick else (15, GENERATIONS)
+    sets, rounds, generations = (1, 3, 4) if quick else (SETS, 5, GENERATIONS)
     pin_client()
-    with ExitStack() as stack:
-        ours, redis, valkey = (stack.enter_context(start()) for start in (start_kvpage, start_redis, start_valkey))
-        raw = stack.enter_context(closing(stack.enter_context(start_raw(prefix=PINNED))(1)))
-        page_store = Contestant(OURS, PageStore(ours.url), ours)
-        bare = Contestant(RAW, RawStore(raw), None)
-        whole = Contest(
-            [
+    found = Comparisons()
+    for _ in range(sets):
+        with ExitStack() as stack:
+            ours, redis, valkey = (stack.enter_context(start()) for start in (start_kvpage, start_redis, start_valkey))
+            raw = stack.enter_context(closing(stack.enter_context(start_raw(prefix=PINNED))(1)))
+            page_store, bare = Contestant(OURS, PageStore(ours.url), ours), Contestant(RAW, RawStore(raw), None)
+            all_of_them = [
                 page_store,
                 Contestant(REDIS, ValueStore(redis.url), redis),
                 Contestant(VALKEY, ValueStore(valkey.url), valkey),
                 bare,
-            ],
-            rounds,
-        )
-        for size in (16, 64) if quick else PAGES:
-            whole.run(Pages(256, size * KIB, generations), PAGES[size])
-        single = Contest(
-            [page_store, Contestant(VALKEY, ValueStore(valkey.url, single_pages=True), valkey), bare], rounds
-        )
-        single.run(Blocks(8, LLAMA3_16, generations), SINGLE_PAGES, readme.SINGLE)
-        whole.run(Blocks(8, LLAMA3_16, generations), WHOLE_BLOCKS)
-        if not quick:
-            whole.run(Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
-        findings = [*whole.findings, *single.findings]
-        findings += redis_py.findings(ours, rounds=rounds)
-        findings += receiving.findings(ours, rounds=rounds)
-        findings += latency.findings(ours, redis, rounds=rounds)
+            ]
+            for size in (16, 64) if quick else PAGES:
+                found.run(all_of_them, rounds, Pages(256, size * KIB, generations), PAGES[size])
+            single_pages = Contestant(VALKEY, ValueStore(valkey.url, single_pages=True), valkey)
+            blocks = Blocks(8, LLAMA3_16, generations)
+            found.run([page_store, single_pages, bare], rounds, blocks, SINGLE_PAGES, readme.SINGLE)
+            found.run(all_of_them, rounds, blocks, WHOLE_BLOCKS)
+            if not quick:
+                found.run(all_of_them, rounds, Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
+    findings = found.findings
+    with start_kvpage() as ours, start_redis() as redis, start_valkey() as valkey:
+        findings += redis_py.findings(ours, rounds=sets * rounds)
+        findings += receiving.findings(ours, rounds=sets * rounds)
+        findings += latency.findings(ours, redis, rounds=sets * rounds)
         about = {
             "servers": [server.name for server in (ours, redis, valkey)],
+            "sets": sets,
             "rounds": rounds,
             "generations": generations,
         }
-    findings += processes.findings(rounds=min(rounds, 5))
-    findings += growth.findings(pages=100_000 if quick else 1_000_000, rounds=rounds)
+    findings += processes.findings(rounds=5 if not quick else 3)
+    findings += growth.findings(pages=100_000 if quick else 1_000_000, rounds=sets * rounds)
     show(findings, INTRO)
     if not quick:
         write(findings, "pages", about, intro=INTRO)
         readme.rewrite(findings)
-        write_plot([*whole.rows, *single.rows], RESULTS / "pages.png")
+        write_plot(found.rows, RESULTS / "pages.png")
 
 
 if __name__ == "__main__":

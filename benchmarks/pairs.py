@@ -1,5 +1,8 @@
 """Servers measured in turn, round after round, so that what disturbs one disturbs the others: ratios are of one round.
 
+Two processes of one server differ by up to a tenth, for as long as they live: it depends on where their memory happens
+to lie. So the rounds of a figure are shared among several sets of servers, `SETS`, each started anew.
+
 A *pass* moves every generation of a batch once. With eight generations of some megabytes nothing is found in the CPU's
 cache; the cache-hot case moves one generation eight times.
 """
@@ -7,7 +10,8 @@ cache; the cache-hot case moves one generation eight times.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from statistics import median
 
@@ -17,6 +21,7 @@ from kvpage_server.bench.measure import GB
 from kvpage_server.bench.work import Work
 
 GENERATIONS = 8
+SETS = 3
 
 
 @dataclass(frozen=True)
@@ -60,6 +65,15 @@ def compare(contestants: list[Contestant], op: str, work: Work, *, rounds: int, 
             if turn >= 0:
                 passes[contestant.name].append(found)
     return passes
+
+
+def together(sets: Iterable[Passes]) -> Passes:
+    """The rounds of all sets of the same contestants."""
+    found: defaultdict[str, list[Pass]] = defaultdict(list)
+    for passes in sets:
+        for name, rounds in passes.items():
+            found[name] += rounds
+    return dict(found)
 
 
 def _pass(steps: list[Step], server: Server | None, total: int) -> Pass:

@@ -14,13 +14,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.growth import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
-from benchmarks.pairs import Contestant, compare, cpu_ratio, speed, speed_ratio
+from benchmarks.pairs import SETS, Contestant, Passes, compare, cpu_ratio, speed, speed_ratio, together
 from benchmarks.servers import Server, pin_client, start_kvpage
 from benchmarks.stores import PageStore
 from kvpage_server.bench.measure import GB
@@ -33,9 +33,22 @@ INTRO = "tiered / memory; ratios are medians of the ratios of each round"
 MEMORY, TIERED, DISK = "memory", "tiered", "disk"
 
 
-def _paths(rounds: int) -> list[Finding]:
+class Row(NamedTuple):
+    """What is done, by whom beside the one in memory, and how many times as fast at least."""
+
+    work: str
+    name: str
+    target: float
+
+
+def _paths(sets: int, rounds: int) -> list[Finding]:
     """Reads and writes with the working set in memory, and reads of what is on disk alone."""
-    findings: list[Finding] = []
+    found = [dict(_compared(rounds)) for _ in range(sets)]
+    return [_finding(row, together(passes[row] for passes in found)) for row in found[0]]
+
+
+def _compared(rounds: int) -> Iterator[tuple[Row, Passes]]:
+    """What servers do that are started for it."""
     with ExitStack() as stack:
         memory, tiered, disk = (
             stack.enter_context(start_kvpage(*options))
@@ -52,20 +65,19 @@ def _paths(rounds: int) -> list[Finding]:
         for name, work in works:
             print(f"{name} ...", flush=True)
             pair = [contestants[MEMORY], contestants[TIERED]]
-            findings.append(_finding(f"write {name}", TIERED, compare(pair, "write", work, rounds=rounds), 0.7))
+            yield Row(f"write {name}", TIERED, 0.7), compare(pair, "write", work, rounds=rounds)
             tiered.admin.execute_command("SAVE")  # what reads cost, without the writes before them
-            findings.append(_finding(f"read {name}", TIERED, compare(pair, "read", work, rounds=rounds), 0.9))
+            yield Row(f"read {name}", TIERED, 0.9), compare(pair, "read", work, rounds=rounds)
             for step in contestants[DISK].store.writes(work):
                 step()
             disk.admin.execute_command("SAVE")
             pair = [contestants[MEMORY], contestants[DISK]]
             before = _read_and_fetched(disk)
-            findings.append(_finding(f"read {name} from disk", DISK, compare(pair, "read", work, rounds=rounds), 0.5))
+            yield Row(f"read {name} from disk", DISK, 0.5), compare(pair, "read", work, rounds=rounds)
             read, fetched = _read_and_fetched(disk) - before
             assert fetched > 0.95 * read, f"of {read} values only {fetched} were read from disk"
             for server in (memory, tiered, disk):
                 server.admin.flushall()
-    return findings
 
 
 def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
@@ -74,11 +86,11 @@ def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
     return np.array([info["keyspace_hits"], info["disk_fetched"]])
 
 
-def _finding(work: str, name: str, passes: dict[str, list[Any]], target: float) -> Finding:
-    measured = f"{speed(passes, name):.2f} / {speed(passes, MEMORY):.2f}"
-    ratio = speed_ratio(passes, name, MEMORY)
-    note = f"server's CPU time {cpu_ratio(passes, name, MEMORY):.2f}"
-    return Finding(work, MEMORY, "GB/s", measured, ratio, at_least=target, note=note)
+def _finding(row: Row, passes: Passes) -> Finding:
+    measured = f"{speed(passes, row.name):.2f} / {speed(passes, MEMORY):.2f}"
+    ratio = speed_ratio(passes, row.name, MEMORY)
+    note = f"server's CPU time {cpu_ratio(passes, row.name, MEMORY):.2f}"
+    return Finding(row.work, MEMORY, "GB/s", measured, ratio, at_least=row.target, note=note)
 
 
 def _end(size: int) -> Finding:
@@ -147,16 +159,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tiered")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
-    rounds = 3 if quick else 9
+    sets, rounds = (1, 3) if quick else (SETS, 5)
     pin_client()
     findings = [
-        *_paths(rounds),
+        *_paths(sets, rounds),
         _end((256 if quick else 768) * KIB**2),
         *_restarts(PAGES_A_REQUEST * (20 if quick else 200)),
     ]
     show(findings, INTRO)
     if not quick:
-        write(findings, "tiered", {"rounds": rounds, "generations": GENERATIONS}, intro=INTRO)
+        write(findings, "tiered", {"sets": sets, "rounds": rounds, "generations": GENERATIONS}, intro=INTRO)
 
 
 if __name__ == "__main__":
