@@ -134,6 +134,15 @@ def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[
             at_most=target.cpu,
             note=f"{cpu_ratio(hot, OURS, other):.2f}",
         )
+    if other == VALKEY:  # what any process of Python can reach
+        yield Finding(
+            f"{name}, {RAW}",
+            other,
+            "GB/s",
+            f"{speed(cold, RAW):.2f} / {speed(cold, other):.2f}",
+            speed_ratio(cold, RAW, other),
+            note=f"{speed_ratio(hot, RAW, other):.2f}",
+        )
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -164,8 +173,9 @@ def main(arguments: list[str] | None = None) -> None:
             if not quick:
                 found.run(all_of_them, rounds, Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)
     findings = found.findings
-    with start_kvpage() as ours, start_redis() as redis, start_valkey() as valkey:
-        findings += redis_py.findings(ours, rounds=sets * rounds)
+    with start_kvpage() as ours, start_redis() as redis, start_valkey() as valkey, start_raw(prefix=PINNED) as connect:
+        with closing(connect(1)) as raw:
+            findings += redis_py.findings(ours, raw, rounds=sets * rounds)
         findings += receiving.findings(ours, rounds=sets * rounds)
         findings += latency.findings(ours, redis, rounds=sets * rounds)
         about = {

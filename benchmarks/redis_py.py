@@ -17,14 +17,18 @@ from benchmarks.client_costs import Way, compared
 from benchmarks.findings import Finding
 from benchmarks.pairs import GENERATIONS
 from benchmarks.servers import Server
+from kvpage_server.bench.raw import Raw
 from kvpage_server.bench.work import Pages
 from kvpage_server.client import PageClient
 
 _TARGETS = {"write": 4.0, "read": 1.5}
 
 
-def findings(server: Server, *, rounds: int) -> Iterator[Finding]:
-    """Writes and reads, and reads with checksums verified. Raises AssertionError for wrong bytes."""
+def findings(server: Server, raw: Raw, *, rounds: int) -> Iterator[Finding]:
+    """Writes and reads, and reads with checksums verified; and bare sockets, which nothing can be faster than.
+
+    Raises AssertionError for wrong bytes.
+    """
     work = Pages(256, 32 * 1024, GENERATIONS)
     parser = "hiredis" if "Hiredis" in DefaultParser.__name__ else "its Python parser"
     with PageClient(server.url, verify=False) as ours, PageClient(server.url) as verified:
@@ -35,6 +39,9 @@ def findings(server: Server, *, rounds: int) -> Iterator[Finding]:
             their_way = their_ways[op.removeprefix("verified ")]
             names = f"PageClient, {op} {work.name}", f"redis-py with {parser}"
             yield from compared(names, (way, their_way), work, server, rounds=rounds, at_least=_TARGETS.get(op))
+        for op, way in {"write": _raw_writes(raw, work), "read": _raw_reads(raw, work)}.items():
+            names = f"raw sockets, {op} {work.name}", f"redis-py with {parser}"
+            yield from compared(names, (way, their_ways[op]), work, server, rounds=rounds)
         theirs.flushall()
         theirs.close()
 
@@ -52,6 +59,18 @@ def _reads(client: PageClient, work: Pages) -> Way:
         return all(found)
 
     return move, right
+
+
+def _raw_writes(raw: Raw, work: Pages) -> Way:
+    return lambda generation: raw.write(work, generation), lambda _, answer: answer is None
+
+
+def _raw_reads(raw: Raw, work: Pages) -> Way:
+    def right(generation: int, _: None) -> bool:
+        work.batches[generation].check()
+        return True
+
+    return lambda generation: raw.read(work, generation), right
 
 
 def _redis_py_writes(client: Any, work: Pages) -> Way:
