@@ -150,7 +150,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks pages")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
-    sets, rounds, generations = (1, 3, 4) if quick else (SETS, 5, GENERATIONS)
+    sets, rounds, generations = (1, 3, 4) if quick else (SETS, 3, GENERATIONS)
     pin_client()
     found = Comparisons()
     for _ in range(sets):

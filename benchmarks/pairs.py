@@ -21,7 +21,7 @@ from kvpage_server.bench.measure import GB
 from kvpage_server.bench.work import Work
 
 GENERATIONS = 8
-SETS = 3
+SETS = 5
 
 
 @dataclass(frozen=True)

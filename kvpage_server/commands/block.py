@@ -138,7 +138,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     client.keyspace.chain([block for block in found if block is not None])
 
     def bodies() -> Iterator[Reply]:
-        ahead = Ahead(client, _cold_of, b"b", names)
+        ahead = Ahead(client, _cold_of, names, of_pages=False)
         for req_id, page in names:
             yield from ahead.next()
             yield _read(client, req_id, page, ahead.lent)

@@ -29,7 +29,7 @@ T = TypeVar("T")
 
 _MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
 _MOST_STEPS = 8  # that are looked at
-_SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
+_SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
 _READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
 _FETCH_THEMSELVES = frozenset(("kvpagemget", "kvpagemset", "kvblockmget", "kvpageverify"))  # but not within EXEC
@@ -98,16 +98,17 @@ def fetched(
 class Ahead(Generic[T]):
     """What a long reply reads from disk: fetched some of its steps before it is sent.
 
-    `find` tells the cold values of one of the `steps`. Those whose names begin with `kind` may be `lent`.
+    `find` tells the cold values of one of the `steps`, which are of pages or else of blocks. Those may be `lent`; what
+    else is found there, such as the pages of a block, may not.
     """
 
     def __init__(
-        self, client: Client, find: Callable[[Tiered, T], Sequence[Cold]], kind: bytes, steps: Sequence[T]
+        self, client: Client, find: Callable[[Tiered, T], Sequence[Cold]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
         self.lent: Lent = {}  # to the current step and those after it
         self._tiered = client.server.tiered
         self._find = find
-        self._kind = kind
+        self._of_pages = of_pages
         self._steps = steps
         self._at = 0  # the current step
         self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
@@ -160,9 +161,8 @@ class Ahead(Generic[T]):
         tiered.fetch(values, _nothing, self._lent_to(values))
 
     def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
-        kind = self._kind  # of a page or a block: strings are of no unit
-        may = None not in map(_UNIT, values) and all(value.name.startswith(kind) for value in values)
-        return self.lent if may else None
+        pages = {*map(bool, map(_HEADER, values))}
+        return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 
 
 def _nothing() -> None:

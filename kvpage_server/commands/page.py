@@ -274,7 +274,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
         steps = [keys[start : start + STEP] for start in range(0, count, STEP)]
-        ahead = Ahead(client, Tiered.cold_of, b"k", steps)
+        ahead = Ahead(client, Tiered.cold_of, steps, of_pages=True)
         for some in steps:
             yield from ahead.next()
             entries = keyspace.read_all(some)

@@ -385,21 +385,22 @@ class Disk:
             found = lately.get(name) or self._find(txn, lately, name, others)
             if found is None or found.size != len(into):
                 return False
-            digest = self._copy(txn, found, into)
+            if found.first and found.size <= PIECE:
+                _copy(self._piece(txn, found.first, found.size), into)
+                digest = checksum(into)
+            else:
+                digest = self._gather(txn, found, into)
         except Damaged as damage:
             return damage.with_traceback(None)
         return True if digest == found.digest else Damaged(_WRONG_BODY)
 
-    def _copy(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
+    def _gather(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
         """Fill memory with a body; its digest. Each piece is hashed as long as it is in the processor's cache."""
-        if found.first and found.size <= PIECE:
-            np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(self._piece(txn, found.first, found.size), np.uint8))
-            return checksum(into)
         digest = xxhash.xxh3_64()
         start = 0
         for piece in self._pieces_of(txn, found):
             part = into[start : start + len(piece)]
-            np.copyto(np.frombuffer(part, np.uint8), np.frombuffer(piece, np.uint8))
+            _copy(piece, part)
             digest.update(part)
             start += len(piece)
         return digest.intdigest()
@@ -451,6 +452,11 @@ class Disk:
         if piece is None or len(piece) != size:
             raise Damaged("a piece of its body is missing or has another length than its record says")
         return piece
+
+
+def _copy(piece: memoryview, into: memoryview) -> None:
+    """With the GIL released, as it may have to come from the disk."""
+    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(piece, np.uint8))
 
 
 def _digest_of(pieces: Iterable[memoryview]) -> int:

@@ -28,7 +28,7 @@ from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
 _COPIED = HASHED_WITH_GIL  # bytes of the largest value that is lent as a copy: it costs less than more pieces
-_SIZE = attrgetter("size")
+_SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
 Lent: TypeAlias = dict[Cold, Loan]
@@ -162,7 +162,7 @@ class Fetching(Known):
         for group in groups:
             if group.lent is not None:
                 group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
-        for unit in {value.unit for value in values}:
+        for unit in set(map(_UNIT, values)):
             self._note_lent(cast(Block, unit))
         self.counts.fetched += len(values)
 

@@ -7,6 +7,8 @@ has many. Large ones are sent from where they lie, see `mapped`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import accumulate
+from operator import add, attrgetter
 from typing import Protocol, cast
 
 from kvpage_server.resp.reply import Piece
@@ -14,6 +16,7 @@ from kvpage_server.store.arena import Arena
 from kvpage_server.store.cold import Cold
 
 _END = b"\r\n"
+_SIZE = attrgetter("size")
 
 
 class Loan(Protocol):
@@ -34,25 +37,21 @@ class Copies:
     def __init__(self, arena: Arena, values: Sequence[Cold]) -> None:
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
-        frames = {size: b"\r\n$%d\r\n" % size for size in {value.size for value in values}}  # after the one before
-        self._starts: list[int] = []  # of the bodies
-        start = 0
-        for value in values:
-            start += len(frames[value.size])
-            self._starts.append(start)
-            start += value.size
-        self._memory = arena.allocate(start + len(_END))
+        sizes = [*map(_SIZE, values)]
+        spelt = {size: b"\r\n$%d\r\n" % size for size in set(sizes)}  # after the one before
+        frames = [*map(spelt.__getitem__, sizes)]
+        self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # of the frames, and the end
+        self._memory = arena.allocate(self._starts[-1] + len(_END))
         view = self._memory.body
-        for start, value in zip(self._starts, values, strict=True):
-            frame = frames[value.size]
-            view[start - len(frame) : start] = frame
+        for start, frame in zip(self._starts, frames, strict=False):
+            view[start : start + len(frame)] = frame
         view[-len(_END) :] = _END
 
     @property
     def bodies(self) -> list[memoryview]:
         """Writable: where the bytes of each value belong."""
         view = self._memory.body
-        return [view[start : start + value.size] for start, value in zip(self._starts, self._values, strict=True)]
+        return [view[end - value.size : end] for value, end in zip(self._values, self._starts[1:], strict=True)]
 
     def filled(self, intact: Sequence[Cold]) -> None:
         """These are there, and nothing else will be."""
@@ -63,11 +62,7 @@ class Copies:
         if values[0] not in self._intact:
             return None
         at = self._values.index(cast(Cold, values[0]))
-        last = at + len(values) - 1
-        if self._values[at : last + 1] != values or not self._intact.issuperset(values):
+        end = at + len(values)
+        if self._values[at:end] != values or not self._intact.issuperset(values):
             return None
-        return (self._memory.part(self._start(at), self._starts[last] + self._values[last].size + len(_END)),)
-
-    def _start(self, at: int) -> int:
-        """Where a value's frame begins."""
-        return self._starts[at - 1] + self._values[at - 1].size + len(_END) if at else len(_END)
+        return (self._memory.part(self._starts[at] + len(_END), self._starts[end] + len(_END)),)
