@@ -43,13 +43,14 @@ SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page 
 FILE, MLX_LM = 1.3, 1.0  # times as long as these, at most
 SAVING = 0.05  # of a generation's wall time, at most
 ROUNDS, QUICK_ROUNDS = 7, 1
+MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
 QUESTION = " And what else does the keeper have to know?"  # what comes back is asked
 ANSWER = 4  # tokens, which are compared
 SAVED, QUICK_SAVED = (512, 64), (256, 16)  # tokens of a prompt and of its answer, when saving is measured
 POOL_BLOCKS = 64
 INTRO = (
     "SmolLM2-135M in float32; time to first token, from the prompt's arrival on, of an agent that comes back with its "
-    "context and a question; full prefill once, the others medians"
+    "context and a question; medians, of up to 1,024 tokens' full prefill too, of more it is one"
 )
 
 Tokens = list[int]
@@ -99,15 +100,20 @@ class Tier:
 
 
 def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Remembered:
-    """Full prefill; the context is the caller's to free."""
+    """Full prefill, several times where it is short; the context is the caller's to free."""
     agent_id = f"agent-{len(tokens)}"
-    batch.submit(agent_id, tokens, max_tokens=1)
-    (first,) = batch.step()
+    taken = []
+    for again in reversed(range(max(1, MOST_PREFILLED // len(tokens)))):
+        batch.submit(agent_id, tokens, max_tokens=1)
+        (first,) = batch.step()
+        taken.append(first.time_to_first_token)
+        if again:
+            batch.pool.free(first.blocks.block_ids)
     prompt = [*first.blocks.tokens, *machine.tokenizer.encode(QUESTION)]
     batch.submit(agent_id, prompt, first.blocks, max_tokens=ANSWER)
     (second,) = batch.step()
     batch.pool.free(second.blocks.block_ids)
-    return Remembered(first.blocks, first.time_to_first_token, prompt, list(second.tokens))
+    return Remembered(first.blocks, median(taken), prompt, list(second.tokens))
 
 
 @contextmanager
