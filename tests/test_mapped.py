@@ -13,7 +13,7 @@ from wire import Wire, parse, spell
 
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk, Put
-from kvpage_server.store.mapped import LONGEST, MOST, Mapped, MappedLoans
+from kvpage_server.store.mapped import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
 from kvpage_server.store.record import name_of_block
 
 SHAPE = (2, 2, 64, 0, 1, 0, 1, 1024)  # layers heads page_size ttl P, then the plane: 512 KiB of float16
@@ -91,9 +91,17 @@ def test_a_loan_is_called_in_when_it_is_old_or_there_are_too_many(tmp_path: Path
     for loan in many:
         loans.add(loan)
     assert len(moved) == 1
+    for loan in many[: AT_ONCE + 1]:
+        loan.since -= 2 * LONGEST
+    for _ in range(3):
+        loans.call_in_old()
+    assert len(moved) == 3
+    for loan in many[: AT_ONCE + 1]:
+        loans.add(loan)
+    assert len(moved) == 3
     loans.add(Mapped(None, {}))  # which ends at once: nobody refers to it
     loans.add(old)
-    assert len(moved) == 2
+    assert len(moved) == 4
     disk.close()
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from itertools import chain
+from itertools import chain, islice
 from time import monotonic
 from weakref import ref
 
@@ -17,6 +17,7 @@ from kvpage_server.resp.reply import Piece
 from kvpage_server.store.cold import Cold
 
 LONGEST = 1.0  # seconds, until a loan is called in
+AT_ONCE = 4  # old loans called in before others have their turn: some milliseconds of copying
 MOST = 256  # loans at a time; then the oldest is called in: a transaction takes one of LMDB's places for readers
 
 
@@ -93,10 +94,11 @@ class MappedLoans:
             self.call_in(len(self._loans) - MOST)
 
     def call_in_old(self) -> None:
-        """Call in those that have lasted for too long."""
+        """Call in some of those that have lasted for too long."""
         since = monotonic() - LONGEST
         self._drop_ended()
-        self.call_in(sum(loan is not None and loan.since < since for loan in (known() for known in self._loans)))
+        first = [known() for known in islice(self._loans, AT_ONCE)]
+        self.call_in(sum(loan is not None and loan.since < since for loan in first))
 
     def call_in(self, count: int | None = None) -> None:
         """Call in so many, the oldest first; all of them without a count."""
