@@ -134,7 +134,7 @@ def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[
             at_most=target.cpu,
             note=f"{cpu_ratio(hot, OURS, other):.2f}",
         )
-    if other == VALKEY:  # what any process of Python can reach
+    if other == VALKEY:  # what a plain loop in Python reaches
         yield Finding(
             f"{name}, {RAW}",
             other,

@@ -25,7 +25,7 @@ _TARGETS = {"write": 4.0, "read": 1.5}
 
 
 def findings(server: Server, raw: Raw, *, rounds: int) -> Iterator[Finding]:
-    """Writes and reads, and reads with checksums verified; and bare sockets, which nothing can be faster than.
+    """Writes and reads, and reads with checksums verified; and what a plain loop over bare sockets reaches.
 
     Raises AssertionError for wrong bytes.
     """

@@ -46,7 +46,7 @@ _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _MANY = 8  # values that are read together, when the whole of a sheet is worth looking at
 _MOST_KNOWN = 1 << 14  # pages of which it is remembered where they lie
-HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
+_HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
 _NUMBER = struct.Struct(">Q")
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 
@@ -463,8 +463,8 @@ def _digest_of(pieces: Iterable[memoryview]) -> int:
     """XXH3-64 of bytes that may have to come from the disk: whoever waits for that must not hold the GIL."""
     digest = xxhash.xxh3_64()
     for piece in pieces:
-        if len(piece) <= HASHED_WITH_GIL:
-            _ = np.frombuffer(piece, np.uint8).max() if piece else 0  # reads it with the GIL released
+        if 0 < len(piece) <= _HASHED_WITH_GIL:
+            np.frombuffer(piece, np.uint8).max()  # reads it with the GIL released
         digest.update(piece)
     return digest.intdigest()
 

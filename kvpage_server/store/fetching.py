@@ -16,7 +16,7 @@ from typing import TypeAlias, cast
 from kvpage_server.store.arena import Arena, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import HASHED_WITH_GIL, Disk, Found, Outcome
+from kvpage_server.store.disk import Disk, Found, Outcome
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetch import Fetcher
@@ -27,7 +27,7 @@ from kvpage_server.store.mapped import Mapped, MappedLoans
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.spelling import Spoilt, Value
 
-_COPIED = HASHED_WITH_GIL  # bytes of the largest value that is lent as a copy: it costs less than more pieces
+_COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
@@ -94,12 +94,10 @@ class Fetching(Known):
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
         """Values were fetched, or lost: who waits may go on."""
-        for value in job.values:
+        for value, outcome in zip(job.values, outcomes, strict=True):
             del self._fetching[value]
-        if not {bool, list}.issuperset(map(type, outcomes)) or False in outcomes:
-            for value, outcome in zip(job.values, outcomes, strict=True):
-                if outcome is False or isinstance(outcome, Exception):
-                    self._lose(value, outcome)
+            if outcome is False or isinstance(outcome, Exception):
+                self._lose(value, outcome)
         for group in job.groups:
             group.left -= 1
             if not group.left:

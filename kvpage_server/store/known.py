@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable
-from typing import cast
 
 import numpy as np
 
 from kvpage_server.store import sheet
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, page_named
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, are_cold, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.index import Block
@@ -202,10 +201,9 @@ class Known(Keyspace):
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
         """The values that have to be fetched before those keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
-        kinds = {*map(type, entries)}
-        if kinds == {Cold}:
-            return [*dict.fromkeys(cast("list[Cold]", entries))]
-        if kinds.isdisjoint((Cold, ExtentPage)):
+        if are_cold(entries):
+            return [*dict.fromkeys(entries)]
+        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
             return []
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, islice
 from time import monotonic
+from typing import cast
 from weakref import ref
 
 from kvpage_server.resp.reply import Piece
@@ -33,7 +34,7 @@ class Mapped:
         self.since = monotonic()
         self._reading = reading
         self._views: list[memoryview] = []
-        self._values: dict[object, range] = {}  # the places of each value's views
+        self._values: dict[Cold, range] = {}  # the places of each value's views
         for value, views in bodies.items():
             self._values[value] = range(len(self._views), len(self._views) + len(views))
             self._views += views
@@ -42,12 +43,10 @@ class Mapped:
         """See `Loan`."""
         if not self._values.keys() >= set(values):
             return None
-        return (*chain.from_iterable(map(self._spell, values)),)
+        return (*chain.from_iterable(map(self._spell, cast("Sequence[Cold]", values))),)
 
-    def _spell(self, value: object) -> list[Piece]:
-        places = self._values[value]
-        size = sum(len(self._views[at]) for at in places)
-        return [b"$%d\r\n" % size, *(MappedPiece(self, at) for at in places), b"\r\n"]
+    def _spell(self, value: Cold) -> list[Piece]:
+        return [b"$%d\r\n" % value.size, *(MappedPiece(self, at) for at in self._values[value]), b"\r\n"]
 
     def call_in(self) -> None:
         """From now on the bytes are in memory."""
