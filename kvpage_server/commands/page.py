@@ -36,14 +36,15 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page, lie_apart
+from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
 
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
-STEP = 16  # pages hashed or sent before other clients may have their turn
+STEP = 16  # pages hashed, or sent from disk, before other clients may have their turn
+_STEP_BYTES, _MOST_IN_STEP = 4 * 1024 * 1024, 256  # of pages sent from memory
 _BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
@@ -273,14 +274,15 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
 
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
-        steps = [keys[start : start + STEP] for start in range(0, count, STEP)]
+        step = _step_from(client, keys[0])
+        steps = [keys[start : start + step] for start in range(0, count, step)]
         ahead = Ahead(client, Tiered.cold_of, steps, of_pages=True)
         for some in steps:
             yield from ahead.next()
-            entries = keyspace.read_all(some)
-            if lie_apart(entries):
-                yield (*entries,)
+            if slots := keyspace.read_apart(some):
+                yield slots
                 continue
+            entries = keyspace.read_all(some)
             if loan := ahead.loan_of(entries):
                 yield loan
                 continue
@@ -299,6 +301,14 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
             yield (*pieces,)
 
     return Stream(count, bodies())
+
+
+def _step_from(client: Client, first: bytes) -> int:
+    """How many pages a step sends of a batch that begins with that one: more than a few only where none is on disk."""
+    tiered, page = client.server.tiered, client.keyspace.find(first)
+    if page is None or (tiered is not None and tiered.any_cold):
+        return STEP
+    return max(STEP, min(_STEP_BYTES // page.size, _MOST_IN_STEP))
 
 
 @command(

@@ -16,6 +16,7 @@ from typing import Protocol, cast
 
 from kvpage_server.lowat import PATIENCE, LowWater
 from kvpage_server.resp.reply import Piece
+from kvpage_server.store.arena import views
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
@@ -144,7 +145,7 @@ class SocketTransport:
             if self._sent_at_once(pieces[0]):
                 return
         else:
-            buffers = [piece if isinstance(piece, bytes) else piece.view for piece in pieces]
+            buffers = views(pieces)
             self._queue.extend(zip(buffers, pieces, strict=True))
             self.queued += sum(map(len, buffers))
         if not self._writing:

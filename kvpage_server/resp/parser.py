@@ -16,7 +16,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from kvpage_server.resp.run import DECLARED, LEAST_BEFORE, BrokenRun, Run, Slab
+from kvpage_server.resp import groups
+from kvpage_server.resp.groups import DECLARED
+from kvpage_server.resp.run import LEAST_BEFORE, BrokenRun, Run, Slab
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -351,14 +353,44 @@ class Parser:
 
         What has arrived is split piece by piece, as long as it is nothing else: so all of it once, and little in vain.
         """
-        pos, window = self._pos, _WINDOW if self._last_long == (0, 0) else _WINDOW // 8
+        pos, window = self._take_groups(self._pos), _WINDOW if self._last_long == (0, 0) else _WINDOW // 8
         while self._missing:
-            taken = self._take_lines(self._data[pos : pos + window].split(b"\r\n", 2 * self._missing))
+            taken = self._take_some(pos, self._missing, window)
             pos += taken
             if 2 * taken < window:
                 break
             window *= 4
         return pos
+
+    def _take_groups(self, pos: int) -> int:
+        """Take groups of arguments of a batch, of which the second says how many groups there are; the cursor after
+        them.
+
+        What only looks like a batch is taken, too, as far as it is framed alike.
+        """
+        args, count = self._args, len(self._args) + self._missing - 2
+        if len(args) < 2:
+            pos += self._take_some(pos, 2 - len(args), _WINDOW // 8)
+            if len(args) < 2:
+                return pos
+        said = args[1]
+        number = int(said) if type(said) is bytes and said.isdigit() and len(said) < len(b"%d" % MAX_ARGUMENTS) else 0
+        if not _FEW < number <= count or count % number:
+            return pos
+        width = count // number
+        if begun := (len(args) - 2) % width:
+            pos += self._take_some(pos, width - begun, _WINDOW // 8)
+        if (len(args) - 2) % width:
+            return pos
+        words, end = groups.take(self._data, pos, width, self._missing // width)
+        args += words
+        self._missing -= len(words)
+        self._size += end - pos
+        return end
+
+    def _take_some(self, pos: int, most: int, window: int) -> int:
+        """Take up to so many short arguments from what has arrived from `pos` on; the bytes they had."""
+        return self._take_lines(self._data[pos : pos + window].split(b"\r\n", 2 * most))
 
     def _take_lines(self, lines: list[bytes]) -> int:
         """Take the arguments that lines are, length and value in turn; the bytes they had.

@@ -5,9 +5,8 @@ it is received into one piece of memory, as much as the socket has, and taken ap
 between its own length and its CRLF, so that it is a bulk string as it lies. Anything that is not like what came before
 ends the run, and is left to the parser.
 
-Groups that are alike to the byte's length are taken together: what stands before their bodies is gathered, what frames
-their arguments compared with what it has to be, and the arguments cut from between. The more were alike, the more are
-tried, so that little is looked at in vain.
+Groups that are alike to the byte's length are taken together: what stands around their bodies is gathered and taken
+apart as `groups` does.
 
 Costs: O(1) and no copy a body; what the run leaves is at most one group, or what is not like the others.
 """
@@ -20,13 +19,12 @@ from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Protocol
 
+from kvpage_server.resp.groups import CRLF, DECLARED, TRUST, Framed
+
 if TYPE_CHECKING:
     from kvpage_server.resp.parser import Argument, Bulk
 
-CRLF = b"\r\n"
-DECLARED = {b"$%d" % length: length for length in range(1000)}
 LEAST_BEFORE = 64  # bytes of short arguments before a body's length: what a slab wants of them for itself
-_TRUST = 8  # times as many groups as were alike so far are tried together
 _HEAD = 192  # bytes that are looked at for what stands before a body; longer ones end the run
 
 
@@ -50,30 +48,14 @@ class Layout:
     """Groups of arguments of those sizes, each with a body of `length` behind them: where in its bytes they stand."""
 
     def __init__(self, sizes: tuple[int, ...], length: int) -> None:
-        first, *others = (b"$%d\r\n" % size for size in (*sizes, length))
-        frames = [first, *(CRLF + frame for frame in others)]
-        self.before = sum(map(len, frames)) + sum(sizes)  # bytes before a body
-        self.size = self.before + length + len(CRLF)
+        self._framed = Framed(sizes, length)
+        self.before = self._framed.size - len(CRLF)  # bytes before a body
+        self.size = self._framed.size + length
         self._around = Struct(f"{self.before}s{length}x{len(CRLF)}s")  # a body
-        words = [f"{len(frame)}x{size}s" for frame, size in zip(frames, (*sizes, 0), strict=True)]
-        self._words = Struct("".join(words) + f"{len(CRLF)}x")
-        framed = [*zip(frames, (*sizes, 0), strict=True), (CRLF, 0)]
-        self._frames = b"".join(frame + bytes(size) for frame, size in framed)
-        self._mask = b"".join(b"\xff" * len(frame) + bytes(size) for frame, size in framed)
 
-    def words(self, groups: memoryview) -> list[bytes] | None:
-        """The arguments of groups, nothing in place of a body; None when one of them is framed in another way."""
-        text = b"".join(chain.from_iterable(self._around.iter_unpack(groups)))
-        count = len(groups) // self.size
-        if int.from_bytes(text, "little") & _repeated(self._mask, count) != _repeated(self._frames, count):
-            return None
-        return list(chain.from_iterable(self._words.iter_unpack(text)))
-
-
-@lru_cache(64)
-def _repeated(text: bytes, count: int) -> int:
-    """As a number: so many bytes are masked and compared soonest as one."""
-    return int.from_bytes(text * count, "little")
+    def words(self, groups: memoryview) -> list[bytes]:
+        """The arguments of the first groups, as far as they are framed alike; nothing in place of a body."""
+        return self._framed.words(b"".join(chain.from_iterable(self._around.iter_unpack(groups))))
 
 
 _layout = lru_cache(256)(Layout)
@@ -138,16 +120,14 @@ class Run:
         layout, pos = self._layout, self._pos
         if layout is None:
             return []
-        count = min(most, _TRUST * self._alike, (self._filled - pos) // layout.size)
+        count = min(most, TRUST * self._alike, (self._filled - pos) // layout.size)
         if count < 2:
             return []
-        end = pos + count * layout.size
-        words: list[Argument] | None = layout.words(self._view[pos:end])  # type: ignore[assignment]
-        if words is None:
-            self._alike = 0
-            return []
-        words[self.short :: self.short + 1] = self._slab.cut(range(pos + layout.before, end, layout.size), self.length)
-        self._alike += count
+        every = self.short + 1
+        words: list[Argument] = layout.words(self._view[pos : pos + count * layout.size])  # type: ignore[assignment]
+        end = pos + len(words) // every * layout.size
+        words[self.short :: every] = self._slab.cut(range(pos + layout.before, end, layout.size), self.length)
+        self._alike = self._alike + len(words) // every if words else 0
         self._pos = end
         return words
 

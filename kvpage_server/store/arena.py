@@ -24,9 +24,10 @@ nothing. (CPython counts references: it happens at once.)
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from time import monotonic
+from typing import Any
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
@@ -204,6 +205,22 @@ class Part:
         """The bytes."""
         start = self.slot.offset
         return self.slot.chunk.view[start + self.start : start + self.stop]
+
+
+def views(pieces: Iterable[Any]) -> list[bytes | memoryview]:
+    """The `view` of each piece of a reply, of bytes they themselves; of slots sooner than one asked after the other."""
+    found: list[bytes | memoryview] = []
+    add, size, frame = found.append, -1, 0
+    for piece in pieces:
+        if type(piece) is Slot:
+            if piece.size != size:
+                size = piece.size
+                frame = _frame_size(size)
+            start = piece.offset
+            add(piece.chunk.view[start - frame : start + size + _SUFFIX])
+        else:
+            add(piece if isinstance(piece, bytes) else piece.view)
+    return found
 
 
 class Arena:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
 from typing import NamedTuple, TypeGuard
 
 from kvpage_server.page import PageError, PageHeader, PageKey
@@ -48,8 +47,7 @@ class PageName(NamedTuple):
 NewPage = tuple[PageName, Slot, int]  # a page to be stored: its header and body in the slot, when it expires
 
 
-_UNIT = attrgetter("unit")
-_SLOTS, _COLD, _BLOCKS = {Slot}, {Cold}, {Block}
+_COLD = {Cold}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
@@ -60,11 +58,6 @@ def is_page(entry: Entry | None) -> TypeGuard[Page]:
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
     """Whether the bytes of all of them lie on disk alone."""
     return {*map(type, entries)} == _COLD
-
-
-def lie_apart(entries: Sequence[Entry | None]) -> TypeGuard[list[Slot]]:
-    """Whether all of them are pages, each in a slot of its own."""
-    return set(map(type, entries)) == _SLOTS and set(map(type, map(_UNIT, entries))) == _BLOCKS
 
 
 def page_named(key: bytes) -> PageKey | None:

@@ -10,11 +10,17 @@ from typing import cast
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, Page, are_cold, lie_apart
+from kvpage_server.store.entry import Entry, Page, are_cold
 from kvpage_server.store.index import Block
 from kvpage_server.store.ration import Ration
 
 _EXPIRES, _UNIT = attrgetter("expires"), attrgetter("unit")
+_SLOTS, _BLOCKS = {Slot}, {Block}
+
+
+def _any_overdue(entries: Iterable[Entry]) -> bool:
+    soonest = min(filter(None, map(_EXPIRES, entries)), default=0)
+    return 0 < soonest <= unix_ms()
 
 
 class Lookup(Ration):
@@ -55,12 +61,8 @@ class Lookup(Ration):
         """`read` of many keys; those of one block in a row are one use of it."""
         now, get, touching = unix_ms(), self._catalogue.get, self._touching
         entries = list(map(get, keys))
-        apart = lie_apart(entries)
-        if (apart or are_cold(entries)) and (not any(expiries := [*map(_EXPIRES, entries)]) or min(expiries) > now):
+        if are_cold(entries) and not _any_overdue(entries):
             self.counters.hits += len(entries)
-            if touching and apart:
-                for block in dict.fromkeys(map(_UNIT, entries)):
-                    self._units.used(block)
             return entries
         found: list[Entry | None] = []
         missed = 0
@@ -83,6 +85,21 @@ class Lookup(Ration):
         self.counters.hits += len(found) - missed
         self.counters.misses += missed
         return found
+
+    def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
+        """`read` of many pages that each have a slot of their own; None, and nothing was read, unless all of them do."""
+        entries = tuple(map(self._catalogue.get, keys))
+        if {*map(type, entries)} != _SLOTS:
+            return None
+        pages = cast("tuple[Slot, ...]", entries)
+        blocks = dict.fromkeys(map(_UNIT, pages))
+        if {*map(type, blocks)} != _BLOCKS or _any_overdue(pages):
+            return None
+        self.counters.hits += len(pages)
+        if self._touching:
+            for block in blocks:
+                self._units.used(block)
+        return pages
 
     def without_entry(self, keys: Sequence[bytes]) -> list[int]:
         """The places of those keys that have no value, or that are pages of blocks which were stored whole."""

@@ -223,6 +223,14 @@ class Tiered(Fetching):
                 self._prove(unit)
         return entries
 
+    def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
+        """`read` of many pages that each have a slot of their own; None, and nothing was read, unless all of them do."""
+        pages = super().read_apart(keys)
+        if pages and self._unproven:
+            for block in {page.unit for page in pages}:
+                self._prove(cast(Block, block))
+        return pages
+
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""
         if block.extent is not None and type(block.extent.slot) is Cold:  # who reads it has been lent its bytes
