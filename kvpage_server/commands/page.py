@@ -44,7 +44,7 @@ from kvpage_server.store.tiered import Tiered
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed, or sent from disk, before other clients may have their turn
-_STEP_BYTES, _MOST_IN_STEP = 4 * 1024 * 1024, 256  # of pages sent from memory
+_MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256  # that are sent in a step from memory
 _BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
@@ -99,7 +99,10 @@ def page_key(args: Sequence[Argument]) -> bytes:
 
 def page_keys(args: Sequence[Argument], width: int) -> list[bytes]:
     """The keys that a batch's arguments spell: five every `width`."""
-    columns = [args[first::width] for first in range(NAME_ARGUMENTS)]
+    words = iter(args)
+    columns: list[Iterable[Any]] = [words] * width  # it gives each of them the next one in turn
+    if width != NAME_ARGUMENTS:
+        columns = [args[first::width] for first in range(NAME_ARGUMENTS)]
     try:
         return list(map(b":".join, zip(repeat(b"kv"), *columns, strict=False)))
     except TypeError:  # one of them is so long that it lies in the arena
@@ -269,12 +272,14 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
     count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
     keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
+    step = _step_from(client, keys[0])
+    if count <= step and (slots := keyspace.read_apart(keys)):
+        return b"*%d\r\n" % count, *slots
     for i in keyspace.without_entry(keys):
         page_name(args[1 + i * NAME_ARGUMENTS :])
 
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
-        step = _step_from(client, keys[0])
         steps = [keys[start : start + step] for start in range(0, count, step)]
         ahead = Ahead(client, Tiered.cold_of, steps, of_pages=True)
         for some in steps:
@@ -308,7 +313,7 @@ def _step_from(client: Client, first: bytes) -> int:
     tiered, page = client.server.tiered, client.keyspace.find(first)
     if page is None or (tiered is not None and tiered.any_cold):
         return STEP
-    return max(STEP, min(_STEP_BYTES // page.size, _MOST_IN_STEP))
+    return max(STEP, min(_MOST_BYTES // max(page.size, 1), _MOST_PAGES))
 
 
 @command(

@@ -24,6 +24,7 @@ from kvpage_server.store.spelling import Value
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 
 
+_FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
 OBJECT = 48  # bytes that a short argument takes besides its own
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
@@ -332,10 +333,8 @@ class Session:
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
         elif type(reply) is tuple and not silent:
             self._out += reply
-            for piece in reply:
-                if not isinstance(piece, bytes):
-                    self._borrowed += piece.size
-            if self._borrowed > HIGH_WATER:  # let it be felt when the peer does not read
+            self._borrowed += sum(piece.size for piece in reply[:_FEW] if not isinstance(piece, bytes))
+            if self._borrowed > HIGH_WATER or len(reply) > _FEW:  # let it be felt when the peer does not read
                 self._flush()
         elif not silent:
             encode(reply, client.protocol, self._out)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable
 from itertools import accumulate, islice
@@ -141,15 +141,14 @@ class SocketTransport:
         if self._over:
             return
         pieces = _joined(pieces)
-        if len(pieces) == 1 and not self._queue:
-            if self._sent_at_once(pieces[0]):
-                return
-        else:
-            buffers = views(pieces)
-            self._queue.extend(zip(buffers, pieces, strict=True))
-            self.queued += sum(map(len, buffers))
-        if not self._writing:
-            self._flush()
+        buffers = views(pieces)
+        gone = 0 if self._queue else self._send_at_once(buffers)
+        if gone < len(buffers):
+            waiting = list(zip(buffers[gone:], pieces[gone:], strict=True))
+            self._queue.extend(waiting)
+            self.queued += sum(len(buffer) for buffer, _ in waiting)
+            if not self._writing:
+                self._flush()
         self._crowded = self._crowded or self.crowded
 
     def renew(self) -> None:
@@ -158,19 +157,24 @@ class SocketTransport:
             (buffer if isinstance(piece, bytes) else piece.view[-len(buffer) :], piece) for buffer, piece in self._queue
         )
 
-    def _sent_at_once(self, piece: Piece) -> bool:
-        """Hand a piece to the kernel, when nothing waits; False when something of it is left, which waits now."""
-        buffer = piece if isinstance(piece, bytes) else piece.view
+    def _send_at_once(self, buffers: list[bytes | memoryview]) -> int:
+        """Hand buffers to the kernel while nothing waits; how many are gone. What is left of the next is there alone."""
+        sizes = [*map(len, buffers)]
+        total = sum(sizes)
         try:
-            sent = self._sock.send(buffer if len(buffer) <= _AT_ONCE else memoryview(buffer)[:_AT_ONCE])
+            if len(buffers) == 1:
+                sent = self._sock.send(buffers[0] if total <= _AT_ONCE else memoryview(buffers[0])[:_AT_ONCE])
+            else:
+                sent = self._sock.sendmsg(_gathered(buffers[:_GATHER], total))
         except OSError:
-            sent = 0  # the queue will meet it again
+            return 0  # the queue will meet it again
         self.bytes_out += sent
-        left = len(buffer) - sent
-        if left:
-            self._queue.append((memoryview(buffer)[sent:], piece))
-            self.queued += left
-        return not left
+        if sent == total:
+            return len(buffers)
+        ends = [*accumulate(sizes)]
+        gone = bisect_right(ends, sent)
+        buffers[gone] = memoryview(buffers[gone])[sent - ends[gone] :]
+        return gone
 
     def _flush(self) -> None:
         try:
@@ -198,9 +202,7 @@ class SocketTransport:
         """Hand the kernel the first pieces and drop what it took. Raises OSError as sendmsg does."""
         queue = self._queue
         buffers = [buffer for buffer, _ in islice(queue, _GATHER)]
-        if self.queued > max(_AT_ONCE, _LARGE * len(queue)):  # a call more costs small pieces what it saves
-            buffers = _first_of(buffers)
-        sent = self._sock.sendmsg(buffers)
+        sent = self._sock.sendmsg(_gathered(buffers, self.queued))
         self.bytes_out += sent
         self.queued -= sent
         if not self.queued:
@@ -236,8 +238,10 @@ class SocketTransport:
         self._reader.lost()
 
 
-def _first_of(buffers: list[bytes | memoryview]) -> list[bytes | memoryview]:
-    """As many of the first bytes as are sent at once."""
+def _gathered(buffers: list[bytes | memoryview], waiting: int) -> list[bytes | memoryview]:
+    """What is sent at once of buffers, the first of `waiting` bytes: of large ones a megabyte."""
+    if waiting <= max(_AT_ONCE, _LARGE * len(buffers)):  # a call more costs small pieces what it saves
+        return buffers
     ends = list(accumulate(map(len, buffers)))
     last = bisect_left(ends, _AT_ONCE)
     if last == len(ends):

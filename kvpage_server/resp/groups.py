@@ -15,8 +15,8 @@ from struct import Struct
 
 CRLF = b"\r\n"
 DECLARED = {b"$%d" % length: length for length in range(1000)}
-TRUST = 8  # times as many groups as were alike so far are tried together
-_HEAD = 4096  # bytes that are looked at for a group
+TRUST = 32  # times as many groups as were alike so far are tried together
+_HEAD = 1024  # bytes that are looked at for a group
 
 
 class Framed:

@@ -24,8 +24,9 @@ nothing. (CPython counts references: it happens at once.)
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from operator import attrgetter
 from time import monotonic
 from typing import Any
 from weakref import WeakSet
@@ -185,6 +186,9 @@ class Slot:
         view[start + self.size : start + self.size + _SUFFIX] = b"\r\n"
 
 
+_SLOTS, _SIZE = {Slot}, attrgetter("size")
+
+
 class Part:
     """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
 
@@ -207,20 +211,15 @@ class Part:
         return self.slot.chunk.view[start + self.start : start + self.stop]
 
 
-def views(pieces: Iterable[Any]) -> list[bytes | memoryview]:
-    """The `view` of each piece of a reply, of bytes they themselves; of slots sooner than one asked after the other."""
-    found: list[bytes | memoryview] = []
-    add, size, frame = found.append, -1, 0
-    for piece in pieces:
-        if type(piece) is Slot:
-            if piece.size != size:
-                size = piece.size
-                frame = _frame_size(size)
-            start = piece.offset
-            add(piece.chunk.view[start - frame : start + size + _SUFFIX])
-        else:
-            add(piece if isinstance(piece, bytes) else piece.view)
-    return found
+def views(pieces: Sequence[Any]) -> list[bytes | memoryview]:
+    """The `view` of each piece of a reply, of bytes they themselves. Slots of one size are asked together, sooner."""
+    first = int(isinstance(pieces[0], bytes))
+    slots = pieces[first:]
+    if {*map(type, slots)} != _SLOTS or len(sizes := {*map(_SIZE, slots)}) > 1:
+        return [piece if isinstance(piece, bytes) else piece.view for piece in pieces]
+    size = sizes.pop()
+    before, behind = _frame_size(size), size + _SUFFIX
+    return [*pieces[:first], *[slot.chunk.view[(at := slot.offset) - before : at + behind] for slot in slots]]
 
 
 class Arena:
