@@ -154,7 +154,9 @@ def _wrong_version(version: int) -> PageError:
     return PageError(f"page version {version}{hint} is not supported, only {VERSION}")
 
 
-def pack_header(
+def write_header(
+    memory: Buffer,
+    at: int,
     dtype: int,
     kv_type: int,
     page_size: int,
@@ -167,9 +169,11 @@ def pack_header(
     body_size: int,
     digest: int,
     flags: int = 0,
-) -> bytes:
-    """The 64 bytes of a header whose fields, PageHeader's, have been checked."""
-    return _LAYOUT.pack(
+) -> None:
+    """Write a header whose fields, PageHeader's, have been checked, `at` so many bytes."""
+    _LAYOUT.pack_into(
+        memory,
+        at,
         MAGIC,
         VERSION,
         dtype,
@@ -186,6 +190,13 @@ def pack_header(
         0,
         digest,
     )
+
+
+def pack_header(*fields: int) -> bytes:
+    """The 64 bytes of a header with the fields of `write_header`."""
+    header = bytearray(HEADER_SIZE)
+    write_header(header, 0, *fields)
+    return bytes(header)
 
 
 @dataclass(frozen=True, slots=True)

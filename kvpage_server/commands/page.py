@@ -29,12 +29,12 @@ from kvpage_server.page import (
     PageError,
     check_req_id,
     checksum,
-    pack_header,
     unix_ms,
+    write_header,
 )
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
-from kvpage_server.store.arena import Slot
+from kvpage_server.store.arena import Slot, room_before
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
 from kvpage_server.store.index import Block
@@ -156,9 +156,8 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
         _, _, layer, head, page, kv_type = name
         digest = (slot.digest or checksum(slot.body)) if with_checksum else 0
         slot.digest = 0
-        size = slot.size
-        header = pack_header(dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, size, digest)
-        slot.header[:] = header
+        memory, at, size = slot.chunk.view, slot.offset - room_before(slot.size), slot.size
+        write_header(memory, at, dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, size, digest)
         yield name, slot, now + ttl * 1000 if ttl else 0
 
 
@@ -166,7 +165,8 @@ def hash_on_arrival(server: Server, name: Argument, bodies: Sequence[Any]) -> No
     """Hash the first pages of a batch while the next ones are sent: they are in the processor's cache, too."""
     if name in _BATCHES and server.config.page_checksums:
         for slot in bodies:
-            slot.digest = checksum(slot.body)
+            start = slot.offset
+            slot.digest = checksum(slot.chunk.view[start : start + slot.size])
 
 
 def _make_room(client: Client) -> None:

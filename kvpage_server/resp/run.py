@@ -53,6 +53,10 @@ class Layout:
         self.size = self._framed.size + length
         self._around = Struct(f"{self.before}s{length}x{len(CRLF)}s")  # a body
 
+    def opens(self, before: memoryview) -> bool:
+        """Whether this is what stands before a body."""
+        return bool(self._framed.words(bytes(before) + CRLF))
+
     def words(self, groups: memoryview) -> list[bytes]:
         """The arguments of the first groups, as far as they are framed alike; nothing in place of a body."""
         return self._framed.words(b"".join(chain.from_iterable(self._around.iter_unpack(groups))))
@@ -109,7 +113,9 @@ class Run:
         taken: list[Argument] = []
         every = self.short + 1
         while most * every > len(taken) and self._filled >= self._needed:
-            group = self._take_alike(most - len(taken) // every) or self._take_one()
+            group = self._take_alike(most - len(taken) // every)
+            if not group and self._filled >= self._needed:
+                group = self._take_one()
             if not group:
                 break
             taken += group
@@ -120,9 +126,12 @@ class Run:
         layout, pos = self._layout, self._pos
         if layout is None:
             return []
-        count = min(most, TRUST * self._alike, (self._filled - pos) // layout.size)
-        if count < 2:
+        there = self._filled - pos
+        if there < layout.size:
+            if there >= layout.before and layout.opens(self._view[pos : pos + layout.before]):
+                self._needed = pos + layout.size
             return []
+        count = min(most, TRUST * self._alike, there // layout.size)
         every = self.short + 1
         words: list[Argument] = layout.words(self._view[pos : pos + count * layout.size])  # type: ignore[assignment]
         end = pos + len(words) // every * layout.size

@@ -28,7 +28,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
@@ -87,12 +87,12 @@ class Chunk:
 class Slab:
     """Memory that a run of values was received into. It goes back with the last of its slots."""
 
-    __slots__ = ("__weakref__", "_arena", "_memory", "_sparse_from", "keys", "live", "view")
+    __slots__ = ("__weakref__", "_arena", "_memory", "sparse_from", "keys", "live", "view")
 
     def __init__(self, arena: Arena, memory: Slot) -> None:
         self._arena = arena
         self._memory = memory
-        self._sparse_from = 0  # bytes of its slots, when there will be no more of them
+        self.sparse_from = 0  # bytes of its slots, when there will be no more of them
         self.view = memory.room
         self.live = 0  # bytes of its slots
         self.keys: list[bytes] = []  # what the owner stored its slots under
@@ -104,22 +104,17 @@ class Slab:
 
     def close(self) -> None:
         """Nothing more is cut from it."""
-        self._sparse_from = len(self.view) // 2
-        self._note_if_sparse()
-
-    def release(self, slot: Slot) -> None:
-        """Take a slot back."""
-        self.live -= slot.size + _BESIDE
-        if self.live < self._sparse_from:
-            self._note_if_sparse()
+        self.sparse_from = len(self.view) // 2
+        self.note_if_sparse()
 
     def footprint(self, slot: Slot) -> int:
         """Bytes that a slot occupies."""
         return slot.size + _BESIDE
 
-    def _note_if_sparse(self) -> None:
-        if 0 < self.live < self._sparse_from:
-            self._sparse_from = 0
+    def note_if_sparse(self) -> None:
+        """Have the owner move what is left, where that is little."""
+        if 0 < self.live < self.sparse_from:
+            self.sparse_from = 0
             self._arena.sparse.add(self)
 
 
@@ -140,7 +135,13 @@ class Slot:
         self.unit: object = None
 
     def __del__(self) -> None:
-        self.chunk.release(self)
+        chunk = self.chunk
+        if type(chunk) is Slab:  # the usual one, without another call
+            chunk.live -= self.size + _BESIDE
+            if chunk.live < chunk.sparse_from:
+                chunk.note_if_sparse()
+        else:
+            cast(Chunk, chunk).release(self)
 
     @property
     def room(self) -> memoryview:
@@ -157,8 +158,8 @@ class Slot:
     @property
     def header(self) -> memoryview:
         """Writable: the 64 bytes before the frame."""
-        end = self.offset - _frame_size(self.size)
-        return self.chunk.view[end - HEADER_SIZE : end]
+        start = self.offset - room_before(self.size)
+        return self.chunk.view[start : start + HEADER_SIZE]
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
@@ -326,3 +327,9 @@ def _round_up(size: int, step: int) -> int:
 @lru_cache(maxsize=1024)
 def _frame_size(size: int) -> int:
     return len(str(size)) + 3
+
+
+@lru_cache(maxsize=1024)
+def room_before(size: int) -> int:
+    """Bytes from the beginning of a slot's header to that of its body of `size` bytes."""
+    return HEADER_SIZE + _frame_size(size)
