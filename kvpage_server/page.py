@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -29,8 +29,9 @@ MAX_U32 = 0xFFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
 
-_LAYOUT = struct.Struct("<4sBBBBIIIIQQQIIQ")
-assert _LAYOUT.size == HEADER_SIZE
+# magic, version, dtype, kv_type, flags, page_size, head_dim, layer, head, page, created, ttl, body_size, 0, checksum
+LAYOUT = struct.Struct("<4sBBBBIIIIQQQIIQ")
+assert LAYOUT.size == HEADER_SIZE
 
 _REQ_ID = re.compile(rb"[^\x00-\x20\x7f:]{1,256}\Z")
 _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z")
@@ -139,9 +140,7 @@ def index_key(req_id: bytes) -> bytes:
     return b"kv:%b:index" % check_req_id(req_id)
 
 
-def checksum(body: Buffer) -> int:
-    """XXH3-64 of the body's bytes."""
-    return xxhash.xxh3_64_intdigest(body)
+checksum: Callable[[Buffer], int] = xxhash.xxh3_64_intdigest  # XXH3-64 of a body's bytes
 
 
 def unix_ms() -> int:
@@ -154,9 +153,7 @@ def _wrong_version(version: int) -> PageError:
     return PageError(f"page version {version}{hint} is not supported, only {VERSION}")
 
 
-def write_header(
-    memory: Buffer,
-    at: int,
+def pack_header(
     dtype: int,
     kv_type: int,
     page_size: int,
@@ -169,34 +166,10 @@ def write_header(
     body_size: int,
     digest: int,
     flags: int = 0,
-) -> None:
-    """Write a header whose fields, PageHeader's, have been checked, `at` so many bytes."""
-    _LAYOUT.pack_into(
-        memory,
-        at,
-        MAGIC,
-        VERSION,
-        dtype,
-        kv_type,
-        flags,
-        page_size,
-        head_dim,
-        layer,
-        head,
-        page,
-        created_ms,
-        ttl,
-        body_size,
-        0,
-        digest,
-    )
-
-
-def pack_header(*fields: int) -> bytes:
-    """The 64 bytes of a header with the fields of `write_header`."""
-    header = bytearray(HEADER_SIZE)
-    write_header(header, 0, *fields)
-    return bytes(header)
+) -> bytes:
+    """The 64 bytes of a header whose fields, PageHeader's, have been checked."""
+    about = dtype, kv_type, flags, page_size, head_dim, layer, head, page
+    return LAYOUT.pack(MAGIC, VERSION, *about, created_ms, ttl, body_size, 0, digest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,7 +221,7 @@ class PageHeader:
             if view[:5] == MAGIC + b"\x01":
                 raise _wrong_version(1)
             raise PageError(f"a page blob has at least {HEADER_SIZE} bytes, got {len(view)}")
-        magic, version, dtype, kv_type, flags, *rest = _LAYOUT.unpack_from(view)
+        magic, version, dtype, kv_type, flags, *rest = LAYOUT.unpack_from(view)
         if magic != MAGIC:
             raise PageError(f"a page blob starts with {MAGIC!r}, got {magic!r}")
         if version != VERSION:

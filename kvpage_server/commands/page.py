@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
+from operator import attrgetter
 from typing import Any, NamedTuple, cast
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
@@ -19,18 +20,20 @@ from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.page import (
     ALLOWED_DTYPES,
+    LAYOUT,
+    MAGIC,
     MAX_HEAD,
     MAX_KV_TYPE,
     MAX_LAYER,
     MAX_PAGE,
     MAX_TTL,
     MAX_U32,
+    VERSION,
     DType,
     PageError,
     check_req_id,
     checksum,
     unix_ms,
-    write_header,
 )
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
@@ -116,18 +119,22 @@ class Shape(NamedTuple):
     page_size: int
     head_dim: int
     ttl: int  # seconds
-    nbytes: int  # of a body that fills the shape
+
+
+_SIZE = attrgetter("size")
 
 
 @lru_cache(_FEW)
-def _shape(dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argument) -> Shape:
+def _shape(strict: bool, nbytes: int, dtype: Argument, page_size: Argument, head_dim: Argument, ttl: Argument) -> Shape:
     kind = integer_in("dtype", dtype, 0, 255)
     if kind not in DType.__members__.values():
         raise ReplyError(f"ERR dtype must be one of {ALLOWED_DTYPES}, got {kind}")
     rows = integer_in("page_size", page_size, 1, MAX_U32)
     columns = integer_in("head_dim", head_dim, 1, MAX_U32)
     seconds = integer_in("ttl", ttl, 0, MAX_TTL)
-    return Shape(DType(kind), rows, columns, seconds, rows * columns * DType(kind).itemsize)
+    if strict and nbytes != (full := rows * columns * DType(kind).itemsize):
+        raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {full} bytes, got {nbytes}")
+    return Shape(DType(kind), rows, columns, seconds)
 
 
 def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[PageName, Shape, Slot]]:
@@ -135,29 +142,23 @@ def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[Page
     columns: list[Sequence[Any]] = [args[i::PAGE_ARGUMENTS] for i in range(PAGE_ARGUMENTS)]
     parts = (map(part, words) for part, words in zip(_PARTS, columns, strict=False))
     names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=True))
-    shapes = map(_shape, *columns[NAME_ARGUMENTS:-1])
     slots, slot_of = columns[-1], client.keyspace.slot_of
     if set(map(type, slots)) != {Slot}:
         slots = [body if type(body) is Slot else slot_of(plain(body)) for body in slots]
-    read = zip(names, shapes, slots, strict=True)
-    return map(_checked_size, read) if client.server.config.strict_page_shape else read
-
-
-def _checked_size(read: tuple[PageName, Shape, Slot]) -> tuple[PageName, Shape, Slot]:
-    _, shape, slot = read
-    if shape.nbytes != slot.size:
-        raise ReplyError(f"ERR body must be page_size x head_dim x itemsize = {shape.nbytes} bytes, got {slot.size}")
-    return read
+    strict = client.server.config.strict_page_shape
+    shapes = map(_shape, repeat(strict), map(_SIZE, slots), *columns[NAME_ARGUMENTS:-1])
+    return zip(names, shapes, slots, strict=True)
 
 
 def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_checksum: bool) -> Iterator[NewPage]:
     """Pages with their headers, their bodies hashed; `now` in unix milliseconds."""
-    for name, (dtype, page_size, head_dim, ttl, _), slot in read:
+    write = LAYOUT.pack_into  # as pack_header does, without another call
+    for name, (dtype, rows, dim, ttl), slot in read:
         _, _, layer, head, page, kv_type = name
         digest = (slot.digest or checksum(slot.body)) if with_checksum else 0
         slot.digest = 0
-        memory, at, size = slot.chunk.view, slot.offset - room_before(slot.size), slot.size
-        write_header(memory, at, dtype, kv_type, page_size, head_dim, layer, head, page, now, ttl, size, digest)
+        view, at, size = slot.chunk.view, slot.offset - room_before(slot.size), slot.size
+        write(view, at, MAGIC, VERSION, dtype, kv_type, 0, rows, dim, layer, head, page, now, ttl, size, 0, digest)
         yield name, slot, now + ttl * 1000 if ttl else 0
 
 

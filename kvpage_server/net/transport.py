@@ -158,7 +158,7 @@ class SocketTransport:
         )
 
     def _send_at_once(self, buffers: list[bytes | memoryview]) -> int:
-        """Hand buffers to the kernel while nothing waits; how many are gone. What is left of the next is there alone."""
+        """Hand buffers to the kernel while nothing waits; how many are gone. The next one is what is left of it."""
         sizes = [*map(len, buffers)]
         total = sum(sizes)
         try:

@@ -22,8 +22,8 @@ _HEAD = 1024  # bytes that are looked at for a group
 class Framed:
     """Groups of words of those `sizes`: where in a group they stand.
 
-    With a `body` of so many bytes behind them, which is not in the text, its length and CRLF are, and it is a word of no
-    bytes.
+    With a `body` of so many bytes behind them, which is not in the text: its length and CRLF are, and it is a word of
+    no bytes.
     """
 
     def __init__(self, sizes: tuple[int, ...], body: int | None = None) -> None:

@@ -87,7 +87,7 @@ class Chunk:
 class Slab:
     """Memory that a run of values was received into. It goes back with the last of its slots."""
 
-    __slots__ = ("__weakref__", "_arena", "_memory", "sparse_from", "keys", "live", "view")
+    __slots__ = ("__weakref__", "_arena", "_memory", "keys", "live", "sparse_from", "view")
 
     def __init__(self, arena: Arena, memory: Slot) -> None:
         self._arena = arena

@@ -63,7 +63,7 @@ class Lookup(Ration):
         entries = list(map(get, keys))
         if are_cold(entries) and not _any_overdue(entries):
             self.counters.hits += len(entries)
-            return entries
+            return [*entries]
         found: list[Entry | None] = []
         missed = 0
         last: object = None
@@ -87,7 +87,7 @@ class Lookup(Ration):
         return found
 
     def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
-        """`read` of many pages that each have a slot of their own; None, and nothing was read, unless all of them do."""
+        """`read` of many pages, if each lives in a slot of its own; None, and nothing was read, if one does not."""
         entries = tuple(map(self._catalogue.get, keys))
         if {*map(type, entries)} != _SLOTS:
             return None

@@ -224,7 +224,7 @@ class Tiered(Fetching):
         return entries
 
     def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
-        """`read` of many pages that each have a slot of their own; None, and nothing was read, unless all of them do."""
+        """`read` of many pages, if each lives in a slot of its own; None, and nothing was read, if one does not."""
         pages = super().read_apart(keys)
         if pages and self._unproven:
             for block in {page.unit for page in pages}:
