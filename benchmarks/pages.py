@@ -24,7 +24,7 @@ from benchmarks.pairs import (
     speed_ratio,
     together,
 )
-from benchmarks.servers import PINNED, pin_client, start_kvpage, start_redis, start_valkey
+from benchmarks.servers import PINNED, pin_client, start_bare, start_kvpage, start_redis, start_valkey
 from benchmarks.stores import PageStore, RawStore, ValueStore
 from kvpage_server.bench.measure import Figures
 from kvpage_server.bench.raw import start_raw
@@ -34,6 +34,7 @@ from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_256, Blocks, Pages, Work
 KIB = 1024
 INTRO = "kvpage-server / the other; ratios are medians of the ratios of each round"
 OURS, REDIS, VALKEY, RAW = "kvpage-server", "redis-server", "Valkey", "raw sockets"
+BARE = "bare Python"
 
 
 @dataclass(frozen=True)
@@ -108,41 +109,31 @@ def _row(name: str, op: str, passes: Passes) -> Row:
     figures = {
         server: Figures(speed(passes, server), cpu(passes, server), 0, 0, len(passes[server]))
         for server in passes
-        if server != RAW
+        if server not in (RAW, BARE)
     }
     return Row(name, op, figures, speed(passes, RAW))
 
 
 def _findings(name: str, target: Target, cold: Passes, hot: Passes) -> Iterator[Finding]:
     other = target.against
-    yield Finding(
-        name,
-        other,
-        "GB/s",
-        f"{speed(cold, OURS):.2f} / {speed(cold, other):.2f}",
-        speed_ratio(cold, OURS, other),
-        at_least=target.speed,
-        note=f"{speed_ratio(hot, OURS, other):.2f}",
-    )
+    yield _of_speed(name, OURS, other, cold, hot, target.speed)
     if other != RAW:
-        yield Finding(
-            name,
-            other,
-            "CPU s/GB",
-            f"{cpu(cold, OURS):.2f} / {cpu(cold, other):.2f}",
-            cpu_ratio(cold, OURS, other),
-            at_most=target.cpu,
-            note=f"{cpu_ratio(hot, OURS, other):.2f}",
-        )
-    if other == VALKEY:  # what a plain loop in Python reaches
-        yield Finding(
-            f"{name}, {RAW}",
-            other,
-            "GB/s",
-            f"{speed(cold, RAW):.2f} / {speed(cold, other):.2f}",
-            speed_ratio(cold, RAW, other),
-            note=f"{speed_ratio(hot, RAW, other):.2f}",
-        )
+        yield _of_cpu(name, OURS, other, cold, hot, target.cpu)
+    if other == VALKEY and BARE in cold:
+        yield _of_speed(f"{name}, {BARE}", BARE, other, cold, hot)
+        yield _of_cpu(f"{name}, {BARE}", BARE, other, cold, hot)
+
+
+def _of_speed(name: str, server: str, other: str, cold: Passes, hot: Passes, at_least: float | None = None) -> Finding:
+    found = f"{speed(cold, server):.2f} / {speed(cold, other):.2f}"
+    ratios = [speed_ratio(passes, server, other) for passes in (cold, hot)]
+    return Finding(name, other, "GB/s", found, ratios[0], at_least=at_least, note=f"{ratios[1]:.2f}")
+
+
+def _of_cpu(name: str, server: str, other: str, cold: Passes, hot: Passes, at_most: float | None = None) -> Finding:
+    found = f"{cpu(cold, server):.2f} / {cpu(cold, other):.2f}"
+    ratios = [cpu_ratio(passes, server, other) for passes in (cold, hot)]
+    return Finding(name, other, "CPU s/GB", found, ratios[0], at_most=at_most, note=f"{ratios[1]:.2f}")
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -155,20 +146,23 @@ def main(arguments: list[str] | None = None) -> None:
     found = Comparisons()
     for _ in range(sets):
         with ExitStack() as stack:
-            ours, redis, valkey = (stack.enter_context(start()) for start in (start_kvpage, start_redis, start_valkey))
+            ours, redis, valkey, bare = map(
+                stack.enter_context, (start_kvpage(), start_redis(), start_valkey(), start_bare())
+            )
             raw = stack.enter_context(closing(stack.enter_context(start_raw(prefix=PINNED))(1)))
-            page_store, bare = Contestant(OURS, PageStore(ours.url), ours), Contestant(RAW, RawStore(raw), None)
+            page_store, sockets = Contestant(OURS, PageStore(ours.url), ours), Contestant(RAW, RawStore(raw), None)
             all_of_them = [
                 page_store,
                 Contestant(REDIS, ValueStore(redis.url), redis),
                 Contestant(VALKEY, ValueStore(valkey.url), valkey),
-                bare,
+                sockets,
             ]
+            least = Contestant(BARE, PageStore(bare.url), bare)
             for size in (16, 64) if quick else PAGES:
-                found.run(all_of_them, rounds, Pages(256, size * KIB, generations), PAGES[size])
+                found.run([*all_of_them, least], rounds, Pages(256, size * KIB, generations), PAGES[size])
             single_pages = Contestant(VALKEY, ValueStore(valkey.url, single_pages=True), valkey)
             blocks = Blocks(8, LLAMA3_16, generations)
-            found.run([page_store, single_pages, bare], rounds, blocks, SINGLE_PAGES, readme.SINGLE)
+            found.run([page_store, single_pages, sockets], rounds, blocks, SINGLE_PAGES, readme.SINGLE)
             found.run(all_of_them, rounds, blocks, WHOLE_BLOCKS)
             if not quick:
                 found.run(all_of_them, rounds, Blocks(8, SMOLLM2_256, generations), WHOLE_BLOCKS)

@@ -121,3 +121,8 @@ def start_redis() -> AbstractContextManager[Server]:
     if found is None:
         sys.exit("redis-server is not installed. On Debian or Ubuntu: sudo apt-get install redis-server")
     return _run("redis-server", "redis_version", found)
+
+
+def start_bare() -> AbstractContextManager[Server]:
+    """The least that a server in Python does."""
+    return _run("bare Python", "bare_version", sys.executable, "-m", "benchmarks.bare")
