@@ -24,11 +24,11 @@ nothing. (CPython counts references: it happens at once.)
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from operator import attrgetter
 from time import monotonic
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from weakref import WeakSet
 
 from kvpage_server.page import HEADER_SIZE
@@ -221,6 +221,23 @@ def views(pieces: Sequence[Any]) -> list[bytes | memoryview]:
     size = sizes.pop()
     before, behind = _frame_size(size), size + _SUFFIX
     return [*pieces[:first], *[slot.chunk.view[(at := slot.offset) - before : at + behind] for slot in slots]]
+
+
+class Lent(NamedTuple):
+    """Some of a slot's memory as a piece of a reply, with `size` bytes of its body. Keeps the slot."""
+
+    view: memoryview
+    size: int
+    slot: Slot
+
+
+def blobs(slots: Iterable[Slot]) -> Iterator[bytes | Lent]:
+    """The bulk strings of headers and bodies."""
+    for slot in slots:
+        memory, start, size = slot.chunk.view, slot.offset, slot.size
+        header = start - room_before(size)
+        yield b"$%d\r\n%b" % (HEADER_SIZE + size, bytes(memory[header : header + HEADER_SIZE]))
+        yield Lent(memory[start : start + size + _SUFFIX], size, slot)
 
 
 class Arena:
