@@ -176,11 +176,13 @@ class KeyspaceMachine(RuleBasedStateMachine):
         while (swept := self.keys.sweep(self.now, most)) == most:
             pass
         assert swept < most
-        second = self.now // 1000 * 1000
-        due = [key for key, (_, expires, _) in self.model.items() if 0 < expires < second]
-        for key in due:
+        second, left = self.now // 1000 * 1000, set(self.keys.names())
+        due = {key for key, (_, expires, _) in self.model.items() if 0 < expires <= self.now}
+        gone = due - left  # of this second's, those whose keys were due before
+        assert gone >= {key for key in due if self.model[key][1] < second}
+        for key in gone:
             del self.model[key]
-        assert self.keys.counters.expired - expired == len(due)
+        assert self.keys.counters.expired - expired == len(gone)
 
     @precondition(lambda self: self.model)
     @rule(share=st.floats(0.1, 0.9))

@@ -333,7 +333,9 @@ class Session:
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
         elif type(reply) is tuple and not silent:
             self._out += reply
-            self._borrowed += sum(piece.size for piece in reply[:_FEW] if not isinstance(piece, bytes))
+            for piece in reply[:_FEW]:
+                if not isinstance(piece, bytes):
+                    self._borrowed += piece.size
             if self._borrowed > HIGH_WATER or len(reply) > _FEW:  # let it be felt when the peer does not read
                 self._flush()
         elif not silent:

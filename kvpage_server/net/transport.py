@@ -141,7 +141,11 @@ class SocketTransport:
         if self._over:
             return
         pieces = _joined(pieces)
-        buffers = views(pieces)
+        buffers: list[bytes | memoryview]
+        if len(pieces) == 1:
+            buffers = [piece if isinstance(piece := pieces[0], bytes) else piece.view]
+        else:
+            buffers = views(pieces)
         gone = 0 if self._queue else self._send_at_once(buffers)
         if gone < len(buffers):
             waiting = list(zip(buffers[gone:], pieces[gone:], strict=True))
@@ -149,7 +153,7 @@ class SocketTransport:
             self.queued += sum(len(buffer) for buffer, _ in waiting)
             if not self._writing:
                 self._flush()
-        self._crowded = self._crowded or self.crowded
+            self._crowded = self._crowded or self.crowded
 
     def renew(self) -> None:
         """What waits to be sent has moved: what is left of each piece is the end of where it is now."""
@@ -159,8 +163,7 @@ class SocketTransport:
 
     def _send_at_once(self, buffers: list[bytes | memoryview]) -> int:
         """Hand buffers to the kernel while nothing waits; how many are gone. The next one is what is left of it."""
-        sizes = [*map(len, buffers)]
-        total = sum(sizes)
+        total = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
         try:
             if len(buffers) == 1:
                 sent = self._sock.send(buffers[0] if total <= _AT_ONCE else memoryview(buffers[0])[:_AT_ONCE])
@@ -171,7 +174,7 @@ class SocketTransport:
         self.bytes_out += sent
         if sent == total:
             return len(buffers)
-        ends = [*accumulate(sizes)]
+        ends = [*accumulate(map(len, buffers))]
         gone = bisect_right(ends, sent)
         buffers[gone] = memoryview(buffers[gone])[sent - ends[gone] :]
         return gone
