@@ -81,7 +81,31 @@ def batches(draw: st.DrawFn) -> Words:
     return words
 
 
+@st.composite
+def questions(draw: st.DrawFn) -> Words:
+    """How many groups of short words, and these: most of them as long as those before."""
+    width, every = draw(st.integers(1, 6)), draw(st.sampled_from([1, 7, 40]))
+    count = draw(st.integers(1, 150))
+    words: Words = [b"ASK", b"%d" % count]
+    for group in range(count):
+        words += [b"request-%d" % (group // every % 12), *(b"%d" % (group // place) for place in range(1, width))]
+    for _ in range(draw(st.integers(0, 2))):
+        words[draw(st.integers(1, len(words) - 1))] = draw(short_words)
+    return words
+
+
 class TestSplits:
+    @given(questions(), st.integers(0, 2**16), st.sampled_from([b"", b"x", b"$", b"\r\n", b"\0" * 5]), steps)
+    def test_groups_taken_together_are_what_is_taken_byte_by_byte(
+        self, words: Words, at: int, noise: bytes, positions: Sequence[int]
+    ) -> None:
+        data = bytearray(spell(words) + spell([b"PING"]))
+        assert parse([bytes(data)]) == ([words, [b"PING"]], False)
+        at %= len(data)
+        data[at : at + 1] = noise
+        one_by_one = parse(cut(bytes(data), range(len(data))))
+        assert parse([bytes(data)]) == parse(cut(bytes(data), positions)) == one_by_one
+
     @given(st.lists(batches(), min_size=1, max_size=2), steps, st.booleans())
     @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
     def test_any_split_gives_the_batches_that_were_sent(
@@ -199,6 +223,24 @@ class TestSplits:
         assert parse([b""], parser) == (sent, False)
 
 
+def bytes_split(parser: Parser, chunks: Sequence[bytes], commands: Sequence[Words] = ()) -> int:
+    """How many bytes the parser splits at their line ends when it is fed chunks, which are those commands."""
+    split = 0
+
+    def note(frame: object, event: str, called: object) -> None:
+        nonlocal split
+        if event == "c_call" and getattr(called, "__name__", "") == "split":
+            split += len(getattr(called, "__self__", b""))
+
+    sys.setprofile(note)
+    try:
+        found = parse(chunks, parser)
+    finally:
+        sys.setprofile(None)
+    assert found == ([*commands], False)
+    return split
+
+
 class TestMemory:
     def test_a_long_bulk_arrives_in_the_memory_that_was_allocated_for_it(self) -> None:
         made: list[Buffer] = []
@@ -277,21 +319,14 @@ class TestMemory:
     def test_what_has_arrived_is_split_once(self) -> None:
         """However much more is announced: a million words that do not come cost no more than those that do."""
         chunks = 10 * [b"$2\r\nab\r\n" * 4000]
-        split = 0
-
-        def note(frame: object, event: str, called: object) -> None:
-            nonlocal split
-            if event == "c_call" and getattr(called, "__name__", "") == "split":
-                split += len(getattr(called, "__self__", b""))
-
         parser = Parser(Buffer)
-        sys.setprofile(note)
-        try:
-            assert parse([b"*1000000\r\n", *chunks], parser) == ([], False)
-        finally:
-            sys.setprofile(None)
+        assert bytes_split(parser, [b"*1000000\r\n", *chunks]) <= 1.05 * sum(map(len, chunks))
         assert parser.arguments == 40_000
-        assert split <= 1.05 * sum(map(len, chunks))
+
+    def test_so_is_a_batch_of_which_no_group_is_like_another(self) -> None:
+        words = [b"ASK", b"3000", *(b"x" * (1 + i * 7 % 30) for i in range(3000) for _ in range(5))]
+        chunks = cut(spell(words), range(0, 2**20, 50_000))
+        assert bytes_split(Parser(Buffer), chunks, [words]) <= 1.2 * sum(map(len, chunks))
 
 
 class TestLimits:

@@ -47,7 +47,7 @@ from kvpage_server.store.tiered import Tiered
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed, or sent from disk, before other clients may have their turn
-_MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256  # that are sent in a step from memory
+_MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256
 _BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
@@ -273,14 +273,15 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
     count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
     keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
-    step = _step_from(client, keys[0])
-    if count <= step and (slots := keyspace.read_apart(keys)):
+    most, tiered = _most_at_once(keyspace.find(keys[0])), client.server.tiered
+    if count <= most and (slots := keyspace.read_apart(keys)):
         return b"*%d\r\n" % count, *slots
     for i in keyspace.without_entry(keys):
         page_name(args[1 + i * NAME_ARGUMENTS :])
 
     def bodies() -> Iterator[Reply]:
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
+        step = STEP if tiered is not None and tiered.any_cold else most
         steps = [keys[start : start + step] for start in range(0, count, step)]
         ahead = Ahead(client, Tiered.cold_of, steps, of_pages=True)
         for some in steps:
@@ -309,12 +310,9 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     return Stream(count, bodies())
 
 
-def _step_from(client: Client, first: bytes) -> int:
-    """How many pages a step sends of a batch that begins with that one: more than a few only where none is on disk."""
-    tiered, page = client.server.tiered, client.keyspace.find(first)
-    if page is None or (tiered is not None and tiered.any_cold):
-        return STEP
-    return max(STEP, min(_MOST_BYTES // max(page.size, 1), _MOST_PAGES))
+def _most_at_once(first: Entry | None) -> int:
+    """How many pages, the first of which that is, are sent from memory before other clients may have their turn."""
+    return max(STEP, min(_MOST_BYTES // max(first.size, 1), _MOST_PAGES)) if first is not None else STEP
 
 
 @command(

@@ -2,8 +2,8 @@
 
 The arguments of a batch come in groups, and most groups have words as long as those of the group before. So what stands
 between the words of many groups is known to the byte: their text is masked and compared as one number, and where the
-first difference is says how many groups were as expected. The more were alike, the more are tried, so that little is
-looked at in vain.
+first difference is says how many groups were as expected. The more were alike, the more are tried, and where few are
+no more is, so that little is looked at in vain.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ CRLF = b"\r\n"
 DECLARED = {b"$%d" % length: length for length in range(1000)}
 TRUST = 32  # times as many groups as were alike so far are tried together
 _HEAD = 1024  # bytes that are looked at for a group
+_LEAST = 8  # groups that have to be alike for others to be tried
 
 
 class Framed:
@@ -58,10 +59,12 @@ framed = lru_cache(256)(Framed)
 def take(data: bytes, pos: int, width: int, most: int) -> tuple[list[bytes], int]:
     """The words of up to `most` groups of `width` from `pos` on, and where what was not taken begins.
 
-    Taken are whole groups, as long as every declared length is the true one and short.
+    Taken are whole groups, as long as every declared length is the true one and short, and most groups are like the one
+    before them.
     """
     words: list[bytes] = []
-    while most > 0 and (group := _next_of(data, pos, width)):
+    alike = _LEAST
+    while most > 0 and alike >= _LEAST and (group := _next_of(data, pos, width)):
         words += group
         like, alike = framed(tuple(map(len, group))), 1
         pos, most = pos + like.size, most - 1
