@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from statistics import median
 
 import numpy as np
@@ -17,17 +17,21 @@ _CALLS = 500  # a round
 _AT_MOST = 1.25
 
 
-def findings(ours: Server, redis: Server, *, rounds: int) -> Iterator[Finding]:
-    """KVPAGEGET beside GET. Raises AssertionError for wrong bytes."""
+def rounds(ours: Server, redis: Server, count: int) -> list[tuple[float, float]]:
+    """Seconds of KVPAGEGET and of GET, each the median of a round. Raises AssertionError for wrong bytes."""
     body = np.random.default_rng(0).bytes(_SIZE)
     ours.admin.execute_command("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0, body)
     redis.admin.set("latency", body)
     with ours.connect() as our_sock, redis.connect() as their_sock:
         our_get = _get(our_sock, b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n", body)
         their_get = _get(their_sock, b"*2\r\n$3\r\nGET\r\n$7\r\nlatency\r\n", body)
-        found = [(_round(our_get), _round(their_get)) for _ in range(rounds + 1)][1:]
+        return [(_round(our_get), _round(their_get)) for _ in range(count + 1)][1:]
+
+
+def finding(found: Sequence[tuple[float, float]]) -> Finding:
+    """KVPAGEGET beside GET, of rounds of several pairs of servers."""
     fast, slow = (median(times) for times in zip(*found, strict=True))
-    yield Finding(
+    return Finding(
         "KVPAGEGET of 16 KiB",
         "redis-server, GET",
         "p50, µs",

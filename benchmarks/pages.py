@@ -144,12 +144,14 @@ def main(arguments: list[str] | None = None) -> None:
     sets, rounds, generations = (1, 3, 4) if quick else (SETS, 3, GENERATIONS)
     pin_client()
     found = Comparisons()
+    latencies: list[tuple[float, float]] = []
     for _ in range(sets):
         with ExitStack() as stack:
             ours, redis, valkey, bare = map(
                 stack.enter_context, (start_kvpage(), start_redis(), start_valkey(), start_bare())
             )
             raw = stack.enter_context(closing(stack.enter_context(start_raw(prefix=PINNED))(1)))
+            latencies += latency.rounds(ours, redis, rounds)
             page_store, sockets = Contestant(OURS, PageStore(ours.url), ours), Contestant(RAW, RawStore(raw), None)
             all_of_them = [
                 page_store,
@@ -171,7 +173,7 @@ def main(arguments: list[str] | None = None) -> None:
         with closing(connect(1)) as raw:
             findings += redis_py.findings(ours, raw, rounds=sets * rounds)
         findings += receiving.findings(ours, rounds=sets * rounds)
-        findings += latency.findings(ours, redis, rounds=sets * rounds)
+        findings.append(latency.finding(latencies))
         about = {
             "servers": [server.name for server in (ours, redis, valkey)],
             "sets": sets,

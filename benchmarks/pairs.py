@@ -3,8 +3,9 @@
 Two processes of one server differ by up to a tenth, for as long as they live: it depends on where their memory happens
 to lie. So the rounds of a figure are shared among several sets of servers, `SETS`, each started anew.
 
-A *pass* moves every generation of a batch once. With eight generations of some megabytes nothing is found in the CPU's
-cache; the cache-hot case moves one generation eight times.
+A *pass* moves every generation of a batch in turn, again and again until it has moved a quarter of a gigabyte: a server
+that has slept needs some milliseconds to be as fast as it is. With eight generations of some megabytes nothing is found
+in the CPU's cache; the cache-hot case moves one generation as often.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from kvpage_server.bench.measure import GB
 from kvpage_server.bench.work import Work
 
 GENERATIONS = 8
+LEAST = 256 * 1024 * 1024  # bytes of a pass
 SETS = 5
 
 
@@ -35,7 +37,7 @@ class Contestant:
 
 @dataclass(frozen=True)
 class Pass:
-    """All generations of a batch, moved once."""
+    """All generations of a batch, moved some times."""
 
     gb_per_s: float
     cpu_s_per_gb: float  # of the server, 0 where it is not known
@@ -51,7 +53,7 @@ def compare(contestants: list[Contestant], op: str, work: Work, *, rounds: int, 
     for contestant in contestants:
         all_steps = contestant.store.writes(work) if op == "write" else contestant.store.reads(work)
         steps[contestant.name] = [all_steps[generation] for generation in used]
-    repeats = GENERATIONS // len(used)
+    repeats = max(GENERATIONS // len(used), LEAST // (len(used) * work.total))
     passes: Passes = {contestant.name: [] for contestant in contestants}
     for turn in range(-1, rounds):  # the first round warms up
         shift = turn % len(contestants)
