@@ -1,7 +1,7 @@
 """The least that a server in Python does: what KVPAGEMGET and KVPAGEMSET cannot do without, on a blocking socket.
 
-It believes what it is sent, checks and hashes nothing, and knows no expiry, eviction, rights, limits or statistics. What
-it does not reach where pages are small, nothing written in Python reaches on this machine.
+It believes what it is sent, checks and hashes nothing, and knows no expiry, eviction, rights, limits or statistics.
+What it does not reach where pages are small, nothing written in Python reaches on this machine.
 
 `python -m benchmarks.bare --port PORT`; other options are not looked at.
 """
