@@ -18,7 +18,7 @@ from contextlib import suppress
 import numpy as np
 
 _CRLF = b"\r\n"
-_FAMILY = 5  # words that name a page
+_NAME = 5  # words that name a page
 _PAGE = 10  # arguments of one that is written
 _AT_ONCE = 1024 * 1024  # bytes of large pages in one sendmsg
 _LARGE = 128 * 1024
@@ -54,7 +54,7 @@ class Connection:
     def _answer(self, words: list[bytes]) -> None:
         name = words[0].upper()
         if name == b"KVPAGEMGET":
-            columns = [words[2 + first :: _FAMILY] for first in range(_FAMILY)]
+            columns = [words[2 + first :: _NAME] for first in range(_NAME)]
             found = map(self._pages.__getitem__, map(b":".join, zip(*columns, strict=True)))
             self._send([b"*%s\r\n" % words[1], *found])
         elif name == b"INFO":
@@ -96,7 +96,7 @@ class Connection:
             start, stop = pos + at + len(_CRLF), pos + at + rest + len(_CRLF)
             while filled < stop:
                 filled += self._receive(memory[filled:])
-            self._pages[b":".join(head[:at].split(_CRLF)[1 : 2 * _FAMILY : 2])] = memory[start:stop]
+            self._pages[b":".join(head[:at].split(_CRLF)[1 : 2 * _NAME : 2])] = memory[start:stop]
             pos = stop
         self._sock.sendall(b"+OK\r\n")
         return bytes(memory[pos:filled])

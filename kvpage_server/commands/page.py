@@ -166,8 +166,7 @@ def hash_on_arrival(server: Server, name: Argument, bodies: Sequence[Any]) -> No
     """Hash the first pages of a batch while the next ones are sent: they are in the processor's cache, too."""
     if name in _BATCHES and server.config.page_checksums:
         for slot in bodies:
-            start = slot.offset
-            slot.digest = checksum(slot.chunk.view[start : start + slot.size])
+            slot.digest = checksum(slot.body)
 
 
 def _make_room(client: Client) -> None:

@@ -13,7 +13,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Reply, ReplyError
-from kvpage_server.store.arena import Slot, blobs
+from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, PageName, Text, is_page
 from kvpage_server.store.memory import Keyspace, OutOfMemory
 from kvpage_server.store.quota import text_size
@@ -29,8 +29,6 @@ def string_of(entry: Entry | None) -> Reply:
     if isinstance(entry, Text):
         return entry.data
     if is_page(entry):
-        if isinstance(entry, Slot):
-            return (*blobs((entry,)),)
         return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
     return (entry,)
 

@@ -363,8 +363,7 @@ class Parser:
         return pos
 
     def _take_groups(self, pos: int) -> int:
-        """Take groups of arguments of a batch, of which the second says how many groups there are; the cursor after
-        them.
+        """Take groups of arguments, of which the second says how many there are, as batches do; the cursor after them.
 
         What only looks like a batch is taken, too, as far as it is framed alike.
         """
@@ -373,8 +372,7 @@ class Parser:
             pos += self._take_some(pos, 2 - len(args), _WINDOW // 8)
             if len(args) < 2:
                 return pos
-        said = args[1]
-        number = int(said) if type(said) is bytes and said.isdigit() and len(said) < len(b"%d" % MAX_ARGUMENTS) else 0
+        number = (_length(said) if isinstance(said := args[1], bytes) else None) or 0
         if not _FEW < number <= count or count % number:
             return pos
         width = count // number

@@ -70,7 +70,7 @@ class Block:
     def add(self, layer: int, head: int, kv_type: int) -> None:
         """Note that it has a page."""
         self.shape_known = False
-        row, bit = (layer * _TYPES + kv_type) * _GROUPS + head // _ROW_HEADS, 1 << head % _ROW_HEADS  # row_of, bit_of
+        row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
         if not heads & bit:
             self._rows[row] = heads | bit
