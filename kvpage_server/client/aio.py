@@ -167,11 +167,14 @@ class AsyncPageClient:
         requests = [call.ask(to, part) for part in call.parts]
         if len(requests) == 1:
             return call.read([await self._converse(requests[0], end)])
+        failures: list[BaseException] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._converse(request, end)) for request in requests]
         except* PageClientError as failed:
-            raise failed.exceptions[0] from None
+            failures += failed.exceptions
+        if failures:  # raised in there, Python 3.11.2 would make it a group again
+            raise failures[0] from None
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:

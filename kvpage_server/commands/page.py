@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeVar, cast
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client, Server
@@ -51,6 +51,7 @@ _MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256
 _BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
+T = TypeVar("T")
 _FEW, _MANY = 256, 4096  # how many words are remembered: those of a batch's pages are mostly the same
 
 
@@ -140,14 +141,20 @@ def _shape(strict: bool, nbytes: int, dtype: Argument, page_size: Argument, head
 def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[PageName, Shape, Slot]]:
     """The pages that arguments describe, ten each. Raises ReplyError for the first that is wrong."""
     columns: list[Sequence[Any]] = [args[i::PAGE_ARGUMENTS] for i in range(PAGE_ARGUMENTS)]
-    parts = (map(part, words) for part, words in zip(_PARTS, columns, strict=False))
-    names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=True))
-    slots, slot_of = columns[-1], client.keyspace.slot_of
+    slots, slot_of = columns.pop(), client.keyspace.slot_of
     if set(map(type, slots)) != {Slot}:
         slots = [body if type(body) is Slot else slot_of(plain(body)) for body in slots]
-    strict = client.server.config.strict_page_shape
-    shapes = map(_shape, repeat(strict), map(_SIZE, slots), *columns[NAME_ARGUMENTS:-1])
-    return zip(names, shapes, slots, strict=True)
+    parts = (_each(part, words) for part, words in zip(_PARTS, columns, strict=False))
+    names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=False))
+    shape = partial(_shape, client.server.config.strict_page_shape)
+    return zip(names, _each(shape, [*map(_SIZE, slots)], *columns[NAME_ARGUMENTS:]), slots, strict=False)
+
+
+def _each(meaning: Callable[..., T], *columns: Sequence[Any]) -> Iterable[T]:
+    """What each row means; looked up once where all are the same."""
+    if all(words.count(words[0]) == len(words) for words in columns):
+        return repeat(meaning(*(words[0] for words in columns)), len(columns[0]))
+    return map(meaning, *columns)
 
 
 def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_checksum: bool) -> Iterator[NewPage]:
