@@ -1,8 +1,7 @@
 """What it is worth to be remembered: the first token of an agent that comes back, from each tier, beside full prefill.
 
-All on the real small model, in one run. The contexts that come back are compared token by token with what was said
-when nothing was known. Loading is also compared with reading safetensors from the system's page cache, plain and as
-mlx-lm does it, and saving with the time of the generation that is saved.
+All on the real small model, in one run. Loading is also compared by itself with reading safetensors from the system's
+page cache, plain and as mlx-lm does it, and saving with the time of the generation that is saved.
 """
 
 from __future__ import annotations
@@ -11,13 +10,10 @@ import argparse
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any
 
 import engine  # noqa: F401 - picks the BLAS before MLX is imported
 
@@ -25,12 +21,25 @@ import engine  # noqa: F401 - picks the BLAS before MLX is imported
 import mlx.core as mx
 from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache
 
+from benchmarks.coming_back import (
+    FILE,
+    MLX_LM,
+    POOL_BLOCKS,
+    SERVER,
+    SOONER,
+    Machine,
+    Remembered,
+    Tokens,
+    cache_of,
+    compute,
+    first_tokens,
+    tiers,
+)
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.readme import rewrite_tiers
 from benchmarks.servers import start_kvpage
 from engine import kvcache, model
-from engine.agent_engine import AgentEngine, Answer
-from engine.batch_engine import BlockPoolBatchEngine
+from engine.agent_engine import AgentEngine
 from engine.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
@@ -39,167 +48,25 @@ from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
-SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page server, by tokens
-FILE, MLX_LM = 1.3, 1.0  # times as long as these, at most
 SAVING = 0.05  # of a generation's wall time, at most
 ROUNDS, QUICK_ROUNDS = 7, 1
-MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
-QUESTION = " And what else does the keeper have to know?"  # what comes back is asked
-ANSWER = 4  # tokens, which are compared
 SAVED, QUICK_SAVED = (512, 64), (256, 16)  # tokens of a prompt and of its answer, when saving is measured
-POOL_BLOCKS = 64
+COLOURS = {"hot": "tab:green", SERVER: "tab:orange", "cold file": "tab:blue"}
 INTRO = (
-    "SmolLM2-135M in float32; time to first token, from the prompt's arrival on, of an agent that comes back with its "
-    "context and a question; medians, of up to 1,024 tokens' full prefill too, of more it is one"
+    "SmolLM2-135M in float32; time to first token, from the prompt's arrival on, of an agent that comes back with the "
+    "same prompt of so many tokens, or with its context and a question of 11 tokens; medians, of up to 1,024 tokens' "
+    "full prefill too, of more it is one"
 )
-
-Tokens = list[int]
-
-
-@dataclass(frozen=True)
-class Machine:
-    """The model, and what goes with it."""
-
-    model: Any
-    tokenizer: Any
-    spec: ModelCacheSpec
-
-    def batch(self, pool: BlockPool) -> BlockPoolBatchEngine:
-        """A batch engine with that pool."""
-        return BlockPoolBatchEngine(self.model, self.tokenizer, self.spec, pool)
-
-
-@dataclass(frozen=True)
-class Remembered:
-    """A context, what computing it took, and the prompt its agent comes back with."""
-
-    context: AgentBlocks
-    prefill: float  # seconds to the first token
-    prompt: Tokens
-    said: Tokens  # to that prompt, by an engine that has the context in its hands
-
-    @property
-    def agent_id(self) -> str:
-        """Whose."""
-        return self.context.agent_id
-
-    @property
-    def nbytes(self) -> int:
-        """Of its blocks."""
-        return sum(block.nbytes for block in self.context.blocks)
-
-
-@dataclass(frozen=True)
-class Tier:
-    """An engine with one tier, and how to bring it to the state in which an agent comes back."""
-
-    name: str
-    engine: AgentEngine
-    store: AgentCacheStore
-    forget: Callable[[], object]  # what is in memory
-
-
-def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Remembered:
-    """Full prefill, several times where it is short; the context is the caller's to free."""
-    agent_id = f"agent-{len(tokens)}"
-    taken = []
-    for again in reversed(range(max(1, MOST_PREFILLED // len(tokens)))):
-        batch.submit(agent_id, tokens, max_tokens=1)
-        (first,) = batch.step()
-        taken.append(first.time_to_first_token)
-        if again:
-            batch.pool.free(first.blocks.block_ids)
-    prompt = [*first.blocks.tokens, *machine.tokenizer.encode(QUESTION)]
-    batch.submit(agent_id, prompt, first.blocks, max_tokens=ANSWER)
-    (second,) = batch.step()
-    batch.pool.free(second.blocks.block_ids)
-    return Remembered(first.blocks, median(taken), prompt, list(second.tokens))
-
-
-@contextmanager
-def tiers(machine: Machine, remembered: Sequence[Remembered], directory: Path) -> Iterator[dict[str, Tier]]:
-    """Engines of their own, to each of which the contexts are known in another tier."""
-    with ExitStack() as stack:
-        url = stack.enter_context(start_kvpage()).url
-        found = {}
-        for name in ("hot", "page server", "cold file"):
-            pool = BlockPool(4 * POOL_BLOCKS)
-            store = AgentCacheStore(
-                machine.spec,
-                pool,
-                pages=PageTier(url, machine.spec, pool) if name == "page server" else None,
-                cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == "cold file" else None,
-            )
-            stack.callback(store.close)
-            for one in remembered:
-                ids = pool.allocate(len(one.context.blocks), one.agent_id, one.nbytes)
-                store.save(_moved(one.context, ids))
-                pool.free(ids, one.agent_id)
-            store.flush_dirty()
-            engine = AgentEngine(machine.batch(pool), store)
-            found[name] = Tier(name, engine, store, (lambda: None) if name == "hot" else _forgetter(store, pool))
-        yield found
-
-
-def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
-    """The same context under the ids of another pool."""
-    blocks = [type(block)(i, block.tokens, block.layers) for i, block in zip(ids, context.blocks, strict=True)]
-    return AgentBlocks(context.agent_id, context.tokens, tuple(blocks), context.fingerprint)
-
-
-def _forgetter(store: AgentCacheStore, pool: BlockPool) -> Callable[[], object]:
-    def forget() -> None:
-        if not store.make_room(pool.total_blocks):
-            raise AssertionError(f"{pool.used_blocks} blocks have stayed in memory")
-
-    return forget
-
-
-def come_back(tier: Tier, one: Remembered) -> float:
-    """Seconds to the first token. Raises AssertionError when nothing was reused, or something else is said."""
-    tier.forget()
-    answers: list[Answer] = []
-    errors: list[Exception] = []
-    tier.engine.submit(
-        one.agent_id, one.prompt, max_tokens=ANSWER, keep=False, on_done=answers.append, on_error=errors.append
-    )
-    while tier.engine.step(timeout=1.0):
-        pass
-    if errors:
-        raise errors[0]
-    (answer,) = answers
-    if answer.reuse.tokens < len(one.context):
-        raise AssertionError(f"{tier.name}: {answer.reuse.tokens} of {len(one.context)} tokens came back")
-    if list(answer.tokens) != one.said:
-        raise AssertionError(f"{tier.name}: said {answer.tokens}, with the context at hand {one.said}")
-    return answer.reuse.time_to_first_token
-
-
-def first_tokens(remembered: Sequence[Remembered], found: dict[str, Tier], rounds: int) -> Iterator[Finding]:
-    """From each tier, beside full prefill."""
-    for one in remembered:
-        for tier in found.values():
-            print(f"{len(one.context) - 1:,} tokens from {tier.name} ...", flush=True)
-            taken = [come_back(tier, one) for _ in range(rounds + 1)][1:]
-            tokens = len(one.context) - 1
-            yield Finding(
-                f"{tokens:,} tokens from {tier.name}",
-                "full prefill",
-                "times sooner",
-                f"{median(taken):.3f} s / {one.prefill:.2f} s",
-                one.prefill / median(taken),
-                at_least=SOONER.get(tokens) if tier.name == "page server" else None,
-            )
 
 
 def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: int) -> Iterator[Finding]:
     """A context from the page server, all in memory and evaluated, beside files that the system has in memory."""
     pool = BlockPool(POOL_BLOCKS)
-    pages = PageTier(url, machine.spec, pool)
+    pages, cold = PageTier(url, machine.spec, pool), SafetensorsCacheAdapter(machine.spec, pool, directory / "checked")
     pages.save(one.context)
+    cold.save(one.context)
     plain, theirs = str(directory / "plain.safetensors"), str(directory / "mlx-lm.safetensors")
-    cache = kvcache.reconstruct(machine.spec, one.context.blocks, len(one.context))
-    mx.eval([layer.state for layer in cache])
+    cache = cache_of(machine, one)
     mx.save_safetensors(
         plain, {f"{n}.{i}": getattr(layer, n) for i, layer in enumerate(cache) for n in ("keys", "values")}
     )
@@ -207,7 +74,12 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
     del cache
 
     def from_server() -> AgentBlocks:
-        found = pages.load(one.agent_id)
+        return evaluated(pages.load(one.agent_id))
+
+    def from_checked_file() -> AgentBlocks:
+        return evaluated(cold.load(one.agent_id))
+
+    def evaluated(found: AgentBlocks | None) -> AgentBlocks:
         assert found
         mx.eval([block.layers for block in found.blocks])
         return found
@@ -230,12 +102,13 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
 
     ways: dict[str, Callable[[], object]] = {
         "blocks": from_server,
+        "the cold tier's file": from_checked_file,
         "a safetensors file": from_file,
         "a cache": to_cache,
         "mlx-lm's load_prompt_cache": by_mlx_lm,
     }
     taken: dict[str, list[float]] = {name: [] for name in ways}
-    print(f"{len(one.context) - 1:,} tokens beside files ...", flush=True)
+    print(f"{one.tokens:,} tokens beside files ...", flush=True)
     for turn in range(-1, rounds):
         for name, load in ways.items():
             started = time.perf_counter()
@@ -249,11 +122,12 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
                 taken[name].append(seconds)
     pages.close()
     for ours, file, at_most in (
+        ("blocks", "the cold tier's file", FILE),
         ("blocks", "a safetensors file", FILE),
         ("a cache", "mlx-lm's load_prompt_cache", MLX_LM),
     ):
         yield Finding(
-            f"{len(one.context) - 1:,} tokens, {one.nbytes / 1e6:.0f} MB, loaded from page server to {ours}",
+            f"{one.tokens:,} tokens, {one.nbytes / 1e6:.0f} MB, loaded from page server to {ours}",
             file,
             "times as long",
             f"{median(taken[ours]) * 1e3:.0f} / {median(taken[file]) * 1e3:.0f} ms",
@@ -307,12 +181,15 @@ def write_plot(findings: Sequence[Finding], remembered: Sequence[Remembered], pa
 
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     axes = figure.subplots()
-    sizes = [len(one.context) - 1 for one in remembered]
+    sizes = [one.tokens for one in remembered]
     prefill = [one.prefill for one in remembered]
     axes.plot(sizes, prefill, "o-", color="black", label="full prefill")
-    for tier in ("cold file", "page server", "hot"):
-        sooner = [finding.value for finding in findings if finding.work.endswith(f"from {tier}")]
-        axes.plot(sizes, [full / times for full, times in zip(prefill, sooner, strict=True)], "o-", label=tier)
+    sooner = {finding.work: finding.value for finding in findings if finding.what == "times sooner"}
+    for tier in ("cold file", SERVER, "hot"):
+        for turn, line, more in ((1, "o--", ", and a question"), (0, "o-", "")):
+            times = [sooner[f"{one.turns[turn].name} from {tier}"] for one in remembered]
+            seconds = [full / faster for full, faster in zip(prefill, times, strict=True)]
+            axes.plot(sizes, seconds, line, color=COLOURS[tier], label=tier + more)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sizes, [f"{size:,}" for size in sizes])
@@ -343,7 +220,7 @@ def main(arguments: list[str] | None = None) -> None:
     with TemporaryDirectory() as scratch:
         directory = Path(scratch)
         with tiers(machine, remembered, directory / "cold") as found:
-            findings = list(first_tokens(remembered, found, rounds))
+            findings = list(first_tokens(machine, remembered, found, directory, rounds))
         with start_kvpage() as server:
             for one in remembered:
                 server.admin.flushall()  # a block that another context brought has its bits, which differ in the last

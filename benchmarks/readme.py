@@ -16,7 +16,7 @@ _ROWS = {  # what a row begins with: whom it speaks of, and the works
     "Valkey 9.1, blocks of 2 / 5.6 MiB": ("Valkey", ["8 blocks of 2 MiB", "8 blocks of 5.6 MiB"]),
 }
 _CONTEXTS = ("256", "1,024", "2,048", "4,000")  # tokens
-_TIERS = ("hot", "page server", "cold file")
+_TURNS = (("", "hot"), ("", "page server"), ("", "cold file"), (" and a question", "page server"))
 
 
 def rewrite(findings: list[Finding]) -> None:
@@ -40,9 +40,9 @@ def with_figures(text: str, findings: list[Finding]) -> str:
 
 def with_first_tokens(text: str, findings: list[Finding]) -> str:
     """A text with the figures of the rows that begin with a context: seconds, and how many times sooner that is."""
-    by_work = {found.work: found for found in findings}
+    by_work = {found.work: found for found in findings if found.what == "times sooner"}
     for tokens in _CONTEXTS:
-        tiers = [by_work[f"{tokens} tokens from {tier}"] for tier in _TIERS]
+        tiers = [by_work[f"{tokens} tokens{turn} from {tier}"] for turn, tier in _TURNS]
         took = [found.measured.split(" / ") for found in tiers]
         cells = [
             took[0][1],

@@ -5,11 +5,15 @@ from __future__ import annotations
 from engine_models import letter_tokenizer, tiny_llama
 
 # isort: split
+from dataclasses import replace
+from pathlib import Path
+
 import mlx.core as mx
 import numpy as np
 import pytest
 
-from benchmarks import engine_batch, engine_reconstruct, perplexity
+from benchmarks import coming_back, engine_batch, engine_reconstruct, perplexity
+from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama(head_dim=32)
@@ -65,3 +69,25 @@ def test_perplexity_is_that_of_all_tokens_read_at_once() -> None:
     foretold = mx.take_along_axis(mx.softmax(logits, axis=-1), mx.array(TOKENS[1:])[:, None], axis=-1)
     found = perplexity.perplexity(MODEL, TOKENS, perplexity.empty_cache(MODEL, None))
     assert found == pytest.approx(mx.exp(-mx.log(foretold).mean()).item(), rel=1e-4)
+
+
+def test_who_comes_back_says_the_same_from_every_tier_and_from_mlx_lm_s_file(tmp_path: Path) -> None:
+    machine = coming_back.Machine(MODEL, TOKENIZER, ModelCacheSpec.probe(MODEL, TOKENIZER))
+    one = coming_back.compute(machine, machine.batch(BlockPool(16)), TOKENS)
+    same, question = one.turns
+    with coming_back.tiers(machine, [one], tmp_path / "cold") as found:
+        findings = list(coming_back.first_tokens(machine, [one], found, tmp_path, rounds=2))
+        wrong = replace(question, said=[*question.said[:-1], question.said[-1] + 1])
+        for tier in found.values():
+            with pytest.raises(AssertionError, match=f"{tier.name}: said"):
+                coming_back.come_back(tier, one.agent_id, wrong)
+            with pytest.raises(AssertionError, match=f"199 of {len(TOKENS)} tokens came back"):
+                coming_back.come_back(tier, one.agent_id, replace(same, reused=len(TOKENS)))
+        with pytest.raises(AssertionError, match="mlx-lm's prompt cache: said"):
+            coming_back.come_back_by_mlx_lm(machine, tmp_path / "context.safetensors", len(one.context), wrong)
+    works = [finding.work for finding in findings if finding.against == "full prefill"]
+    ways = ["hot", "page server", "cold file", "mlx-lm's prompt cache"]
+    assert works == [f"{turn} from {way}" for turn in ("200 tokens", "200 tokens and a question") for way in ways]
+    compared = [finding.against for finding in findings if finding.what == "times as long"]
+    assert compared == ["cold file", "mlx-lm's prompt cache"] * 2
+    assert all(finding.value > 0 for finding in findings)

@@ -1,0 +1,249 @@
+"""An agent comes back: its first token from each tier, beside full prefill, our own files and mlx-lm's.
+
+Twice: with the same prompt, as after a restart, of which the last token alone has to be computed, and with its whole
+context and a question after it. What is said then is compared token by token with what was said when everything was at
+hand, and with what mlx-lm says from its own prompt cache file.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import engine  # noqa: F401 - picks the BLAS before MLX is imported
+
+# isort: split
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_prompt_cache
+
+from benchmarks.findings import Finding
+from benchmarks.servers import start_kvpage
+from engine import kvcache
+from engine.agent_engine import AgentEngine, Answer
+from engine.batch_engine import BlockPoolBatchEngine
+from engine.blocks import AgentBlocks
+from engine.kvcache import Cache
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.pages import PageTier
+from engine.tiers.store import AgentCacheStore
+
+SOONER = {256: 6.0, 1024: 30.0, 2048: 50.0, 4000: 80.0}  # times, from the page server, by tokens
+FILE, MLX_LM = 1.3, 1.0  # times as long as with these, at most
+MOST_PREFILLED = 3 * 1024  # tokens, in all prefills of one context
+QUESTION = " And what else does the keeper have to know?"  # what comes back is asked
+ANSWER = 4  # tokens, which are compared
+POOL_BLOCKS = 64
+SERVER, MLX_LM_FILE = "page server", "mlx-lm's prompt cache"
+
+Tokens = list[int]
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The model, and what goes with it."""
+
+    model: Any
+    tokenizer: Any
+    spec: ModelCacheSpec
+
+    def batch(self, pool: BlockPool) -> BlockPoolBatchEngine:
+        """A batch engine with that pool."""
+        return BlockPoolBatchEngine(self.model, self.tokenizer, self.spec, pool)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """What an agent comes back with, and what is said to that when its context is at hand."""
+
+    name: str
+    prompt: Tokens
+    said: Tokens
+    reused: int  # tokens, at least
+
+
+@dataclass(frozen=True)
+class Remembered:
+    """A context, what computing its prompt took, and how its agent comes back."""
+
+    context: AgentBlocks
+    prefill: float  # seconds to the first token
+    turns: tuple[Turn, Turn]  # the same prompt again, and the context with a question
+
+    @property
+    def tokens(self) -> int:
+        """Of the prompt."""
+        return len(self.turns[0].prompt)
+
+    @property
+    def agent_id(self) -> str:
+        """Whose."""
+        return self.context.agent_id
+
+    @property
+    def nbytes(self) -> int:
+        """Of its blocks."""
+        return sum(block.nbytes for block in self.context.blocks)
+
+
+@dataclass(frozen=True)
+class Tier:
+    """An engine with one tier, and how to bring it to the state in which an agent comes back."""
+
+    name: str
+    engine: AgentEngine
+    store: AgentCacheStore
+    forget: Callable[[], object]  # what is in memory
+
+
+def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Remembered:
+    """Full prefill, several times where it is short; the context is the caller's to free."""
+    agent_id, name = f"agent-{len(tokens)}", f"{len(tokens):,} tokens"
+    taken = []
+    for again in reversed(range(max(1, MOST_PREFILLED // len(tokens)))):
+        batch.submit(agent_id, tokens, max_tokens=ANSWER)
+        (first,) = batch.step()
+        taken.append(first.time_to_first_token)
+        if again:
+            batch.pool.free(first.blocks.block_ids)
+    context, prompt = first.blocks, [*first.blocks.tokens, *machine.tokenizer.encode(QUESTION)]
+    batch.submit(agent_id, prompt, context, max_tokens=ANSWER)
+    (second,) = batch.step()
+    batch.pool.free(second.blocks.block_ids)
+    same = Turn(name, tokens, list(first.tokens), len(tokens) - 1)
+    question = Turn(f"{name} and a question", prompt, list(second.tokens), len(context))
+    return Remembered(context, median(taken), (same, question))
+
+
+@contextmanager
+def tiers(machine: Machine, remembered: Sequence[Remembered], directory: Path) -> Iterator[dict[str, Tier]]:
+    """Engines of their own, to each of which the contexts are known in another tier."""
+    with ExitStack() as stack:
+        url = stack.enter_context(start_kvpage()).url
+        found = {}
+        for name in ("hot", SERVER, "cold file"):
+            pool = BlockPool(4 * POOL_BLOCKS)
+            store = AgentCacheStore(
+                machine.spec,
+                pool,
+                pages=PageTier(url, machine.spec, pool) if name == SERVER else None,
+                cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == "cold file" else None,
+            )
+            stack.callback(store.close)
+            for one in remembered:
+                ids = pool.allocate(len(one.context.blocks), one.agent_id, one.nbytes)
+                store.save(_moved(one.context, ids))
+                pool.free(ids, one.agent_id)
+            store.flush_dirty()
+            engine = AgentEngine(machine.batch(pool), store)
+            found[name] = Tier(name, engine, store, (lambda: None) if name == "hot" else _forgetter(store, pool))
+        yield found
+
+
+def _moved(context: AgentBlocks, ids: Sequence[int]) -> AgentBlocks:
+    """The same context under the ids of another pool."""
+    blocks = [type(block)(i, block.tokens, block.layers) for i, block in zip(ids, context.blocks, strict=True)]
+    return AgentBlocks(context.agent_id, context.tokens, tuple(blocks), context.fingerprint)
+
+
+def _forgetter(store: AgentCacheStore, pool: BlockPool) -> Callable[[], object]:
+    def forget() -> None:
+        if not store.make_room(pool.total_blocks):
+            raise AssertionError(f"{pool.used_blocks} blocks have stayed in memory")
+
+    return forget
+
+
+def come_back(tier: Tier, agent_id: str, turn: Turn) -> float:
+    """Seconds to the first token. Raises AssertionError when too little was reused, or something else is said."""
+    tier.forget()
+    answers: list[Answer] = []
+    errors: list[Exception] = []
+    tier.engine.submit(
+        agent_id, turn.prompt, max_tokens=ANSWER, keep=False, on_done=answers.append, on_error=errors.append
+    )
+    while tier.engine.step(timeout=1.0):
+        pass
+    if errors:
+        raise errors[0]
+    (answer,) = answers
+    if answer.reuse.tokens < turn.reused:
+        raise AssertionError(f"{tier.name}: {answer.reuse.tokens} of {turn.reused} tokens came back")
+    _check_said(tier.name, list(answer.tokens), turn)
+    return answer.reuse.time_to_first_token
+
+
+def come_back_by_mlx_lm(machine: Machine, file: Path, held: int, turn: Turn) -> float:
+    """The same with a file of `held` tokens that mlx-lm has saved, and mlx-lm's generate_step."""
+    started = time.perf_counter()
+    cache = load_prompt_cache(str(file))
+    trim_prompt_cache(cache, held - turn.reused)
+    steps = generate_step(mx.array(turn.prompt[turn.reused :]), machine.model, max_tokens=ANSWER, prompt_cache=cache)
+    said = [next(steps)[0]]
+    seconds = time.perf_counter() - started
+    _check_said(MLX_LM_FILE, [*said, *(token for token, _ in steps)], turn)
+    return seconds
+
+
+def _check_said(where: str, said: Tokens, turn: Turn) -> None:
+    if said != turn.said:
+        raise AssertionError(f"{where}: said {said}, with the context at hand {turn.said}")
+
+
+def first_tokens(
+    machine: Machine, remembered: Sequence[Remembered], found: dict[str, Tier], directory: Path, rounds: int
+) -> Iterator[Finding]:
+    """From each tier, beside full prefill, beside our own files and beside mlx-lm's; in turns."""
+    for one in remembered:
+        file = directory / "context.safetensors"
+        save_prompt_cache(str(file), cache_of(machine, one))
+        for turn in one.turns:
+            print(f"{turn.name} ...", flush=True)
+            taken: dict[str, list[float]] = {name: [] for name in (*found, MLX_LM_FILE)}
+            for round_ in range(-1, rounds):  # the first warms up
+                seconds = {name: come_back(tier, one.agent_id, turn) for name, tier in found.items()}
+                seconds[MLX_LM_FILE] = come_back_by_mlx_lm(machine, file, len(one.context), turn)
+                if round_ >= 0:
+                    for name in taken:
+                        taken[name].append(seconds[name])
+            yield from _times_sooner(one, turn, taken)
+            yield from _times_as_long(turn, taken)
+
+
+def _times_sooner(one: Remembered, turn: Turn, taken: dict[str, list[float]]) -> Iterator[Finding]:
+    for name, seconds in taken.items():
+        same_on_server = turn is one.turns[0] and name == SERVER
+        yield Finding(
+            f"{turn.name} from {name}",
+            "full prefill",
+            "times sooner",
+            f"{median(seconds):.3f} s / {one.prefill:.2f} s",
+            one.prefill / median(seconds),
+            at_least=SOONER.get(one.tokens) if same_on_server else None,
+        )
+
+
+def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Finding]:
+    for other, at_most in (("cold file", FILE), (MLX_LM_FILE, MLX_LM)):
+        yield Finding(
+            f"{turn.name} from {SERVER}",
+            other,
+            "times as long",
+            f"{median(taken[SERVER]):.3f} / {median(taken[other]):.3f} s",
+            median(a / b for a, b in zip(taken[SERVER], taken[other], strict=True)),
+            at_most=at_most,
+        )
+
+
+def cache_of(machine: Machine, one: Remembered) -> Cache:
+    """mlx-lm's cache with its context, evaluated."""
+    cache = kvcache.reconstruct(machine.spec, one.context.blocks, len(one.context))
+    mx.eval([layer.state for layer in cache])
+    return cache
