@@ -14,7 +14,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from statistics import median
+from statistics import fmean, median
 
 from benchmarks.servers import Server
 from benchmarks.stores import Step, Store
@@ -41,6 +41,7 @@ class Pass:
 
     gb_per_s: float
     cpu_s_per_gb: float  # of the server, 0 where it is not known
+    own_s_per_gb: float  # of that, what is not the kernel's
 
 
 Passes = dict[str, list[Pass]]  # of each contestant, one a round
@@ -79,14 +80,15 @@ def together(sets: Iterable[Passes]) -> Passes:
 
 
 def _pass(steps: list[Step], server: Server | None, total: int) -> Pass:
-    before = server.cpu_seconds() if server else 0.0
+    before = server.cpu_times() if server else (0.0, 0.0)
     started = time.perf_counter()
     for step in steps:
         step()
     seconds = time.perf_counter() - started
-    used = server.cpu_seconds() - before if server else 0.0
+    after = server.cpu_times() if server else before
+    own, kernel = (b - a for a, b in zip(before, after, strict=True))
     gigabytes = len(steps) * total / GB
-    return Pass(gigabytes / seconds, used / gigabytes)
+    return Pass(gigabytes / seconds, (own + kernel) / gigabytes, own / gigabytes)
 
 
 def speed(passes: Passes, name: str) -> float:
@@ -97,6 +99,11 @@ def speed(passes: Passes, name: str) -> float:
 def cpu(passes: Passes, name: str) -> float:
     """The server's CPU seconds a GB, likewise."""
     return median(found.cpu_s_per_gb for found in passes[name])
+
+
+def own_cpu(passes: Passes, name: str) -> float:
+    """What of that is not the kernel's, the mean: of a single pass it is known to some hundredths alone."""
+    return fmean(found.own_s_per_gb for found in passes[name])
 
 
 def speed_ratio(passes: Passes, name: str, other: str) -> float:

@@ -64,9 +64,13 @@ class Server:
         return sock
 
     def cpu_seconds(self) -> float:
-        """What it has used so far."""
+        """What it has used so far, and the kernel for it."""
+        return sum(self.cpu_times())
+
+    def cpu_times(self) -> tuple[float, float]:
+        """The same in seconds of its own and of the kernel's."""
         info = self.admin.info("cpu")
-        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+        return float(info["used_cpu_user"]), float(info["used_cpu_sys"])
 
     def resident(self) -> int:
         """Bytes of it that lie in memory."""

@@ -34,8 +34,11 @@ log = logging.getLogger("kvpage")
 class Transport(Protocol):
     """What moves the bytes: a socket as it is, or with TLS."""
 
-    queued: int  # bytes that wait to be sent
     bytes_out: int
+
+    @property
+    def queued(self) -> int:
+        """Bytes that wait to be sent."""
 
     @property
     def crowded(self) -> bool:

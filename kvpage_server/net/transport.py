@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from bisect import bisect_left, bisect_right
-from collections import deque
 from collections.abc import Iterable
-from itertools import accumulate, islice
 from typing import Protocol, cast
 
 from kvpage_server.lowat import PATIENCE, LowWater
+from kvpage_server.net.outbox import Outbox
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.arena import views
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
-_AT_ONCE = 1024 * 1024  # bytes of large pieces handed over: the kernel frees no memory while it copies more
-_LARGE = 128 * 1024
 _TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
 _VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
-_GATHER = 512  # pieces a sendmsg; IOV_MAX is 1024
 
 
 class Reader(Protocol):
@@ -54,8 +48,7 @@ class SocketTransport:
         self._loop = loop
         self._sock = sock
         self._reader = reader
-        self._queue: deque[tuple[bytes | memoryview, Piece]] = deque()  # bytes to send, and who owns their memory
-        self.queued = 0  # bytes that wait
+        self._outbox = Outbox()
         self.bytes_out = 0
         self._reading = False
         self._watched = False  # whether the loop tells when there is something to read
@@ -132,6 +125,11 @@ class SocketTransport:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     @property
+    def queued(self) -> int:
+        """Bytes that wait to be sent."""
+        return self._outbox.nbytes
+
+    @property
     def crowded(self) -> bool:
         """Whether so much waits to be sent that nothing should be added."""
         return self.queued > HIGH_WATER
@@ -141,55 +139,44 @@ class SocketTransport:
         if self._over:
             return
         pieces = _joined(pieces)
-        buffers: list[bytes | memoryview]
-        if len(pieces) == 1:
-            buffers = [piece if isinstance(piece := pieces[0], bytes) else piece.view]
-        else:
-            buffers = views(pieces)
-        gone = 0 if self._queue else self._send_at_once(buffers)
-        if gone < len(buffers):
-            waiting = list(zip(buffers[gone:], pieces[gone:], strict=True))
-            self._queue.extend(waiting)
-            self.queued += sum(len(buffer) for buffer, _ in waiting)
-            if not self._writing:
-                self._flush()
-            self._crowded = self._crowded or self.crowded
+        sent = self._send_alone(pieces[0]) if len(pieces) == 1 and not self.queued else 0
+        if sent is None:
+            return
+        self._outbox.add(pieces)
+        self._outbox.sent(sent)
+        if not self._writing:
+            self._flush()
+        self._crowded = self._crowded or self.crowded
 
     def renew(self) -> None:
-        """What waits to be sent has moved: what is left of each piece is the end of where it is now."""
-        self._queue = deque(
-            (buffer if isinstance(piece, bytes) else piece.view[-len(buffer) :], piece) for buffer, piece in self._queue
-        )
+        """What waits to be sent has moved."""
+        self._outbox.renew()
 
-    def _send_at_once(self, buffers: list[bytes | memoryview]) -> int:
-        """Hand buffers to the kernel while nothing waits; how many are gone. The next one is what is left of it."""
-        total = len(buffers[0]) if len(buffers) == 1 else sum(map(len, buffers))
+    def _send_alone(self, piece: Piece) -> int | None:
+        """Send a piece while nothing waits, without queueing it; None when it is gone, else how much of it is."""
+        buffer = piece if isinstance(piece, bytes) else piece.view
+        if len(buffer) > HIGH_WATER:
+            return 0
         try:
-            if len(buffers) == 1:
-                sent = self._sock.send(buffers[0] if total <= _AT_ONCE else memoryview(buffers[0])[:_AT_ONCE])
-            else:
-                sent = self._sock.sendmsg(_gathered(buffers[:_GATHER], total))
+            sent = self._sock.send(buffer)
         except OSError:
-            return 0  # the queue will meet it again
+            return 0  # as it will be met again
         self.bytes_out += sent
-        if sent == total:
-            return len(buffers)
-        ends = [*accumulate(map(len, buffers))]
-        gone = bisect_right(ends, sent)
-        buffers[gone] = memoryview(buffers[gone])[sent - ends[gone] :]
-        return gone
+        return None if sent == len(buffer) else sent
 
     def _flush(self) -> None:
         try:
-            while self._queue:
+            while self.queued:
                 self._send()
         except (BlockingIOError, InterruptedError):
-            if not self._writing:
-                self._writing = True
-                self._loop.add_writer(self._sock, self._flush)
+            pass
         except OSError:
             self.abort()
             return
+        if self.queued:
+            if not self._writing:
+                self._writing = True
+                self._loop.add_writer(self._sock, self._flush)
         else:
             if self._writing:
                 self._writing = False
@@ -202,22 +189,11 @@ class SocketTransport:
             self._loop.call_soon(self._reader.drained)
 
     def _send(self) -> None:
-        """Hand the kernel the first pieces and drop what it took. Raises OSError as sendmsg does."""
-        queue = self._queue
-        buffers = [buffer for buffer, _ in islice(queue, _GATHER)]
-        sent = self._sock.sendmsg(_gathered(buffers, self.queued))
+        """Hand the kernel what is next. Raises OSError as sendmsg does."""
+        buffers = self._outbox.next()
+        sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
         self.bytes_out += sent
-        self.queued -= sent
-        if not self.queued:
-            queue.clear()
-            return
-        while sent:
-            buffer, piece = queue[0]
-            if sent < len(buffer):
-                queue[0] = (memoryview(buffer)[sent:], piece)
-                break
-            sent -= len(buffer)
-            queue.popleft()
+        self._outbox.sent(sent)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -225,7 +201,7 @@ class SocketTransport:
         """Read no more; close once everything is sent."""
         self._closing = True
         self._ignore_reading()
-        if not self._queue:
+        if not self.queued:
             self.abort()
 
     def abort(self) -> None:
@@ -236,21 +212,9 @@ class SocketTransport:
         self._ignore_reading()
         if self._writing:
             self._loop.remove_writer(self._sock)
-        self._queue.clear()
+        self._outbox.clear()
         self._sock.close()
         self._reader.lost()
-
-
-def _gathered(buffers: list[bytes | memoryview], waiting: int) -> list[bytes | memoryview]:
-    """What is sent at once of buffers, the first of `waiting` bytes: of large ones a megabyte."""
-    if waiting <= max(_AT_ONCE, _LARGE * len(buffers)):  # a call more costs small pieces what it saves
-        return buffers
-    ends = list(accumulate(map(len, buffers)))
-    last = bisect_left(ends, _AT_ONCE)
-    if last == len(ends):
-        return buffers
-    stop = len(buffers[last]) - (ends[last] - _AT_ONCE)
-    return [*buffers[:last], memoryview(buffers[last])[:stop]]
 
 
 def _joined(pieces: list[Piece]) -> list[Piece]:
