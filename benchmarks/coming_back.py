@@ -232,14 +232,16 @@ def _times_sooner(one: Remembered, turn: Turn, taken: dict[str, list[float]]) ->
 
 def _times_as_long(turn: Turn, taken: dict[str, list[float]]) -> Iterator[Finding]:
     for other, at_most in (("cold file", FILE), (MLX_LM_FILE, MLX_LM)):
-        yield Finding(
-            f"{turn.name} from {SERVER}",
-            other,
-            "times as long",
-            f"{median(taken[SERVER]):.3f} / {median(taken[other]):.3f} s",
-            median(a / b for a, b in zip(taken[SERVER], taken[other], strict=True)),
-            at_most=at_most,
-        )
+        work = f"{turn.name} from {SERVER}"
+        yield times_as_long(work, other, taken[SERVER], taken[other], "{:.3f} / {:.3f} s", at_most)
+
+
+def times_as_long(
+    work: str, other: str, ours: Sequence[float], theirs: Sequence[float], spelt: str, at_most: float
+) -> Finding:
+    """Of measurements made in pairs; `spelt` has places for the two medians."""
+    ratio = median(a / b for a, b in zip(ours, theirs, strict=True))
+    return Finding(work, other, "times as long", spelt.format(median(ours), median(theirs)), ratio, at_most=at_most)
 
 
 def cache_of(machine: Machine, one: Remembered) -> Cache:

@@ -1,7 +1,7 @@
 """What it is worth to be remembered: the first token of an agent that comes back, from each tier, beside full prefill.
 
-All on the real small model, in one run. Loading is also compared by itself with reading safetensors from the system's
-page cache, plain and as mlx-lm does it, and saving with the time of the generation that is saved.
+All on the real small model, in one run. Loading is also compared by itself with reading files from the system's page
+cache, ours, plain safetensors and mlx-lm's, and saving with the time of the generation that is saved.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ from benchmarks.coming_back import (
     compute,
     first_tokens,
     tiers,
+    times_as_long,
 )
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.readme import rewrite_tiers
@@ -113,27 +114,21 @@ def loads(machine: Machine, one: Remembered, url: str, directory: Path, rounds: 
         for name, load in ways.items():
             started = time.perf_counter()
             found = load()
-            seconds = time.perf_counter() - started
+            milliseconds = 1e3 * (time.perf_counter() - started)
             if isinstance(found, AgentBlocks):
                 _check(found, one.context)
                 pool.free(found.block_ids, one.agent_id)
             del found
             if turn >= 0:
-                taken[name].append(seconds)
+                taken[name].append(milliseconds)
     pages.close()
     for ours, file, at_most in (
         ("blocks", "the cold tier's file", FILE),
         ("blocks", "a safetensors file", FILE),
         ("a cache", "mlx-lm's load_prompt_cache", MLX_LM),
     ):
-        yield Finding(
-            f"{one.tokens:,} tokens, {one.nbytes / 1e6:.0f} MB, loaded from page server to {ours}",
-            file,
-            "times as long",
-            f"{median(taken[ours]) * 1e3:.0f} / {median(taken[file]) * 1e3:.0f} ms",
-            median(a / b for a, b in zip(taken[ours], taken[file], strict=True)),
-            at_most=at_most,
-        )
+        work = f"{one.tokens:,} tokens, {one.nbytes / 1e6:.0f} MB, loaded from page server to {ours}"
+        yield times_as_long(work, file, taken[ours], taken[file], "{:.0f} / {:.0f} ms", at_most)
 
 
 def _check(found: AgentBlocks, context: AgentBlocks) -> None:

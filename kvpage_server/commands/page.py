@@ -145,9 +145,9 @@ def _read_pages(client: Client, args: Sequence[Argument]) -> Iterator[tuple[Page
     if set(map(type, slots)) != {Slot}:
         slots = [body if type(body) is Slot else slot_of(plain(body)) for body in slots]
     parts = (_each(part, words) for part, words in zip(_PARTS, columns, strict=False))
-    names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=False))
+    names = map(_new_name, zip(page_keys(args, PAGE_ARGUMENTS), *parts, strict=True))
     shape = partial(_shape, client.server.config.strict_page_shape)
-    return zip(names, _each(shape, [*map(_SIZE, slots)], *columns[NAME_ARGUMENTS:]), slots, strict=False)
+    return zip(names, _each(shape, [*map(_SIZE, slots)], *columns[NAME_ARGUMENTS:]), slots, strict=True)
 
 
 def _each(meaning: Callable[..., T], *columns: Sequence[Any]) -> Iterable[T]:

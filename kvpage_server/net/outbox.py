@@ -8,7 +8,7 @@ from itertools import accumulate
 from kvpage_server.resp.reply import Piece
 from kvpage_server.store.arena import views
 
-_AT_ONCE = 2 * 1024 * 1024  # bytes of large pieces handed over: the kernel frees no memory while it copies more
+AT_ONCE = 2 * 1024 * 1024  # bytes of large pieces handed over: the kernel frees no memory while it copies more
 _LARGE = 128 * 1024
 _GATHER = 512  # pieces handed over; IOV_MAX is 1024
 
@@ -21,6 +21,7 @@ class Outbox:
         self._buffers: list[bytes | memoryview] = []
         self._ends: list[int] = []  # of each, in bytes from where the first that ever waited began
         self._sent = 0  # likewise
+        self._gone = 0  # so many of the first are sent, and nothing but their places is left
 
     @property
     def nbytes(self) -> int:
@@ -38,22 +39,29 @@ class Outbox:
 
     def next(self) -> list[bytes | memoryview]:
         """What to hand over next, of large pieces not all: small ones would lose by a call more what they gain."""
-        buffers, ends = self._buffers[:_GATHER], self._ends
-        if begun := self._sent - (ends[0] - len(buffers[0])):
+        first, ends = self._gone, self._ends
+        buffers = self._buffers[first : first + _GATHER]
+        if begun := self._sent - (ends[first] - len(buffers[0])):
             buffers[0] = memoryview(buffers[0])[begun:]
-        if self.nbytes <= max(_AT_ONCE, _LARGE * len(buffers)):
+        if self.nbytes <= max(AT_ONCE, _LARGE * len(buffers)):
             return buffers
-        last = bisect_left(ends, self._sent + _AT_ONCE, hi=len(buffers))
+        last = bisect_left(ends, self._sent + AT_ONCE, first, first + len(buffers)) - first
         if last < len(buffers):
-            beyond = ends[last] - self._sent - _AT_ONCE
+            beyond = ends[first + last] - self._sent - AT_ONCE
             buffers[last:] = [memoryview(buffers[last])[: len(buffers[last]) - beyond]]
         return buffers
 
     def sent(self, count: int) -> None:
         """The kernel took so many bytes."""
         self._sent += count
-        gone = bisect_right(self._ends, self._sent)
-        del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
+        before, gone = self._gone, bisect_right(self._ends, self._sent, self._gone)
+        if 2 * gone >= len(self._ends):  # no earlier: what is left moves up
+            del self._pieces[:gone], self._buffers[:gone], self._ends[:gone]
+            self._gone = 0
+        else:
+            self._pieces[before:gone] = [b""] * (gone - before)
+            self._buffers[before:gone] = [b""] * (gone - before)
+            self._gone = gone
 
     def renew(self) -> None:
         """The memory has moved: look at each piece where it is now."""

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from typing import Protocol, cast
 
 from kvpage_server.lowat import PATIENCE, LowWater
-from kvpage_server.net.outbox import Outbox
+from kvpage_server.net.outbox import AT_ONCE, Outbox
 from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
@@ -155,7 +155,7 @@ class SocketTransport:
     def _send_alone(self, piece: Piece) -> int | None:
         """Send a piece while nothing waits, without queueing it; None when it is gone, else how much of it is."""
         buffer = piece if isinstance(piece, bytes) else piece.view
-        if len(buffer) > HIGH_WATER:
+        if len(buffer) > AT_ONCE:
             return 0
         try:
             sent = self._sock.send(buffer)
