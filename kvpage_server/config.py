@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from kvpage_server.glob import glob
-from kvpage_server.resp.parser import split_words
+from kvpage_server.resp.inline import split_words
 from kvpage_server.store.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for

@@ -19,7 +19,7 @@ from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.client.reply import MAX_LINE, bulk_size, refusal
 
 CRLF = b"\r\n"
-_AT_ONCE = 1024 * 1024  # bytes asked of the kernel in one call: they are hashed while in the cache
+_AT_ONCE = 256 * 1024  # bytes asked of the kernel in one call: they are hashed while in the cache
 _GATHER = 512  # buffers in one call; IOV_MAX is 1024
 _SCRATCH = 64 * 1024
 

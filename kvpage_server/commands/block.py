@@ -62,7 +62,10 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
 
     def store() -> Iterator[Reply]:
         """Hash some of it a step; then it becomes visible at once."""
-        digest = (yield from hash_in_steps(slot.body)) if client.server.config.page_checksums else 0
+        digest = 0
+        if client.server.config.page_checksums:
+            digest = slot.digest or (yield from hash_in_steps(slot.body))
+        slot.digest = 0
         keyspace.set_block(req_id, page, Extent(shape, slot, digest, unix_ms(), ttl))
         yield OK
 

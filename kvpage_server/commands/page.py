@@ -13,7 +13,7 @@ from operator import attrgetter
 from typing import Any, NamedTuple, TypeVar, cast
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
-from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
@@ -48,7 +48,6 @@ NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
 STEP = 16  # pages hashed, or sent from disk, before other clients may have their turn
 _MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256
-_BATCHES = frozenset((b"KVPAGEMSET", b"kvpagemset"))
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 
 T = TypeVar("T")
@@ -167,13 +166,6 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
         view, at, size = slot.chunk.view, slot.offset - room_before(slot.size), slot.size
         write(view, at, MAGIC, VERSION, dtype, kv_type, 0, rows, dim, layer, head, page, now, ttl, size, 0, digest)
         yield name, slot, now + ttl * 1000 if ttl else 0
-
-
-def hash_on_arrival(server: Server, name: Argument, bodies: Sequence[Any]) -> None:
-    """Hash the first pages of a batch while the next ones are sent: they are in the processor's cache, too."""
-    if name in _BATCHES and server.config.page_checksums:
-        for slot in bodies:
-            slot.digest = checksum(slot.body)
 
 
 def _make_room(client: Client) -> None:

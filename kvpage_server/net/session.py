@@ -12,11 +12,10 @@ from typing import Protocol
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
 from kvpage_server.commands.dispatch import Paused, execute
-from kvpage_server.commands.page import hash_on_arrival
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
-from kvpage_server.resp.parser import Command, Parser, ProtocolError
+from kvpage_server.resp.parser import Argument, Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, Wait, encode
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.spelling import Value
@@ -26,6 +25,7 @@ MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 
 _FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
 OBJECT = 48  # bytes that a short argument takes besides its own
+_HASHED = frozenset((b"KVPAGESET", b"KVPAGEMSET", b"KVBLOCKSET", b"kvpageset", b"kvpagemset", b"kvblockset"))
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
@@ -81,11 +81,12 @@ class Session:
         self._loop = loop
         self._line = line
         self._limits = limits.of_frames(server.config)
-        arena, arrived = server.keyspace.arena, partial(hash_on_arrival, server)
-        self._parser = Parser(arena.allocate, slab=arena.slab, arrived=arrived, limits=self._limits)
+        arena = server.keyspace.arena
+        self._parser = Parser(arena.allocate, slab=arena.slab, hashed=self._is_hashed, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
+        self._is_one = False  # and not an array of many
         self._pushed: list[Reply] = []  # what waits for the end of that reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
         self._waiting = False  # for the disk
@@ -119,6 +120,14 @@ class Session:
     def expected(self) -> int:
         """Bytes that are to come yet of a command that has begun, it seems."""
         return self._parser.expected
+
+    def arriving(self, count: int) -> None:
+        """So many bytes are there, and more come at once: look at them as long as they are in the processor's cache."""
+        self._parser.arriving(count)
+
+    def _is_hashed(self, name: Argument) -> bool:
+        """Whether the pages that come with a command of that name have checksums."""
+        return name in _HASHED and self._server.config.page_checksums
 
     def received(self, count: int) -> None:
         """Bytes are there: run what they complete."""
@@ -334,6 +343,7 @@ class Session:
             if reply.length is not None and not silent:
                 self._out.append(b"*%d\r\n" % reply.length)
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
+            self._is_one = reply.length is None
         elif type(reply) is tuple and not silent:
             self._out += reply
             for piece in reply[:_FEW]:
@@ -357,6 +367,8 @@ class Session:
                     self._wait(step)
                     return False
                 encode(step, self.client.protocol, self._out)
+                if self._is_one and self._out:  # it leaves before what was needed for it is freed
+                    break
             except StopIteration:
                 self._stream = None
                 self._out += self._spell_pushed()

@@ -17,6 +17,7 @@ from kvpage_server.resp.reply import Piece
 
 READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+_PIECE = 256 * 1024  # bytes received with one call: the next ones come in meanwhile, and these stay in the cache
 _TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
 _VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 
@@ -26,6 +27,9 @@ class Reader(Protocol):
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong."""
+
+    def arriving(self, count: int) -> None:
+        """So many of them are there, more are being received, and then all will have been."""
 
     def received(self, count: int) -> None:
         """They are there."""
@@ -92,8 +96,7 @@ class SocketTransport:
         while taken < READ_TURN and self._reading:
             buffers = self._reader.buffers()
             try:
-                one = len(buffers) == 1
-                count = self._sock.recv_into(buffers[0]) if one else self._sock.recvmsg_into(buffers)[0]
+                count = self._receive(buffers)
             except (BlockingIOError, InterruptedError):
                 break
             except OSError:
@@ -111,6 +114,30 @@ class SocketTransport:
             self._expect(self._reader.expected)
         elif self._patience is not None:
             self._expect(0)
+
+    def _receive(self, buffers: list[memoryview]) -> int:
+        """Receive what is there, piece by piece; how many bytes. Raises OSError when nothing was."""
+        count = 0
+        while len(buffers[0]) - count > _PIECE:
+            try:
+                piece = self._sock.recv_into(buffers[0][count:], _PIECE)
+            except OSError:
+                if not count:
+                    raise
+                return count  # what it was will be met again
+            count += piece
+            if piece < _PIECE:
+                return count
+            self._reader.arriving(count)
+        if count:
+            buffers = [buffers[0][count:], *buffers[1:]]
+        try:
+            one = len(buffers) == 1
+            return count + (self._sock.recv_into(buffers[0]) if one else self._sock.recvmsg_into(buffers)[0])
+        except OSError:
+            if not count:
+                raise
+            return count
 
     def _expect(self, count: int) -> None:
         """Have the loop tell when `count` bytes more are there, and what is there when they have not come in time."""

@@ -12,13 +12,17 @@ Errors and limits are worded as Redis words them (`networking.c`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import xxhash
+
+from kvpage_server.page import checksum
 from kvpage_server.resp import groups
 from kvpage_server.resp.groups import DECLARED
-from kvpage_server.resp.run import LEAST_BEFORE, BrokenRun, Run, Slab
+from kvpage_server.resp.inline import split_words
+from kvpage_server.resp.run import LEAST_BEFORE, BrokenRun, Run, Slab, may_repeat
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -27,7 +31,9 @@ SCRATCH_SIZE = 64 * 1024
 
 
 class Bulk(Protocol):
-    """Memory that a long bulk string is received into."""
+    """Memory that a long bulk string is received into. `digest` is the XXH3-64 of its bytes, 0 when it is not known."""
+
+    digest: int
 
     @property
     def room(self) -> memoryview:
@@ -68,9 +74,7 @@ _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
 _LONGEST_IN_RUN = 256 * 1024  # longer bulks are received one by one: that costs little beside their bytes
 _MOST_SHORT = 16  # arguments before each long one of a run
-_SLAB_SIZE = 1024 * 1024 - 256  # bytes for a run: what makes a power of two with what a slot takes beside
-_LARGE_SLAB_SIZE = 7 * 512 * 1024 - 256  # the same for bulks longer than
-_MIDDLING = 64 * 1024
+_SLAB_SIZE = 7 * 512 * 1024 - 256  # bytes for a run at the most: a size that slots have, with what they take beside
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
@@ -85,19 +89,19 @@ class Parser:
         allocate: Callable[[int], Bulk],
         *,
         slab: Callable[[int], Slab] | None = None,
-        arrived: Callable[[Argument, Sequence[Argument]], None] | None = None,
+        hashed: Callable[[Argument], bool] | None = None,
         limits: Limits | None = None,
         keep_from: int = 4096,
     ) -> None:
         """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead.
 
-        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself. `arrived(name, bulks)` is
-        told of long bulks as they come, `name` the first word of their command.
+        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself. `hashed(name)` says whether
+        the long bulks of a command are to have their digests; its first word is that.
         """
         self.limits = limits or Limits()
         self._allocate = allocate
         self._make_slab = slab
-        self._tell = arrived
+        self._is_hashed = hashed
         self._keep_from = keep_from
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
@@ -107,6 +111,8 @@ class Parser:
         self._bulk: Bulk | None = None  # being received directly, `_filled` bytes so far
         self._room = memoryview(b"")
         self._filled = 0
+        self._digest: xxhash.xxh3_64 | None = None  # of its first `_digested` bytes
+        self._digested = 0
         self._run: Run | None = None  # being received
         self._last_long = (0, 0)  # length of the last bulk received directly, and its place among the arguments
         self._runs = True  # whether more may be looked for in this command
@@ -140,6 +146,13 @@ class Parser:
                 view = view[len(part) :]
             self.received(total)
 
+    def arriving(self, count: int) -> None:
+        """`count` bytes of `buffers()` are written, and more will be: hash them as long as they are in the cache."""
+        if self._run is not None:
+            self._run.arriving(count)
+        elif self._bulk is not None and self._hashes:
+            self._hash_up_to(min(self._filled + count, len(self._room) - 2))
+
     def received(self, count: int) -> None:
         """`count` bytes have been written into `buffers()`. Raises ProtocolError for a bulk without its CRLF."""
         if self._run is not None:
@@ -163,12 +176,32 @@ class Parser:
         if bytes(room[-2:]) != b"\r\n":
             raise ProtocolError(_NO_CRLF)
         kept = len(room) - 2 >= self._keep_from
-        if kept and self._tell is not None and self._args:
-            self._tell(self._args[0], [bulk])
+        if kept and self._hashes:
+            bulk.digest = self._digest_of(bulk)
+        self._digest = None
         self._args.append(bulk if kept else bytes(bulk.body))
         self._missing -= 1
         self._bulk = None
         self._room = memoryview(b"")
+
+    @property
+    def _hashes(self) -> bool:
+        """Whether the long bulks of the command under way are to have their digests."""
+        return self._is_hashed is not None and bool(self._args) and self._is_hashed(self._args[0])
+
+    def _hash_up_to(self, end: int) -> None:
+        """Hash what has come of a bulk and was not hashed yet."""
+        if self._digest is None:
+            self._digest, self._digested = xxhash.xxh3_64(), 0
+        self._digest.update(self._room[self._digested : end])
+        self._digested = end
+
+    def _digest_of(self, bulk: Bulk) -> int:
+        """The digest of a bulk that has arrived whole."""
+        if self._digest is None:
+            return checksum(bulk.body)
+        self._hash_up_to(len(self._room) - 2)
+        return self._digest.intdigest()
 
     # -- commands --------------------------------------------------------------------------------------------------
 
@@ -442,15 +475,14 @@ class Parser:
         every, self._every = self._every, 0
         length, _ = self._last_long
         begun = self._data[self._pos :]
-        size = self._slab_size(every, length)
-        if self._make_slab is not None and len(begun) < size:
-            self._run = Run(self._make_slab(size), every - 1, length, begun)
+        size, last = self._slab_size(every, length), self._args[-every:-1]
+        if self._make_slab is not None and len(begun) < size and may_repeat(last):
+            self._run = Run(self._make_slab(size), last, length, begun, hashed=self._hashes)
             self._data, self._pos = b"", 0
 
     def _slab_size(self, every: int, length: int) -> int:
         """Bytes for the rest of the command, if it goes on like this."""
-        most = _SLAB_SIZE if length <= _MIDDLING else _LARGE_SLAB_SIZE
-        return min(self._missing // every * (length + LEAST_BEFORE), most)
+        return min(self._missing // every * (length + LEAST_BEFORE), _SLAB_SIZE)
 
     def _take_run(self, run: Run) -> None:
         """Take what has arrived of a run, and end it when the rest is of another kind, or has no room there."""
@@ -459,8 +491,6 @@ class Parser:
             taken = run.take(self._missing // every)
         except BrokenRun:
             raise ProtocolError(_NO_CRLF) from None
-        if taken and self._tell is not None:
-            self._tell(self._args[0], taken[run.short :: every])
         self._args += taken
         self._missing -= len(taken)
         self._size += len(taken) // every * run.length
@@ -478,9 +508,10 @@ class Parser:
 class Buffer:
     """A bulk in memory of its own."""
 
-    __slots__ = ("body", "room")
+    __slots__ = ("body", "digest", "room")
 
     def __init__(self, size: int) -> None:
+        self.digest = 0
         self.room = memoryview(bytearray(size + 2))
         self.body = self.room[:size]
 
@@ -494,60 +525,3 @@ def _length(digits: bytes) -> int | None:
     if digits[:1] == b"-" and digits[1:].isdigit() and digits[1] != 0x30 and len(digits) <= 20:
         return -int(digits[1:])
     return None
-
-
-_ESCAPES = {0x6E: 0x0A, 0x72: 0x0D, 0x74: 0x09, 0x62: 0x08, 0x61: 0x07}  # \n \r \t \b \a
-_BREAK = b" \t\n\r\0"  # ends a word
-_SPACE = _BREAK + b"\v\f"  # is skipped before one
-
-
-def split_words(line: bytes) -> list[bytes] | None:
-    r"""Words of an inline command or a configuration line; None for unbalanced quotes.
-
-    As Redis's sdssplitargs: white space separates words; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
-    """
-    words: list[bytes] = []
-    pos, size = 0, len(line)
-    while True:
-        while pos < size and line[pos] in _SPACE:
-            pos += 1
-        if pos == size:
-            return words
-        word = bytearray()
-        while pos < size and line[pos] not in _BREAK:
-            if line[pos] not in b"\"'":
-                word.append(line[pos])
-                pos += 1
-                continue
-            end = _quoted(line, pos, word)
-            if end is None or (end < size and line[end] not in _SPACE):
-                return None
-            pos = end
-            break
-        words.append(bytes(word))
-
-
-def _quoted(line: bytes, pos: int, word: bytearray) -> int | None:
-    """Append the quoted string that opens at `pos` to `word`; the position after it, None when it never closes."""
-    quote = line[pos]
-    pos += 1
-    while pos < len(line):
-        char = line[pos]
-        if char == quote:
-            return pos + 1
-        after = line[pos + 1 : pos + 2]
-        if char == 0x5C and after and (quote == 0x22 or after == b"'"):
-            if quote == 0x22 and after == b"x" and _is_hex(line[pos + 2 : pos + 4]):
-                word.append(int(line[pos + 2 : pos + 4], 16))
-                pos += 4
-                continue
-            word.append(_ESCAPES.get(after[0], after[0]) if quote == 0x22 else after[0])
-            pos += 2
-            continue
-        word.append(char)
-        pos += 1
-    return None
-
-
-def _is_hex(pair: bytes) -> bool:
-    return len(pair) == 2 and all(c in b"0123456789abcdefABCDEF" for c in pair)

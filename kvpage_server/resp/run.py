@@ -13,12 +13,13 @@ Costs: O(1) and no copy a body; what the run leaves is at most one group, or wha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from itertools import chain
 from struct import Struct
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeGuard, cast
 
+from kvpage_server.page import checksum
 from kvpage_server.resp.groups import CRLF, DECLARED, TRUST, Framed
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ class Slab(Protocol):
 
     view: memoryview
 
-    def cut(self, starts: range, size: int) -> Sequence[Bulk]:
+    def cut(self, starts: range, size: int, digests: Iterable[int]) -> Sequence[Bulk]:
         """Bulks whose bodies lie there: `LEAST_BEFORE` bytes, its length and its CRLF around each are its own, too."""
 
     def close(self) -> None:
@@ -65,19 +66,36 @@ class Layout:
 _layout = lru_cache(256)(Layout)
 
 
+def may_repeat(words: Sequence[Argument]) -> TypeGuard[Sequence[bytes]]:
+    """Whether there is a run of groups like this, by the short arguments of one."""
+    if any(type(word) is not bytes for word in words):
+        return False
+    return LEAST_BEFORE <= _room_of(map(len, cast("Sequence[bytes]", words))) < _HEAD
+
+
+def _room_of(sizes: Iterable[int]) -> int:
+    """Bytes before a body's frame, with CRLF, of arguments of those sizes."""
+    return sum(len(b"$%d\r\n\r\n" % size) + size for size in sizes)
+
+
 class Run:
     """Groups of `short` short arguments and a body of `length` bytes, in a slab."""
 
-    def __init__(self, slab: Slab, short: int, length: int, begun: bytes) -> None:
-        """`begun` is what has arrived of it already."""
-        self._begin(slab, begun)
-        self.short = short
+    def __init__(self, slab: Slab, last: Sequence[bytes], length: int, begun: bytes, *, hashed: bool) -> None:
+        """`last` are the short arguments of the group before, `begun` is what has arrived already.
+
+        `hashed` says whether bulks are to have their digests.
+        """
+        self.short = len(last)
         self.length = length
+        self._hashed = hashed
+        self._digests: dict[int, int] = {}  # of bodies that were not taken yet, by where they start
         self._frame = b"\r\n$%d\r\n" % length
-        self._sizes: list[int] = []  # of the short arguments of the last group
-        self._layout: Layout | None = None  # of it
-        self._alike = 0  # so many groups were like it
+        self._sizes = list(map(len, last))  # of the short arguments of the last group
+        self._layout = _layout(tuple(self._sizes), length)  # of it
+        self._alike = 1  # so many groups were like it
         self.is_over = False  # what comes next is not like the others
+        self._begin(slab, begun)
 
     def _begin(self, slab: Slab, begun: bytes) -> None:
         self._slab = slab
@@ -85,6 +103,7 @@ class Run:
         self._view[: len(begun)] = begun
         self._filled = len(begun)
         self._pos = 0  # what is before it was taken
+        self._digests.clear()
         self._needed = 0  # bytes that must have arrived for the next group to be whole, once its lengths are known
 
     def go_on(self, slab: Slab) -> None:
@@ -95,17 +114,31 @@ class Run:
     def room(self) -> memoryview:
         """Where the next bytes belong: as far as whole groups have room."""
         end = len(self._view)
-        if self._layout is not None:
-            end -= (end - self._pos) % self._layout.size
-        return self._view[self._filled : end]
+        return self._view[self._filled : end - (end - self._pos) % self._layout.size]
 
     @property
     def pending(self) -> int:
         """Bytes that have arrived and were not taken."""
         return self._filled - self._pos
 
+    def arriving(self, count: int) -> None:
+        """`count` bytes of the room are written: hash the bodies that are there, if what comes is like the last group.
+
+        It is enough that the next body's frame is where it would be then: its digest is that of the bytes there.
+        """
+        if not self._hashed:
+            return
+        view, layout, digests = self._view, self._layout, self._digests
+        first, there = self._pos + layout.before, self._filled + count - self.length
+        last = min(there, first + (TRUST * self._alike - 1) * layout.size)
+        for start in range(first + len(digests) * layout.size, last + 1, layout.size):
+            if view[start - len(self._frame) : start] != self._frame:
+                break
+            digests[start] = self._digest_of(start)
+
     def received(self, count: int) -> None:
         """`count` bytes were written into the room."""
+        self.arriving(count)
         self._filled += count
 
     def take(self, most: int) -> list[Argument]:
@@ -124,8 +157,6 @@ class Run:
     def _take_alike(self, most: int) -> list[Argument]:
         """The arguments of groups that have the lengths of the last; none when one of them has others."""
         layout, pos = self._layout, self._pos
-        if layout is None:
-            return []
         there = self._filled - pos
         if there < layout.size:
             if there >= layout.before and layout.opens(self._view[pos : pos + layout.before]):
@@ -135,7 +166,7 @@ class Run:
         every = self.short + 1
         words: list[Argument] = layout.words(self._view[pos : pos + count * layout.size])  # type: ignore[assignment]
         end = pos + len(words) // every * layout.size
-        words[self.short :: every] = self._slab.cut(range(pos + layout.before, end, layout.size), self.length)
+        words[self.short :: every] = self._cut(range(pos + layout.before, end, layout.size))
         self._alike = self._alike + len(words) // every if words else 0
         self._pos = end
         return words
@@ -155,7 +186,10 @@ class Run:
             self.is_over = True
             return []
         if self._sizes != sizes:
+            before = self._layout
             self._sizes, self._layout, self._alike = sizes, _layout(tuple(sizes), self.length), 0
+            if self._layout.size != before.size:  # else bodies are where they seemed to be
+                self._digests.clear()
         start = pos + end + len(self._frame)
         stop = start + self.length
         if stop + len(CRLF) > filled:
@@ -163,10 +197,22 @@ class Run:
             return []
         if view[stop : stop + len(CRLF)] != CRLF:
             raise BrokenRun
-        words += self._slab.cut(range(start, stop, self.length), self.length)
+        words += self._cut(range(start, stop, self.length))
         self._alike += 1
         self._pos = stop + len(CRLF)
         return words
+
+    def _cut(self, starts: range) -> Sequence[Bulk]:
+        """The bulks whose bodies start there."""
+        digests = [0] * len(starts)
+        if self._hashed:
+            known = self._digests.pop
+            digests = [known(start, 0) or self._digest_of(start) for start in starts]
+        return self._slab.cut(starts, self.length, digests)
+
+    def _digest_of(self, start: int) -> int:
+        """The digest of the body that starts there."""
+        return checksum(self._view[start : start + self.length])
 
     @property
     def is_full(self) -> bool:

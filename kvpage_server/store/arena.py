@@ -97,10 +97,10 @@ class Slab:
         self.live = 0  # bytes of its slots
         self.keys: list[bytes] = []  # what the owner stored its slots under
 
-    def cut(self, starts: range, size: int) -> list[Slot]:
+    def cut(self, starts: range, size: int, digests: Iterable[int]) -> list[Slot]:
         """The slots of bodies that were received there, each with its CRLF, and its length before it."""
         self.live += len(starts) * (size + _BESIDE)
-        return [Slot(self, start, size) for start in starts]
+        return [Slot(self, start, size, digest) for start, digest in zip(starts, digests, strict=True)]
 
     def close(self) -> None:
         """Nothing more is cut from it."""
@@ -126,11 +126,11 @@ class Slot:
 
     __slots__ = ("chunk", "digest", "expires", "offset", "size", "unit")
 
-    def __init__(self, chunk: Chunk | Slab, offset: int, size: int) -> None:
+    def __init__(self, chunk: Chunk | Slab, offset: int, size: int, digest: int = 0) -> None:
         self.chunk = chunk
         self.offset = offset
         self.size = size  # bytes of the body
-        self.digest = 0
+        self.digest = digest
         self.expires = 0
         self.unit: object = None
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 
 from kvpage_server.page import HEADER_SIZE, PageError, PageKey, decode_page
-from kvpage_server.resp.parser import Limits, Parser, ProtocolError, split_words
+from kvpage_server.resp.inline import split_words
+from kvpage_server.resp.parser import Limits, Parser, ProtocolError
 from kvpage_server.store.arena import Arena
 
 Commands = tuple[list[list[bytes]], str]
