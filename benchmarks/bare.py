@@ -20,9 +20,8 @@ import numpy as np
 _CRLF = b"\r\n"
 _NAME = 5  # words that name a page
 _PAGE = 10  # arguments of one that is written
-_AT_ONCE = 1024 * 1024  # bytes of large pages in one sendmsg
-_LARGE = 128 * 1024
-_GATHER = 512
+_AT_ONCE = 1024 * 1024  # bytes in one sendmsg
+_PIECE = 256 * 1024  # bytes received with one call
 _HEAD, _OPENING = 256, 512  # bytes that hold what stands before a body, and before the first of a batch
 
 
@@ -70,7 +69,7 @@ class Connection:
 
     def _send(self, buffers: Sequence[bytes | memoryview]) -> None:
         each = len(buffers[-1])
-        some = _GATHER if each < _LARGE else max(_AT_ONCE // each, 1)
+        some = max(_AT_ONCE // each, 1)
         for start in range(0, len(buffers), some):
             left = list(buffers[start : start + some])
             while left:
@@ -102,7 +101,7 @@ class Connection:
         return bytes(memory[pos:filled])
 
     def _receive(self, memory: memoryview) -> int:
-        count = self._sock.recv_into(memory)
+        count = self._sock.recv_into(memory, min(len(memory), _PIECE))
         if not count:
             raise EOFError
         return count

@@ -1,8 +1,8 @@
 """How much has to have come before a socket counts as readable.
 
 To be woken for every few bytes that arrive costs as much as to receive them. So who knows that more is coming waits for
-a megabyte (SO_RCVLOWAT). It may never come: there is an end to the patience. Linux makes room for so many bytes,
-others may not, and TLS holds some of them back itself: there every byte counts.
+some hundred kilobytes (SO_RCVLOWAT). They may never come: there is an end to the patience. Linux makes room for so
+many bytes, others may not, and TLS holds some of them back itself: there every byte counts.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import ssl
 import sys
 
 PATIENCE = 0.002  # seconds, after which what has come is enough
-_MOST = 1024 * 1024  # with two, what comes from a disk is copied too late
+_MOST = 384 * 1024  # with a megabyte, what has come is copied too late
 _LITTLE = 256 * 1024  # bytes that are taken as they come
 _LINUX = sys.platform == "linux"
 
@@ -26,7 +26,7 @@ class LowWater:
         self._is_fixed = not _LINUX or isinstance(sock, ssl.SSLSocket)
 
     def expect(self, count: int) -> None:
-        """`count` bytes more are coming, it seems: be readable once they are there, or a megabyte of them."""
+        """`count` bytes more are coming, it seems: be readable once they are there, or enough of them."""
         at = min(count, _MOST) if count > _LITTLE and not self._is_fixed else 1
         if at != self.at:
             self._sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, at)

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from kvpage_server.net.outbox import Outbox
 
-AT_ONCE = 2 * 1024 * 1024
-LARGE = 128 * 1024
+AT_ONCE = 1024 * 1024
 
 
 class Lent:
@@ -86,14 +85,12 @@ def test_what_is_dropped_is_not_kept() -> None:
 
 
 @given(st.lists(st.integers(1, 3 * AT_ONCE), min_size=1, max_size=6), st.integers(0, 2 * AT_ONCE))
-def test_large_pieces_are_handed_over_some_at_a_time(sizes: list[int], begun: int) -> None:
+def test_a_megabyte_is_handed_over_at_a_time(sizes: list[int], begun: int) -> None:
     outbox = Outbox()
     outbox.add([Lent(bytes(size)) for size in sizes])
     outbox.sent(min(begun, outbox.nbytes - 1))
     buffers = outbox.next()
-    if outbox.nbytes > max(AT_ONCE, LARGE * len(sizes)):
-        assert sum(map(len, buffers)) == AT_ONCE
-    assert sum(map(len, buffers)) in (AT_ONCE, outbox.nbytes)
+    assert sum(map(len, buffers)) == min(AT_ONCE, outbox.nbytes)
 
 
 def test_many_small_pieces_are_handed_over_together_as_many_as_the_kernel_takes() -> None:

@@ -8,8 +8,7 @@ from itertools import accumulate
 from kvpage_server.resp.reply import Piece
 from kvpage_server.store.arena import views
 
-AT_ONCE = 2 * 1024 * 1024  # bytes of large pieces handed over: the kernel frees no memory while it copies more
-_LARGE = 128 * 1024
+AT_ONCE = 1024 * 1024  # bytes handed over: the kernel frees no memory of a socket while it copies into it
 _GATHER = 512  # pieces handed over; IOV_MAX is 1024
 
 
@@ -38,12 +37,12 @@ class Outbox:
         self._pieces += pieces
 
     def next(self) -> list[bytes | memoryview]:
-        """What to hand over next, of large pieces not all: small ones would lose by a call more what they gain."""
+        """What to hand over next."""
         first, ends = self._gone, self._ends
         buffers = self._buffers[first : first + _GATHER]
         if begun := self._sent - (ends[first] - len(buffers[0])):
             buffers[0] = memoryview(buffers[0])[begun:]
-        if self.nbytes <= max(AT_ONCE, _LARGE * len(buffers)):
+        if self.nbytes <= AT_ONCE:
             return buffers
         last = bisect_left(ends, self._sent + AT_ONCE, first, first + len(buffers)) - first
         if last < len(buffers):
