@@ -129,8 +129,7 @@ class Run:
         if not self._hashed:
             return
         view, layout, digests = self._view, self._layout, self._digests
-        first, there = self._pos + layout.before, self._filled + count - self.length
-        last = min(there, first + (TRUST * self._alike - 1) * layout.size)
+        first, last = self._pos + layout.before, self._filled + count - self.length
         for start in range(first + len(digests) * layout.size, last + 1, layout.size):
             if view[start - len(self._frame) : start] != self._frame:
                 break
