@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -25,19 +25,22 @@ from kvpage_server.bench.work import Array, Work
 
 _QUESTION = struct.Struct("<cIIII")  # W or R, generation, the connection's number, items, bytes of each
 _DONE = b"."
-_AT_ONCE = 1024 * 1024
+_SENT_AT_ONCE, _RECEIVED_AT_ONCE = 1024 * 1024, 256 * 1024  # bytes: what is soonest
 _GATHER = 512
 
 Generation = tuple[int, int, int, int]
 
 
-def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int]) -> None:
-    """Give all buffers to `sendmsg` or `recvmsg_into`, about a megabyte at a time."""
+def _move(buffers: list[memoryview], step: Callable[[list[memoryview]], int], most: int) -> None:
+    """Give all buffers to `sendmsg` or `recvmsg_into`, at most so many bytes at a time."""
     ends = list(accumulate(map(len, buffers)))
     moved = at = 0
     while at < len(buffers):
-        some = buffers[at : min(bisect_right(ends, moved + _AT_ONCE) + 1, at + _GATHER)]
-        some[0] = some[0][moved - ends[at] + len(some[0]) :]
+        some = buffers[at : min(bisect_left(ends, moved + most, at) + 1, at + _GATHER)]
+        begun, beyond = moved - ends[at] + len(some[0]), ends[at + len(some) - 1] - moved - most
+        if beyond > 0:
+            some[-1] = some[-1][:-beyond]
+        some[0] = some[0][begun:]
         count = step(some)
         if not count:
             raise EOFError("the other end is gone")
@@ -50,7 +53,7 @@ def _rows(items: Array) -> list[memoryview]:
 
 
 def _receive(sock: socket.socket, buffers: list[memoryview]) -> None:
-    _move(buffers, lambda some: sock.recvmsg_into(some)[0])
+    _move(buffers, lambda some: sock.recvmsg_into(some)[0], _RECEIVED_AT_ONCE)
 
 
 def _receive_bytes(sock: socket.socket, count: int) -> bytes:
@@ -70,7 +73,7 @@ def _serve(sock: socket.socket, kept: dict[Generation, list[memoryview]]) -> Non
                 _receive(sock, kept[key])
                 sock.sendall(_DONE)
             else:
-                _move(kept[key], sock.sendmsg)
+                _move(kept[key], sock.sendmsg, _SENT_AT_ONCE)
 
 
 def _listen(address: str) -> socket.socket:
@@ -109,7 +112,7 @@ class Raw:
 
         def part(sock: socket.socket, number: int, items: Array) -> None:
             sock.sendall(_QUESTION.pack(b"W", generation, number, *items.shape))
-            _move(_rows(items), sock.sendmsg)
+            _move(_rows(items), sock.sendmsg, _SENT_AT_ONCE)
             _receive_bytes(sock, len(_DONE))
 
         self._each(work.batches[generation].written, part)

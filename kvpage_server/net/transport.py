@@ -116,9 +116,11 @@ class SocketTransport:
             self._expect(0)
 
     def _receive(self, buffers: list[memoryview]) -> int:
-        """Receive what is there, piece by piece; how many bytes. Raises OSError when nothing was."""
+        """Receive what is there, a turn's worth at the most, in pieces; how many bytes. Raises OSError for none."""
         count = 0
         while len(buffers[0]) - count > _PIECE:
+            if count >= READ_TURN:
+                return count
             try:
                 piece = self._sock.recv_into(buffers[0][count:], _PIECE)
             except OSError:
