@@ -116,7 +116,7 @@ class SocketTransport:
             self._expect(0)
 
     def _receive(self, buffers: list[memoryview]) -> int:
-        """Receive what is there, a turn's worth at the most, in pieces; how many bytes. Raises OSError for none."""
+        """Receive what is there, in pieces until a turn is over; how many bytes. Raises OSError when nothing was."""
         count = 0
         while len(buffers[0]) - count > _PIECE:
             if count >= READ_TURN:
