@@ -124,6 +124,7 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     """What INFO counts; not the slow log."""
     server = client.server
     fresh = Stats()
+    fresh.bytes_out = -sum(client.connection.sent for client in server.clients.values())  # they go on counting
     for name in Stats.__slots__:
         setattr(server.stats, name, getattr(fresh, name))
     server.refusals.forget_totals()

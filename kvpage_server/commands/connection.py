@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
+from functools import partial
 
 from kvpage_server import __version__
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.disk import Postponed
+from kvpage_server.commands.guesses import TooMany
 from kvpage_server.commands.info import REDIS_VERSION
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.users import DEFAULT
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, simple
+from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, Wait, simple
 
 _PRINTABLE = re.compile(rb"[!-~]*\Z")
 _AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
@@ -107,11 +111,27 @@ def auth(client: Client, args: list[Argument]) -> Reply:
 
 
 def _authenticate(client: Client, name: bytes, password: bytes) -> None:
+    _wait_for_its_turn(client)
     user = client.server.users.authenticate(name, password)
     if user is None:
+        client.server.guesses.note(client.address)
         client.server.refuse(client, "auth", b"AUTH", name)
         raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
     client.become(user)
+
+
+def _wait_for_its_turn(client: Client) -> None:
+    """Raises Postponed where the client's address has sent too many wrong passwords, ReplyError if it is in a hurry."""
+    if client.waited_to_authenticate:
+        client.waited_to_authenticate = False
+        return
+    try:
+        seconds = client.server.guesses.take_turn(client.address)
+    except TooMany as error:
+        raise ReplyError(f"ERR {error}") from None
+    if seconds:
+        client.waited_to_authenticate = True
+        raise Postponed(Wait(partial(asyncio.get_running_loop().call_later, seconds)))
 
 
 @command(

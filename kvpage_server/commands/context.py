@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 from kvpage_server.commands.access import User
 from kvpage_server.commands.channels import Channels
 from kvpage_server.commands.events import KeyEvents
+from kvpage_server.commands.guesses import Guesses
 from kvpage_server.commands.keys import READ
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
 from kvpage_server.commands.users import Refusals, Users
@@ -52,6 +53,7 @@ class Server:
     port: int = 0  # the port that is really listened on
     users: Users = field(default_factory=Users)
     refusals: Refusals = field(init=False)
+    guesses: Guesses = field(default_factory=Guesses)
     stats: Stats = field(default_factory=Stats)
     slow_log: SlowLog = field(init=False)
     latency: Latency = field(default_factory=Latency)
@@ -151,6 +153,7 @@ class Client:
     descriptor: int = -1  # of its socket
     user: User | None = None  # None until it has authenticated
     free: bool = False  # nothing stands between it and its commands; `settle` says so
+    waited_to_authenticate: bool = False  # its AUTH's turn has come
     protocol: int = 2
     name: bytes = b""
     lib_name: bytes = b""

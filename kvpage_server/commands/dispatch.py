@@ -142,7 +142,10 @@ def run_queued(client: Client, spec: Spec, words: Command) -> Reply:
         return ReplyError(
             f"{code} ACLs rules changed between the moment the transaction was accumulated and the EXEC call. {reason}"
         )
-    return run(client, spec, words)
+    try:
+        return run(client, spec, words)
+    except Postponed:
+        return ReplyError(f"ERR '{spec.name}' would have to wait, which nothing may inside a transaction")
 
 
 def run(client: Client, spec: Spec, words: Command) -> Reply:
@@ -165,6 +168,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.failed += 1
         server.stats.note_error(str(error))
         return _bare(error)
+    except Postponed:
+        raise
     except Absent as absent:
         if server.tiered is None:
             raise

@@ -17,7 +17,7 @@ from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.memory import Keyspace
 
-_CURSOR = re.compile(rb"(?:[+-]?\d+)?\Z")  # what C's strtoul takes
+_CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
 _U64_MAX = 2**64 - 1
 _STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
 

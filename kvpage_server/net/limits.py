@@ -140,8 +140,10 @@ class Watch:
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
         self._before = totals
         if seconds > 0:
-            rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
-            self._server.rates = max((0, 0.0, 0.0), rates)  # CONFIG RESETSTAT sets totals back
+            commands, bytes_in, bytes_out = (
+                max(0, more) for more in (commands, bytes_in, bytes_out)
+            )  # after RESETSTAT
+            self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
     def _end_slow_readers(self, clients: Iterable[Client], now: float) -> None:
         over = {}

@@ -79,7 +79,7 @@ class Push:
 class Wait:
     """What cannot go on yet: `start` is called with what to do when it can."""
 
-    start: Callable[[Callable[[], None]], None]
+    start: Callable[[Callable[[], None]], object]
 
 
 @dataclass(frozen=True, slots=True)

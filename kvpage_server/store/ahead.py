@@ -18,39 +18,43 @@ _madvise = getattr(ctypes.CDLL(None), "madvise", None) if sys.platform == "linux
 
 
 class Ahead:
-    """One mapping of each size that was wanted last. `bytes` of them were asked for and not taken.
+    """One mapping of each size that was wanted last.
 
     Its owner's thread calls it; the thread that makes them ends with it.
     """
 
     def __init__(self) -> None:
-        self.bytes = 0
         self._wanted: SimpleQueue[int | None] = SimpleQueue()
         self._asked: set[int] = set()
-        self._ready: dict[int, mmap.mmap] = {}
+        self._ready: dict[int, mmap.mmap | None] = {}  # None: the system had no memory for it
         self._begun = False
 
     def __del__(self) -> None:
         self._wanted.put(None)
 
+    @property
+    def bytes(self) -> int:
+        """How many were asked for and not taken, without those that the system refused."""
+        return sum(size for size in self._asked if self._ready.get(size, True) is not None)
+
     def want(self, size: int) -> None:
-        """Have a mapping of `size` bytes made, unless one is."""
+        """Have a mapping of `size` bytes made, unless one is. One that was refused is tried again."""
+        if self._ready.get(size, True) is None:
+            self.take(size)
         if _madvise is None or size in self._asked:
             return
         if not self._begun:
             self._begun = True
             threading.Thread(target=_make, args=(self._wanted, self._ready), name="kvpage-ahead", daemon=True).start()
         self._asked.add(size)
-        self.bytes += size
         self._wanted.put(size)
 
     def take(self, size: int) -> mmap.mmap | None:
         """A mapping of `size` bytes, if one is ready."""
-        made = self._ready.pop(size, None)
-        if made is not None:
-            self._asked.discard(size)
-            self.bytes -= size
-        return made
+        if size not in self._ready:
+            return None
+        self._asked.discard(size)
+        return self._ready.pop(size)
 
     def drop(self) -> None:
         """Give back what is ready."""
@@ -58,12 +62,13 @@ class Ahead:
             self.take(size)
 
 
-def _make(wanted: SimpleQueue[int | None], ready: dict[int, mmap.mmap]) -> None:
+def _make(wanted: SimpleQueue[int | None], ready: dict[int, mmap.mmap | None]) -> None:
     """Make mappings of the sizes that are wanted, until none is any more."""
     while (size := wanted.get()) is not None:
         try:
             made = mmap.mmap(-1, size)
-        except OSError:  # the system has none left: whoever needs it will be told
+        except OSError:  # the system has none left: whoever needs it now will be told
+            ready[size] = None
             continue
         _fault_in(made)
         ready[size] = made

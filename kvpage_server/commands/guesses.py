@@ -1,0 +1,91 @@
+"""Passwords that were wrong, by address: who sends many of them waits for every further try.
+
+An address may fail ten times; one failure is forgiven every six seconds. Past that its AUTHs are looked at one a
+second, in the order in which they came, whatever number of connections they come from. All of them wait, those with the
+right password too: otherwise a guesser would take a quick answer for a yes and not wait for a no. Other addresses
+notice nothing.
+
+Memory is bounded: past a number of addresses the one that failed the longest ago is forgotten.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+log = logging.getLogger("kvpage")
+
+FREE_FAILURES = 10
+_FORGIVEN_SECONDS = 6.0  # for one failure to be forgotten
+_PAUSE_SECONDS = 1.0  # between two tries
+_LONGEST_SECONDS = 10.0  # who would have to wait longer is refused
+_MOST_ADDRESSES = 10_000
+
+
+class TooMany(Exception):
+    """The address has sent too many wrong passwords to have another one looked at soon."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            f"too many wrong passwords came from your address: try again in {_LONGEST_SECONDS:.0f} seconds"
+        )
+
+
+@dataclass(slots=True)
+class _Failures:
+    count: float
+    counted: float  # when, in monotonic seconds
+    next_try: float = 0.0
+
+    def left(self, now: float) -> float:
+        """The failures that are not forgiven yet, the last one in part."""
+        return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
+
+    def are_many(self, now: float) -> bool:
+        """Whether the next try has to wait."""
+        return self.left(now) > FREE_FAILURES - 1
+
+
+class Guesses:
+    """Failed AUTHs by address."""
+
+    def __init__(self) -> None:
+        self._failures: OrderedDict[str, _Failures] = OrderedDict()  # the last to fail is the last
+
+    def __len__(self) -> int:
+        return len(self._failures)
+
+    def take_turn(self, address: str) -> float:
+        """Seconds that a try from an address ("host:port") has to wait, 0 as a rule. Raises TooMany."""
+        found = self._failures.get(_network(address))
+        now = time.monotonic()
+        if found is None or not found.are_many(now):
+            return 0.0
+        turn = max(found.next_try, now)
+        if turn - now > _LONGEST_SECONDS:
+            raise TooMany
+        found.next_try = turn + _PAUSE_SECONDS
+        return turn - now
+
+    def note(self, address: str) -> None:
+        """A try from an address has failed."""
+        network, now = _network(address), time.monotonic()
+        found = self._failures.setdefault(network, _Failures(0.0, now))
+        self._failures.move_to_end(network)
+        found.count, found.counted = found.left(now) + 1, now
+        if found.are_many(now) and not found.next_try:
+            found.next_try = now + _PAUSE_SECONDS
+            log.warning("%s sent a wrong password %d times: its AUTHs are slowed down", network, FREE_FAILURES)
+        while len(self._failures) > _MOST_ADDRESSES:
+            self._failures.popitem(last=False)
+
+
+def _network(address: str) -> str:
+    """Who is behind "host:port": the host, of IPv6 the network that one customer is given, or a unix socket's path."""
+    host = address.rpartition(":")[0]
+    if not host.startswith("["):
+        return host
+    return str(ipaddress.ip_network(f"{host[1:-1].partition('%')[0]}/64", strict=False))
