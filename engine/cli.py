@@ -6,25 +6,30 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk
-
-GROUPS = (serve, talk, agents, measure, models, demo, persistent)
+from kvpage_server.program import ends_quietly, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; its exit code."""
+    with ends_quietly("kvpage-engine"):
+        try:
+            return _run(argv)
+        except ModuleNotFoundError as missing:
+            return say("kvpage-engine", missing_extra(missing, "engine"), 1)
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk  # what may be missing
+
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
     commands = parser.add_subparsers(title="commands", required=True)
-    for group in GROUPS:
+    for group in (serve, talk, agents, measure, models, demo, persistent):
         group.add_to(commands)
     args = parser.parse_args(argv)
     try:
         return int(args.run(args))
     except Failure as failure:
-        print(f"kvpage-engine: {failure}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt:
-        return 130
+        return say("kvpage-engine", str(failure), 1)
 
 
 if __name__ == "__main__":

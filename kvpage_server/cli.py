@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import re
+import os
 import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from getpass import getpass
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 import redis
 from rich.filesize import decimal
@@ -18,11 +20,12 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server import __version__
+from kvpage_server.address import DEFAULT_URL, URL, shown, with_credentials
 from kvpage_server.config import integer, memory
 from kvpage_server.page import DType, KVType, PageError, PageKey
+from kvpage_server.program import ends_quietly, missing_extra, say
 from kvpage_server.terminal import for_people, out, readable, table_of, when
 
-DEFAULT_URL = "redis://127.0.0.1:9221"
 _AT_ONCE = 100  # requests asked for in one go
 
 
@@ -32,29 +35,47 @@ class Failure(Exception):
 
 def main(arguments: list[str] | None = None) -> None:
     """The process. Exits with 1 when what was asked for is not there or not intact, with 2 when it can't be asked."""
-    args = _parser().parse_args(arguments)
+    with ends_quietly("kvpage"):
+        args = _parser().parse_args(arguments)
+        sys.exit(_run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Do what was asked for; the exit code."""
     try:
+        args.url = _url(args)
         with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5) as store:
-            healthy = args.show(store, args)
+            return 0 if args.show(store, args) else 1
     except Failure as failure:
-        sys.exit(_say(str(failure), 1))
+        return say("kvpage", str(failure), 1)
+    except redis.AuthenticationError:
+        return say("kvpage", _not_let_in(args.url), 2)
     except redis.ConnectionError as error:
-        sys.exit(_say(f"cannot reach {_address(args.url)}: {error}", 2))
+        return say("kvpage", f"cannot reach {shown(args.url)}: {error}", 2)
+    except BrokenPipeError:
+        raise
     except (redis.RedisError, ValueError, OSError) as error:
-        sys.exit(_say(str(error), 2))
-    except KeyboardInterrupt:
-        sys.exit(_say("interrupted", 130))
-    sys.exit(0 if healthy else 1)
+        return say("kvpage", str(error), 2)
 
 
-def _address(url: str) -> str:
-    """A URL without the password it may hold."""
-    return re.sub(r"//[^/@]*@", "//", url)
+def _url(args: argparse.Namespace) -> str:
+    """Where the store is, and who asks. Raises ValueError."""
+    url = args.url or os.environ.get(URL) or DEFAULT_URL
+    password = ""
+    if args.askpass:
+        if not sys.stdin.isatty():
+            raise Failure("--askpass: there is no terminal to ask at; set KVPAGE_PASSWORD in the environment")
+        password = getpass(f"Password for {args.user or 'the default user'} at {shown(url)}: ")
+    return with_credentials(url, args.user, password)
 
 
-def _say(message: str, code: int) -> int:
-    print(f"kvpage: {message}", file=sys.stderr)
-    return code
+def _not_let_in(url: str) -> str:
+    asks = urlsplit(url)
+    if not asks.password:
+        return (
+            f"{shown(url)} wants a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or say --askpass"
+        )
+    return f"{shown(url)} does not take this password for user {unquote(asks.username or 'default')}"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -64,9 +85,13 @@ def _parser() -> argparse.ArgumentParser:
 
     def add(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
-        command.set_defaults(show=show, url=DEFAULT_URL)
+        command.set_defaults(show=show, url="", user="", askpass=False)
         if asks:
-            command.add_argument("--url", default=DEFAULT_URL, help=f"the store's address, {DEFAULT_URL} if not given")
+            help = f"the store's address; {URL} of the environment, or {DEFAULT_URL}, if not given"
+            command.add_argument("--url", default="", help=help)
+            help = "who asks; the password is KVPAGE_PASSWORD's or REDISCLI_AUTH's of the environment"
+            command.add_argument("--user", metavar="NAME", default="", help=help)
+            command.add_argument("--askpass", action="store_true", help="ask for the password at the terminal")
         return command
 
     add("status", status, "how the store is doing")
@@ -156,7 +181,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             out=out,
         )
     except ModuleNotFoundError as missing:
-        raise Failure(f"--plot needs {missing.name}: pip install 'kvpage[bench]'") from None
+        raise Failure(f"--plot: {missing_extra(missing, 'bench')}") from None
     return True
 
 
@@ -195,7 +220,7 @@ def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
     try:
         run(urls, seconds=args.seconds, quick=args.quick, json=args.json, plot=args.plot, out=out)
     except ModuleNotFoundError as missing:
-        raise Failure(f"--plot needs {missing.name}: pip install 'kvpage[bench]'") from None
+        raise Failure(f"--plot: {missing_extra(missing, 'bench')}") from None
     return True
 
 
@@ -206,18 +231,25 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
     """The store at a glance, from INFO."""
     info: dict[str, Any] = store.info("everything")
     if "kvpage_version" not in info:
-        raise Failure(
-            f"{args.url} is {info.get('redis_mode', 'some')} Redis {info.get('redis_version')}, not a kvpage-server"
-        )
+        found = f"{info.get('redis_mode', 'some')} Redis {info.get('redis_version')}"
+        raise Failure(f"{shown(args.url)} is {found}, not a kvpage-server")
     uptime = for_people(timedelta(seconds=info["uptime_in_seconds"]))
-    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {_address(args.url)}, up {uptime}\n")
+    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {shown(args.url)}, up {uptime}\n")
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
-    for title, line in _status_lines(info):
+    for title, line in _status_lines(info) if "used_memory" in info else _tenant_lines(store, info):
         table.add_row(title, line)
     out.print(table)
     return True
+
+
+def _tenant_lines(store: redis.Redis, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What a user who may not use every key is told: nothing that depends on others."""
+    limit = info["maxmemory"]
+    yield "memory", f"limit {decimal(limit)}, {info['maxmemory_policy']}" if limit else "no limit"
+    yield "store", f"{len(set(_requests(store))):,} requests, {store.dbsize():,} keys that you may use"
+    yield "", "a user who may use every key is shown the rest"
 
 
 def _status_lines(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -343,6 +343,12 @@ class Config:
             return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
         return self.maxmemory_clients
 
+    @property
+    def largest_command(self) -> int:
+        """Bytes that one command may have so that a client is not ended for it."""
+        of_all = [self.client_memory] if self.client_memory else []
+        return min(self.proto_max_bulk_len, self.client_query_buffer_limit, *of_all)
+
     def load(self, path: Path) -> None:
         """Take every line of a file. Raises ConfigError naming file and line, OSError when it cannot be read."""
         self.file = path.absolute()

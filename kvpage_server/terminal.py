@@ -11,7 +11,16 @@ from rich.text import Text
 
 _NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
 
-out = Console(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
+
+class Terminal(Console):
+    """rich's console, but that a reader who has gone is an error as elsewhere, and not an end of its own."""
+
+    def on_broken_pipe(self) -> None:
+        """Called while the BrokenPipeError is handled."""
+        raise
+
+
+out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty() else _NO_TERMINAL)
 
 
 def table_of(*columns: str, numbers_from: int) -> Table:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import pexpect
 import pytest
 import redis
 from servers import RunningServer, free_port, start_server
@@ -200,3 +204,141 @@ def test_help_is_there_for_every_command(command: str) -> None:
     code, shown, _ = kvpage(*command.split(), "--help")
     assert code == 0
     assert f"usage: kvpage {command}".rstrip() in shown
+
+
+# -- who asks, and how it ends -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[RunningServer]:
+    """A server that wants a password, and has a tenant."""
+    users = ("--requirepass", "right p@ss/word", "--user", "app", "on", ">word", "~kv:app.*", "+@all")
+    with start_server("--maxmemory", "1gb", *users) as server:
+        with server.client(password="right p@ss/word") as client:
+            set_block(client, "app.chat")
+            set_block(client, "other")
+        yield server
+
+
+@pytest.mark.parametrize("variable", ["KVPAGE_PASSWORD", "REDISCLI_AUTH"])
+def test_a_password_comes_from_the_environment(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, "right p@ss/word")
+    code, shown, _ = kvpage("status", url=guarded.url)
+    assert code == 0
+    assert "2 requests, 2 blocks, 24 keys" in shown
+    monkeypatch.setenv("KVPAGE_URL", guarded.url)
+    assert kvpage("ls")[0] == 0
+    code, _, said = kvpage("status", url=guarded.url.replace("//", "//app:word@"))  # what stands in the URL stays
+    assert (code, said) == (0, "")
+
+
+def test_a_wrong_password_and_a_missing_one_are_told_apart(
+    guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    code, _, said = kvpage("status", url=guarded.url)
+    wanted = "wants a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or say --askpass"
+    assert (code, said) == (2, f"kvpage: {guarded.url} {wanted}\n")
+    monkeypatch.setenv("KVPAGE_PASSWORD", "wrong")
+    code, _, said = kvpage("status", "--user", "app", url=guarded.url)
+    assert (code, said) == (2, f"kvpage: {guarded.url} does not take this password for user app\n")
+    code, _, said = kvpage("dump", "nowhere", url=guarded.url)
+    assert (code, said) == (2, f"kvpage: {guarded.url} does not take this password for user default\n")
+
+
+def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None:
+    command = Path(sys.executable).with_name("kvpage")
+    with pexpect.spawn(str(command), ["ls", "--url", guarded.url, "--user", "app", "--askpass"], timeout=30) as typed:
+        typed.expect(f"Password for app at {guarded.url}: ")
+        typed.sendline("word")
+        typed.expect("app.chat")
+        typed.expect(pexpect.EOF)
+        assert b"word" not in typed.before
+    code, _, said = run_kvpage("ls", "--url", guarded.url, "--askpass")
+    assert code == 1
+    assert "no terminal" in said
+
+
+def test_a_tenant_is_shown_what_is_theirs(guarded: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVPAGE_PASSWORD", "word")
+    code, shown, said = kvpage("status", "--user", "app", url=guarded.url)
+    assert (code, said) == (0, "")
+    assert "1 requests, 12 keys that you may use" in shown
+    for command in (["ls"], ["ls", "app.chat"], ["stat", "kv:app.chat:0:0:0:0"], ["why", "app.chat"]):
+        assert kvpage(*command, "--user", "app", url=guarded.url)[0] == 0
+    for command in (["ls", "other"], ["stat", "kv:other:0:0:0:0"], ["why", "other"], ["verify", "other"]):
+        code, _, said = kvpage(*command, "--user", "app", url=guarded.url)
+        assert code == 2
+        assert said.startswith("kvpage: NOPERM") or "No permissions" in said
+
+
+def test_no_message_shows_a_password() -> None:
+    port = free_port()
+    for url in (f"redis://:p@ss@127.0.0.1:{port}", f"redis://user:secret@127.0.0.1:{port}"):
+        code, _, said = kvpage("status", url=url)
+        assert (code, said.count("\n")) == (2, 1)
+        assert "ss@" not in said
+        assert "secret" not in said
+
+
+def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tuple[int, str, str]:
+    """Exit code, stdout and stderr of the process."""
+    done = subprocess.run(
+        [str(Path(sys.executable).with_name(program)), *words],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
+        env={**os.environ, **environment},
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client: redis.Redis) -> None:
+    for number in range(3000):
+        client.execute_command("KVPAGESET", f"a-request-with-a-long-name-{number}", 0, 0, 0, 0, 3, 1, 1, 0, b"x")
+    command = [str(Path(sys.executable).with_name("kvpage")), "ls", "--url", server.url]
+    buffered = {**os.environ, "PYTHONUNBUFFERED": ""}  # else the interpreter drops what a pipe does not take at once
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=buffered) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.read(10)
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait(30) == 141
+
+
+def test_ctrl_c_ends_it_with_one_line(server: RunningServer) -> None:
+    command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "30"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        time.sleep(2)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    assert (process.returncode, said.strip()) == (130, b"kvpage: interrupted")
+
+
+def test_a_server_that_goes_away_is_one_line() -> None:
+    with start_server(killed=True) as server:
+        command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "1"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+            time.sleep(2)
+            server.process.kill()
+            _, said = process.communicate(timeout=30)
+    assert (process.returncode, said.count(b"\n")) == (2, 1)
+    assert said.startswith(b"kvpage: cannot reach")
+
+
+@pytest.mark.parametrize("missing", ["mlx", "mlx_lm", "pydantic", "uvicorn"])
+def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
+    program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr == f"kvpage-engine: {missing} is not installed: pip install 'kvpage[engine]'\n"
+
+
+def test_the_server_is_a_module_too() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=60
+    )
+    assert done.stdout == f"kvpage-server {__version__}\n"

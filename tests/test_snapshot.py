@@ -411,3 +411,32 @@ def test_what_is_damaged_in_the_server_is_not_dumped(
     assert "1 pages and 0 strings" in shown
     assert "kv:r:0:0:0:0: the body does not match the checksum in its header" in shown
     assert os.listdir(tmp_path)
+
+
+def test_a_restore_sends_what_a_smaller_server_takes(store: Store, client: redis.Redis, tmp_path: Path) -> None:
+    shape = [(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)]
+    set_block(client, "large", 0, block(shape, layers=8, heads=8, page_size=64))  # 4 MiB
+    client.set("string", random.Random(2).randbytes(3 << 20))
+    dump(store, tmp_path, EVERYTHING)
+    with start_server("--maxmemory-clients", "2mb") as smaller, smaller.client() as other:
+        code, shown, said = kvpage("restore", str(tmp_path), url=smaller.url)
+        assert (code, said) == (1, "")
+        assert "1 did not fit into the store, and were not restored:" in shown
+        assert "string, 3145728 bytes: at most 2097152 are taken at once" in shown
+        pages = other.execute_command("KVPAGEINDEX", "large", "WITHSIZES")
+        assert len(pages) == 1
+        assert other.execute_command("KVBLOCKGET", "large", 0) == client.execute_command("KVBLOCKGET", "large", 0)
+
+
+def test_a_restore_says_what_a_full_server_refuses(store: Store, client: redis.Redis, tmp_path: Path) -> None:
+    for page in range(8):
+        set_block(client, "large", page, block([(0, DType.BFLOAT16, 256)], layers=4, heads=4, page_size=64))  # 512 KiB
+    dump(store, tmp_path, EVERYTHING, file_bytes=1_000_000)
+    with start_server("--maxmemory", "2mb", "--maxmemory-policy", "noeviction") as smaller, smaller.client() as other:
+        code, shown, said = kvpage("restore", str(tmp_path), url=smaller.url)
+        assert (code, said) == (1, "")
+        kept = other.execute_command("KVPAGEINDEX", "large")
+        assert 0 < len(kept) < 8
+        assert f"{(8 - len(kept)) * 16} did not fit into the store, and were not restored:" in shown
+        for page in range(len(kept)):
+            assert other.execute_command("KVBLOCKGET", "large", page)

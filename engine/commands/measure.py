@@ -4,7 +4,6 @@ that means. Both forget what they made the store remember."""
 from __future__ import annotations
 
 import argparse
-import re
 import secrets
 import time
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from rich.table import Table
 from engine.commands import Failure
 from engine.commands.asking import ask
 from engine.commands.options import add_engine, count, open_engine
+from kvpage_server.address import shown
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
@@ -194,7 +194,7 @@ def _prompt(engine: Engine, tokens: int) -> list[int]:
 
 def _about(url: str) -> str:
     """Who answers there. Raises Failure when nobody does."""
-    where = re.sub(r"//[^/@]*@", "//", url)  # without a password
+    where = shown(url)
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
             info: Any = client.info("server")

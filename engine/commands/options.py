@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.commands import Failure
+from kvpage_server.address import URL, with_credentials
 
 if TYPE_CHECKING:
     from engine.assembly import Engine, Options
@@ -24,7 +26,14 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="DIR_OR_ID",
         help="a model's directory, or its id in this machine's Hugging Face cache (default: %(default)s)",
     )
-    add("--store", metavar="URL", help="the page server, such as redis://127.0.0.1:9221; none if not given")
+    add(
+        "--store",
+        metavar="URL",
+        type=store_url,
+        default=os.environ.get(URL),
+        help=f"the page server, such as redis://127.0.0.1:9221; {URL} of the environment, or none, if not given. "
+        "The password may be KVPAGE_PASSWORD's of the environment",
+    )
     add("--cold", type=Path, metavar="DIR", help="keep contexts in files there, too")
     add("--kv-bits", type=int, choices=[4, 8], help="keep keys and values in so many bits; prompts then run in turns")
     add("--memory", type=size, metavar="SIZE", help="for contexts, such as 4gb (default: a quarter of the machine's)")
@@ -54,6 +63,14 @@ def import_engine() -> None:
     from engine.open_files import import_mlx_lm
 
     import_mlx_lm()
+
+
+def store_url(text: str) -> str:
+    """A page server's address, with the password of the environment where it has none."""
+    try:
+        return with_credentials(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def size(text: str) -> int:

@@ -56,11 +56,12 @@ def only(values: list[Any]) -> Any:
 class Values:
     """`count` replies of any kind; strings are bytes, or memoryviews of memory of their own.
 
-    An error among them is raised once all are there.
+    An error among them is raised once all are there, or with `with_errors` stands among them.
     """
 
-    def __init__(self, count: int = 1) -> None:
+    def __init__(self, count: int = 1, *, with_errors: bool = False) -> None:
         self.done = False
+        self._with_errors = with_errors
         self._values: list[Any] = []
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
@@ -98,7 +99,7 @@ class Values:
     def result(self) -> list[Any]:
         """The replies. Raises Refused."""
         for value in self._values:
-            if isinstance(value, Refused):
+            if isinstance(value, Refused) and not self._with_errors:
                 raise value
         return self._values
 

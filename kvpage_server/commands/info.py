@@ -101,6 +101,7 @@ def _memory(server: Server) -> Fields:
         "maxmemory": keyspace.maxmemory,
         "maxmemory_human": human(keyspace.maxmemory),
         "maxmemory_policy": keyspace.policy,
+        "largest_command_bytes": server.config.largest_command,
         "mem_fragmentation_ratio": f"{rss / used if used else 0:.2f}",
         "mem_fragmentation_bytes": rss - used if used else 0,
         "mem_clients_normal": server.in_flight,
@@ -117,6 +118,7 @@ def _maxmemory(server: Server) -> Fields:
         "maxmemory": keyspace.maxmemory,
         "maxmemory_human": human(keyspace.maxmemory),
         "maxmemory_policy": keyspace.policy,
+        "largest_command_bytes": server.config.largest_command,
     }
 
 

@@ -26,6 +26,8 @@ from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import Store
 from kvpage_server.terminal import for_people, out, table_of, when
 
+_MOST_LISTED = 100  # names of what was not restored
+
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     """Whether everything was dumped."""
@@ -40,7 +42,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     out.print(f"{_counted(dumped)} in {dumped.files:,} files{kept}, {time.monotonic() - started:.1f} s")
-    return _all_intact("are not what was stored, and were not dumped", dumped.corrupt)
+    return _none("are not what was stored, and were not dumped", dumped.corrupt)
 
 
 def _keys(server: redis.Redis, selection: Selection) -> int | None:
@@ -68,7 +70,8 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     if args.request and not restored.pages + restored.there + restored.expired + len(restored.corrupt):
         raise DumpError(f"{args.directory} has no page of what --request names")
-    return _all_intact("are corrupt, and were not restored", restored.corrupt) and restored.finished
+    fitted = _none("did not fit into the store, and were not restored", restored.no_room)
+    return _none("are corrupt, and were not restored", restored.corrupt) and fitted and restored.finished
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
@@ -84,7 +87,7 @@ def run_inspect(args: argparse.Namespace) -> bool:
         _show_requests(found)
     if args.verify and not found.corrupt:
         out.print("all of it is intact")
-    return _all_intact("are corrupt", found.corrupt)
+    return _none("are corrupt", found.corrupt)
 
 
 def _show_head(path: Path, found: Inspected) -> None:
@@ -129,13 +132,15 @@ def _counted(what: Dumped | Restored) -> str:
     return f"{what.pages:,} pages and {what.strings:,} strings, {decimal(what.nbytes)}"
 
 
-def _all_intact(fate: str, corrupt: list[str]) -> bool:
-    """Whether nothing is corrupt. What is, is listed."""
-    if corrupt:
-        out.print(f"[red]{len(corrupt):,} {fate}:[/]")
-        for name in corrupt:
+def _none(fate: str, names: list[str]) -> bool:
+    """Whether there are none of that fate. Those that are, are listed."""
+    if names:
+        out.print(f"[red]{len(names):,} {fate}:[/]")
+        for name in names[:_MOST_LISTED]:
             out.print(f"  {escape(name)}")
-    return not corrupt
+        if len(names) > _MOST_LISTED:
+            out.print(f"  and {len(names) - _MOST_LISTED:,} more")
+    return not names
 
 
 def _requests(args: argparse.Namespace) -> tuple[bytes, ...]:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
@@ -18,10 +19,13 @@ from kvpage_server.snapshot.directory import Summary
 from kvpage_server.snapshot.entries import FOREVER, Pages
 from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
 from kvpage_server.snapshot.files import Span, read_data
+from kvpage_server.snapshot.names import text_of
 from kvpage_server.snapshot.plan import Block, Item, Plan, plan
-from kvpage_server.snapshot.store import Store, Writes
+from kvpage_server.snapshot.store import Store, Writes, Written
 
 _BATCH_BYTES = 16 << 20
+_SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
+_AROUND = 1 << 10  # bytes of a SET besides its value
 _AT_ONCE = 1000  # keys written or asked about in one go
 _BLOCKS = 100  # blocks asked about in one go
 
@@ -38,6 +42,7 @@ class Restored:
     there: int = 0  # keys that existed and were left
     expired: int = 0  # keys whose time was over when the dump was finished
     corrupt: list[str] = field(default_factory=list)  # files, pages and strings that are not what was written
+    no_room: list[str] = field(default_factory=list)  # pages and strings that the server has no room for
     finished: bool = True  # whether the dump was
 
 
@@ -58,6 +63,14 @@ def restore(
         return _Restore(store, path, frozenset(requests), replace, directory.read_summary(path)).run(done)
 
 
+class _Write(NamedTuple):
+    """What is being written: a block, a page or a string."""
+
+    keys: list[bytes]
+    are_pages: bool
+    nbytes: int
+
+
 class _Restore:
     def __init__(
         self, store: Store, path: Path, requests: frozenset[bytes], replace: bool, summary: Summary | None
@@ -68,8 +81,9 @@ class _Restore:
         self._replace = replace
         self._summary = summary
         self._restored = Restored(finished=summary is not None)
+        self._largest = store.largest_command()
         self._writes = Writes()
-        self._waiting: list[tuple[int, int, int]] = []  # of each write: pages, strings, bytes
+        self._waiting: list[_Write] = []
 
     def run(self, done: Done) -> Restored:
         """Restore."""
@@ -108,9 +122,12 @@ class _Restore:
                 pages += [page for page in block.pages if page.key not in there[i]]
                 self._restored.there += sum(page.key in there[i] for page in block.pages)
                 continue
+            if block.shape.nbytes > self._largest // _SHARE:
+                pages += block.pages
+                continue
             ttl = 0 if block.ttl_left_ms == FOREVER else ceil(block.ttl_left_ms / 1000)
             self._writes.set_block(block.req_id, block.page, block.shape, ttl, block.body)
-            self._wrote(len(block.pages), 0, block.shape.nbytes)
+            self._wrote(_Write([page.key for page in block.pages], True, block.shape.nbytes))
         self._set(pages)
 
     def _send_items(self, items: list[Item]) -> None:
@@ -124,21 +141,29 @@ class _Restore:
 
     def _set(self, items: list[Item]) -> None:
         for key, value, left, is_page in items:
+            nbytes = sum(map(len, value))
+            if nbytes > self._largest - _AROUND:
+                self._restored.no_room.append(
+                    f"{text_of(key)}, {nbytes} bytes: at most {self._largest} are taken at once"
+                )
+                continue
             self._writes.set(key, value, left, only_new=not self._replace)
-            self._wrote(is_page, not is_page, sum(map(len, value)))
+            self._wrote(_Write([key], is_page, nbytes))
 
-    def _wrote(self, pages: int, strings: int, nbytes: int) -> None:
-        """The last of the writes is of so many."""
-        self._waiting.append((pages, strings, nbytes))
+    def _wrote(self, write: _Write) -> None:
+        """The last of the writes is this one."""
+        self._waiting.append(write)
         if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:
-        for was_written, (pages, strings, nbytes) in zip(self._store.write(self._writes), self._waiting, strict=True):
-            if was_written:
-                self._restored.pages += pages
-                self._restored.strings += strings
-                self._restored.nbytes += nbytes
-            else:
+        for written, write in zip(self._store.write(self._writes), self._waiting, strict=True):
+            if written is Written.THERE:
                 self._restored.there += 1
+            elif written is Written.NO_ROOM:
+                self._restored.no_room += map(text_of, write.keys)
+            else:
+                self._restored.pages += len(write.keys) * write.are_pages
+                self._restored.strings += len(write.keys) * (not write.are_pages)
+                self._restored.nbytes += write.nbytes
         self._writes, self._waiting = Writes(), []

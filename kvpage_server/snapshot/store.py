@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from enum import Enum, auto
 from itertools import chain, groupby
 from types import TracebackType
 from typing import Any, NamedTuple, Self, TypeVar
@@ -12,6 +14,7 @@ import redis
 
 from kvpage_server.client.connection import PageConnection, lend, page_pool
 from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Refused
 from kvpage_server.client.exchange import Piece, Request
 from kvpage_server.client.reply import Values
 from kvpage_server.page import BlockShape, PageError, PageKey, index_key
@@ -24,6 +27,8 @@ _REQUESTS = 100  # requests asked about in one go
 
 KEY_COSTS = 8 << 10  # bytes that take as long as a key does
 _BATCH_BYTES = 16 << 20
+
+_USUAL_LARGEST = 64 << 20  # bytes of a command, for a server that says nothing of it
 
 _ALL = b"*"
 
@@ -43,6 +48,14 @@ class Listed(NamedTuple):
 
     keys: list[PageKey]
     nbytes: int
+
+
+class Written(Enum):
+    """What became of a write."""
+
+    DONE = auto()
+    THERE = auto()  # the key was to be new and is not: it is left
+    NO_ROOM = auto()  # the server has none, or its user's quota has none
 
 
 Word = bytes | int
@@ -112,11 +125,19 @@ class Store:
         """The replies to commands that are sent together. Raises Refused when one of them is an error."""
         return self._ask(list(commands), len(commands))
 
-    def _ask(self, pieces: list[Piece], replies: int) -> list[Any]:
+    def _ask(self, pieces: list[Piece], replies: int, *, with_errors: bool = False) -> list[Any]:
         if not replies:
             return []
-        request: Request[list[Any]] = Request(lambda: iter(pieces), lambda: Values(replies), list)
+        request: Request[list[Any]] = Request(
+            lambda: iter(pieces), lambda: Values(replies, with_errors=with_errors), list
+        )
         return self._connection.ask(request, Deadline(_WITHIN))
+
+    def largest_command(self) -> int:
+        """Bytes that the server takes as one command."""
+        (text,) = self.ask([words(b"INFO", b"memory")])
+        found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
+        return int(found[1]) if found else _USUAL_LARGEST
 
     def now_ms(self) -> int:
         """The server's time, unix milliseconds."""
@@ -203,9 +224,18 @@ class Store:
         """Which of the keys exist."""
         return [kind != b"none" for kind in self.ask([words(b"TYPE", key) for key in keys])]
 
-    def write(self, writes: Writes) -> list[bool]:
-        """Do what is to be written; what was: a key that was to be new and is not is left. Raises Refused."""
-        return [reply == b"OK" for reply in self._ask(writes.pieces, writes.count)]
+    def write(self, writes: Writes) -> list[Written]:
+        """Do what is to be written; what became of each. Raises Refused when one is refused but for want of room."""
+        replies = self._ask(writes.pieces, writes.count, with_errors=True)
+        return [_written(reply) for reply in replies]
+
+
+def _written(reply: Any) -> Written:
+    if isinstance(reply, Refused):
+        if reply.code != "OOM":
+            raise reply
+        return Written.NO_ROOM
+    return Written.DONE if reply == b"OK" else Written.THERE
 
 
 def _connected(connection: PageConnection) -> None:

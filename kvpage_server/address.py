@@ -1,0 +1,39 @@
+"""Where a store is and who asks: a URL, and what the environment says of both.
+
+A password on a command line is seen by everybody who lists the machine's processes. So it can come from the environment
+or be typed in.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import quote, urlsplit
+
+DEFAULT_URL = "redis://127.0.0.1:9221"
+URL = "KVPAGE_URL"
+PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first that is set; redis-cli reads the other one, too
+
+
+def with_credentials(url: str, user: str = "", password: str = "") -> str:
+    """The URL with a user's name and password in it. What is not given stays as it stands in the URL; where no password
+    stands there either, it is the environment's.
+
+    Raises ValueError for a URL that is none.
+    """
+    parts = urlsplit(url)
+    told, _, where = parts.netloc.rpartition("@")
+    told_user, _, told_password = told.partition(":")
+    of_environment = next(filter(None, map(os.environ.get, PASSWORDS)), "")
+    user = quote(user, safe="") or told_user
+    password = quote(password, safe="") or told_password or quote(of_environment, safe="")
+    if "//" not in url or not (user or password):
+        return url
+    start = url.index("//") + 2
+    credentials = f"{user}:{password}@" if password else f"{user}@"
+    return f"{url[:start]}{credentials}{where}{url[start + len(parts.netloc) :]}"
+
+
+def shown(url: str) -> str:
+    """A URL as it may be shown: without the password it may hold."""
+    return re.sub(r"//[^/]*@", "//", url)

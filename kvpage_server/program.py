@@ -1,0 +1,40 @@
+"""How our programs end: one line for a person, an exit code for a script, and never a traceback for what may happen."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+INTERRUPTED = 130  # 128 + SIGINT, as shells count
+PIPE_CLOSED = 141  # 128 + SIGPIPE
+
+
+@contextmanager
+def ends_quietly(program: str) -> Iterator[None]:
+    """What a program does. Ctrl-C ends it with one line; a reader of its output that has gone, with none."""
+    try:
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+    except KeyboardInterrupt:
+        sys.exit(say(program, "interrupted", INTERRUPTED))
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # what the interpreter still flushes
+        sys.exit(PIPE_CLOSED)
+
+
+def say(program: str, message: str, code: int) -> int:
+    """Say in one line why a program ends, on stderr; its exit code."""
+    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    return code
+
+
+def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
+    """What to say where a package of an extra is not installed. Raises the error if the missing module is our own."""
+    package = (error.name or "").partition(".")[0]
+    if package in ("", "kvpage_server", "engine"):
+        raise error
+    return f"{package} is not installed: pip install 'kvpage[{extra}]'"
