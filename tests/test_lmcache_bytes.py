@@ -16,6 +16,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import documents
 import pytest
 from servers import RunningServer, start_server
 from wire import spell
@@ -144,6 +145,16 @@ def test_asking_for_everything_does_not_protect_everything() -> None:
         native.close()
 
 
+PORT = 9221  # of the documented configurations, which are what is tried
+ADAPTERS = documents.blocks("docs/lmcache.md", "json")
+(REMOTE,) = documents.blocks("docs/lmcache.md", "yaml")
+
+
+def test_the_documented_configurations_name_the_three_clients() -> None:
+    assert [json.loads(adapter)["type"] for adapter in ADAPTERS] == ["resp", "valkey"]
+    assert f'remote_url: "redis://127.0.0.1:{PORT}"' in REMOTE
+
+
 LMCACHE = os.environ.get("LMCACHE") or shutil.which("lmcache")
 needs_lmcache = pytest.mark.skipif(
     not LMCACHE, reason="needs LMCache: several GB with torch; LMCACHE=... says where its command is"
@@ -152,15 +163,11 @@ needs_lmcache = pytest.mark.skipif(
 
 @needs_lmcache
 @pytest.mark.lmcache
-@pytest.mark.parametrize("adapter", ["resp", "valkey"])
+@pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: json.loads(adapter)["type"])
 def test_lmcache_by_its_storage_adapters(adapter: str) -> None:
     """Its own benchmark, which stores, looks up, reads and compares."""
     with start_server("--maxmemory", "2gb") as server:
-        address = {
-            "resp": {"host": "127.0.0.1", "port": server.port},
-            "valkey": {"startup_nodes": f"127.0.0.1:{server.port}"},
-        }
-        description = json.dumps({"type": adapter, "num_workers": 4, **address[adapter]})
+        description = adapter.replace(str(PORT), str(server.port))
         words = ["bench", "l2", "--l2-adapter", description, "--num-keys", "32", "--data-size-kb", "256"]
         options = ["--rounds", "3", "--no-skip-verify", "--lookup-max-hit-rate", "1.0"]
         command = [str(LMCACHE), *words, *options]
@@ -177,8 +184,7 @@ def test_lmcache_by_its_remote_backend(tmp_path: Path) -> None:
     python = Path(str(LMCACHE)).with_name("python")
     with start_server() as server:
         config = tmp_path / "lmcache.yaml"
-        remote = f'remote_url: "{server.url}"\nremote_serde: "naive"\n'
-        config.write_text(remote + "chunk_size: 256\nlocal_cpu: true\nmax_local_cpu_size: 1\n")
+        config.write_text(REMOTE.replace(str(PORT), str(server.port)))
         process = subprocess.Popen(
             [python, "-m", "lmcache.v1.basic_check", "--mode", "test_remote"],
             stdout=subprocess.PIPE,

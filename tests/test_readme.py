@@ -23,7 +23,7 @@ from benchmarks.readme import README, with_figures, with_first_tokens
 from engine.demo import story
 from kvpage_server.parameters import reference
 
-DOCUMENTS = ["README.md", "docs/engine.md", "docs/configuration.md", "docs/architecture.md"]
+DOCUMENTS = ["README.md", "docs/engine.md", "docs/configuration.md", "docs/architecture.md", "docs/lmcache.md"]
 NUMBER = r"\d[\d.,]*"
 
 
