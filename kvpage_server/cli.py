@@ -25,6 +25,7 @@ from kvpage_server.config import integer, memory
 from kvpage_server.page import DType, KVType, PageError, PageKey
 from kvpage_server.program import ends_quietly, missing_extra, say
 from kvpage_server.terminal import for_people, out, readable, table_of, when
+from kvpage_server.why import why as lines_of_why
 
 _AT_ONCE = 100  # requests asked for in one go
 
@@ -370,24 +371,9 @@ def why(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Why a read would miss."""
     if args.name and len(args.name) != 4:
         raise Failure(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
-    found = _ask(store, "KVPAGEWHY", args.req, *args.name)
-    answer = {k.decode(): v.decode() if isinstance(v, bytes) else v for k, v in found.items()}
-    reason = answer["reason"]
-    if reason == "hole":
-        out.print(f"block {answer['block']} is not there whole: {_explain(answer['cause'], answer)}")
-    else:
-        out.print(_explain(reason, answer))
+    for line in lines_of_why(store, os.fsencode(args.req), *args.name):
+        out.print(escape(line))
     return True
-
-
-def _explain(reason: str, answer: dict[str, Any]) -> str:
-    if "at" in answer:
-        by = f" by {answer['policy']}" if "policy" in answer else ""
-        by += f" of {escape(answer['quota'])}" if "quota" in answer else ""
-        return f"{reason}{by}, {when(answer['at'])}"
-    if "since" in answer:
-        return f"{reason}, as far as is known since {when(answer['since'])}"
-    return f"{reason}: a read would not miss"
 
 
 # -- words ---------------------------------------------------------------------------------------------------------
