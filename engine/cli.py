@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -26,6 +27,9 @@ def _run(argv: Sequence[str] | None) -> int:
     for group in (serve, talk, agents, measure, models, demo, persistent):
         group.add_to(commands)
     args = parser.parse_args(argv)
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        if signal.getsignal(number) is signal.SIG_DFL:  # which would leave undone what has to be done at the end
+            signal.signal(number, lambda number, _: sys.exit(128 + number))
     try:
         return int(args.run(args))
     except Failure as failure:

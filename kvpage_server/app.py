@@ -15,16 +15,17 @@ from pathlib import Path
 
 import uvloop
 
-from kvpage_server import __version__, log
+from kvpage_server import __version__, certificates, defaults, log, signals
 from kvpage_server.commands.configure import apply
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.info import human
 from kvpage_server.commands.users import UserFileError
 from kvpage_server.config import Config, ConfigError, from_arguments
-from kvpage_server.net import tls
+from kvpage_server.durable import private, tighten
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
+from kvpage_server.renewal import renew_when
 from kvpage_server.store.disk import Disk
 from kvpage_server.store.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.memory import Keyspace
@@ -42,7 +43,8 @@ USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protoc
   kvpage-server --check-config [FILE] ...    say whether the configuration is valid
   kvpage-server --help | --version
 
-FILE has `name value` lines as redis.conf does; each can be given here too, and then wins:
+FILE has `name value` lines as redis.conf does; each can be given here too, and then wins. Without a file, maxmemory is
+a quarter of the machine's, and dir is {defaults.data_directory()}
 
 {{parameters}}
 Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
@@ -60,23 +62,26 @@ def main(arguments: list[str] | None = None) -> None:
     if words[:1] in (["--version"], ["-v"]):
         print(f"kvpage-server {__version__}")
         return
+    signals.begin()
     check_only = words[:1] == ["--check-config"]
     try:
         config = from_arguments(words[1:] if check_only else words)
-        os.chdir(config.dir)
+        defaults.choose(config)
+        if "dir" not in config.chosen:
+            os.chdir(config.dir)
+        _check(config)
         if check_only:
-            _check(config)
             print("the configuration is valid")
             return
         log.start(config)
+        defaults.enter(config)
         server = Server(config, _open_store(config))
         _load_users(server)
-        if config.tls_port:
-            tls.context(config)
+        server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(server))
-    except (ConfigError, UserFileError, tls.CertificateError, ListenError, DiskError, DiskFull) as error:
+    except (ConfigError, UserFileError, certificates.CertificateError, ListenError, DiskError, DiskFull) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
         sys.exit(f"kvpage-server: {error.filename or ''}: {error.strerror}")
@@ -90,8 +95,7 @@ def _usage() -> str:
 def _check(config: Config) -> None:
     """Raises what a start would, as far as that can be known without touching the store."""
     _load_users(Server(config, Keyspace()))
-    if config.tls_port:
-        tls.context(config)
+    certificates.load(config)
 
 
 def _open_store(config: Config) -> Keyspace:
@@ -125,12 +129,11 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server) -> None:
-    """Serve until SIGTERM, SIGINT or SHUTDOWN. Raises ListenError."""
+    """Serve until a signal or SHUTDOWN says otherwise. Raises ListenError."""
     loop = asyncio.get_running_loop()
-    stopping = asyncio.Event()
+    stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
-    for name in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(name, stopping.set)
+    signals.attend(loop, partial(_stop, stopping), renewing.set)
     _have_descriptors(server.config)
     tiered, config = server.tiered, server.config
     if tiered is not None:
@@ -145,10 +148,11 @@ async def serve(server: Server) -> None:
     _calm_the_collector()
     keep_large_blocks_apart()
     _greet(server, addresses)
-    tasks = [asyncio.create_task(_sweep(server.keyspace)), asyncio.create_task(_watch(Watch(server)))]
+    told = (_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server))
+    tasks = [asyncio.create_task(one) for one in told]
     pidfile = Path(server.config.pidfile) if server.config.pidfile else None
     if pidfile:
-        pidfile.write_text(f"{os.getpid()}\n")
+        _write_pid(pidfile)
     try:
         await stopping.wait()
     finally:
@@ -165,6 +169,17 @@ async def serve(server: Server) -> None:
         if pidfile:
             pidfile.unlink(missing_ok=True)
         logger.info("bye: %d commands served", server.stats.commands)
+
+
+def _stop(stopping: asyncio.Event, number: int) -> None:
+    logger.info("%s: stopping", signal.Signals(number).name)
+    stopping.set()
+
+
+def _write_pid(path: Path) -> None:
+    with open(path, "w", opener=private) as file:
+        tighten(file.fileno())
+        file.write(f"{os.getpid()}\n")
 
 
 def _renew(server: Server) -> None:
@@ -208,6 +223,8 @@ def _calm_the_collector() -> None:
 def _greet(server: Server, addresses: list[str]) -> None:
     config, users = server.config, server.users
     limit = human(config.maxmemory) if config.maxmemory else "no limit"
+    if "maxmemory" in config.chosen:
+        limit += f" of the {human(defaults.memory())} there are (maxmemory)"
     facts: dict[str, object] = {
         "version": __version__,
         "pid": os.getpid(),

@@ -176,6 +176,7 @@ def _write_quotas(quotas: dict[str, int]) -> list[str]:
 
 yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
 text = Kind(_one)
+path = Kind(_one)
 words = Kind(lambda found: found, lambda value: value)
 octal = Kind(_read_octal, lambda value: [f"{value:o}"])
 memory_or_share = Kind(_read_memory_or_share)
@@ -201,18 +202,22 @@ class Config:
     )
     bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses to listen on; one after '-' may be missing")
     tcp_backlog: int = option(integer(1, 65535), 511, "connections that may wait to be accepted")
-    unixsocket: str = option(text, "", "path of a unix socket to listen on")
+    unixsocket: str = option(path, "", "path of a unix socket to listen on")
     unixsocketperm: int = option(octal, 0o700, "its permissions, in octal")
     tls_port: int = option(integer(0, 65535), 0, "port for TLS; 0 is none")
-    tls_cert_file: str = option(text, "", "the server's certificate, PEM")
-    tls_key_file: str = option(text, "", "its private key, PEM")
-    tls_key_file_pass: str = option(text, "", "what opens the key", hidden=True)
-    tls_ca_cert_file: str = option(text, "", "certificates of the authorities that vouch for clients, PEM")
-    tls_auth_clients: str = option(choice("yes", "no", "optional"), "yes", "whether a client must show a certificate")
+    tls_cert_file: str = option(path, "", "the server's certificate, PEM", mutable=True)
+    tls_key_file: str = option(path, "", "its private key, PEM", mutable=True)
+    tls_key_file_pass: str = option(text, "", "what opens the key", hidden=True, mutable=True)
+    tls_ca_cert_file: str = option(
+        path, "", "certificates of the authorities that vouch for clients, PEM", mutable=True
+    )
+    tls_auth_clients: str = option(
+        choice("yes", "no", "optional"), "yes", "whether a client must show a certificate", mutable=True
+    )
     protected_mode: bool = option(yes_no, True, "as long as anybody may come in, only this machine may", mutable=True)
     requirepass: str = option(text, "", "password of the user `default`", mutable=True)
     user: list[list[str]] = option(lines, [], "a user and its rules, as ACL SETUSER takes them", hidden=True)
-    aclfile: str = option(text, "", "a file of `user` lines, instead of those here")
+    aclfile: str = option(path, "", "a file of `user` lines, instead of those here")
     acllog_max_len: int = option(integer(0, 100_000), 128, "refusals that ACL LOG remembers", mutable=True)
     maxclients: int = option(integer(1, 1_000_000), 10_000, "connections at a time", mutable=True)
     timeout: int = option(
@@ -239,7 +244,7 @@ class Config:
         "bytes that all connections may hold at once, 0 for no limit, or a share of maxmemory (of 4gb without one)",
         mutable=True,
     )
-    dir: str = option(text, ".", "the directory the server works in")
+    dir: str = option(path, ".", "the directory the server works in")
     maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
     maxmemory_policy: str = option(choice(*POLICIES), "allkeys-prefix", "what goes when memory is full", mutable=True)
     quota: dict[str, int] = option(
@@ -276,19 +281,26 @@ class Config:
     loglevel: str = option(
         choice("debug", "verbose", "notice", "warning"), "notice", "how much the log says", mutable=True
     )
-    logfile: str = option(text, "", "the log's file; empty is standard error")
+    logfile: str = option(path, "", "the log's file; empty is standard error")
     log_format: str = option(choice("text", "json"), "text", "lines for people, or an object a line for machines")
-    pidfile: str = option(text, "", "a file to write the process's id to")
+    pidfile: str = option(path, "", "a file to write the process's id to")
     databases: int = option(integer(1, 1), 1, "the number of databases: one")
     save: str = option(Kind(" ".join), "", "snapshots by time: none, what is stored goes to disk as it comes")
     appendonly: bool = option(choice("no"), "no", "no append-only file is kept, see `store`")
 
     file: Path | None = field(default=None, metadata={"line": False})  # where it came from
+    given: set[str] = field(default_factory=set)  # parameters that stood on the command line
+    chosen: set[str] = field(default_factory=set)  # parameters that neither had, and the server chose
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
         """Every parameter's declaration by its name in the file."""
         return {f.name.replace("_", "-"): f for f in fields(cls) if "kind" in f.metadata}
+
+    @classmethod
+    def paths(cls) -> list[str]:
+        """The fields that hold the path of a file or directory."""
+        return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
         """Give a parameter a value. Raises ConfigError."""
@@ -385,4 +397,5 @@ def from_arguments(arguments: Sequence[str]) -> Config:
         while rest and not rest[0].startswith("--"):
             values.append(rest.pop(0))
         config.set(name[2:], values)
+        config.given.add(name[2:].lower())
     return config

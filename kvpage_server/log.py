@@ -2,26 +2,68 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import os
 import sys
 import time
+from io import TextIOWrapper
+from typing import TextIO
 
 from kvpage_server.config import Config
+from kvpage_server.durable import private, tighten
 
 LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
+_NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a terminal that is gone, and of a pipe
 
 
 def start(config: Config) -> None:
     """Log as the configuration says. Raises OSError when the file cannot be written."""
-    handler = logging.FileHandler(config.logfile) if config.logfile else logging.StreamHandler(sys.stderr)
-    handler.setFormatter(JSONLines() if config.log_format == "json" else _for_people())
-    logging.basicConfig(level=LEVELS[config.loglevel], handlers=[handler])
+    logging.basicConfig(level=LEVELS[config.loglevel], handlers=[_handler(config)])
+
+
+def reopen(config: Config) -> None:
+    """Go on in a new file where somebody has moved the old one. Raises OSError, and then goes on in the old one."""
+    handler, root = _handler(config), logging.getLogger()
+    old = list(root.handlers)
+    root.handlers[:] = [handler]
+    for one in old:
+        one.close()
 
 
 def set_level(name: str) -> None:
     """Log from a loglevel on."""
     logging.getLogger().setLevel(LEVELS[name])
+
+
+def _handler(config: Config) -> logging.Handler:
+    handler = _File(config.logfile) if config.logfile else _StandardError(sys.stderr)
+    handler.setFormatter(JSONLines() if config.log_format == "json" else _for_people())
+    return handler
+
+
+class _File(logging.FileHandler):
+    """A file that its owner alone may read, and whatever group it has been given to."""
+
+    def _open(self) -> TextIOWrapper:
+        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=private)  # noqa: SIM115
+        tighten(file.fileno(), leave=0o660)
+        return file
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Standard error, while somebody reads it. A terminal that was closed, or the end of a pipe, stops no server."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Send what is said from now on, and what could not be said, nowhere."""
+        error = sys.exception()
+        if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
+            super().handleError(record)
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
 
 
 def _for_people() -> logging.Formatter:

@@ -95,10 +95,13 @@ def answers(port: int) -> bool:
 
 @contextmanager
 def _run(command: list[str], port: int, directory: Path | None = None, name: str = "log") -> Iterator[RunningServer]:
+    """A service: it belongs to no terminal, whoever runs the tests."""
     with tempfile.TemporaryDirectory() if directory is None else nullcontext(directory) as place:
         log_file = Path(place, name)
         with log_file.open("wb") as log:
-            process = subprocess.Popen([*command, "--dir", str(place)], stdout=log, stderr=subprocess.STDOUT)
+            process = subprocess.Popen(
+                [*command, "--dir", str(place)], stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            )
         server = RunningServer(process, port, log_file)
         try:
             deadline = time.monotonic() + START_WITHIN

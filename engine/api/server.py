@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 import os
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import uvicorn
 import uvloop
@@ -20,6 +22,9 @@ from engine.api.auth import Tokens
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.assembly import CANNOT_OPEN, Engine, Options, model_name
+from kvpage_server import signals
+
+logger = logging.getLogger(__name__)
 
 LOOK_EVERY = 1.0  # seconds, whether the engine's thread is still there
 
@@ -43,11 +48,12 @@ class _Uvicorn(uvicorn.Server):
 def run(
     options: Options, listener: socket.socket, tokens: Tokens, limits: Limits, *, name: str | None, grace: float
 ) -> int:
-    """Serve until SIGTERM or SIGINT; 0 when everything was kept, 1 when the engine failed.
+    """Serve until a signal asks for an end; 0 when everything was kept, 1 when the engine failed.
 
-    The first signal ends listening; what runs has `grace` seconds to finish. A second one ends the process at once.
+    The first one ends listening; what runs has `grace` seconds to finish. A second one ends the process at once.
     Raises ServeError when the engine can't be put together.
     """
+    signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL)
     worker = EngineThread(lambda: Engine.open(options))
     service = Service(worker, name or model_name(options.model), tokens, limits)
@@ -70,8 +76,7 @@ async def _serve(
     server: uvicorn.Server, service: Service, worker: EngineThread, listener: socket.socket, grace: float
 ) -> int:
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, _signalled, number, stopping)
+    signals.attend(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
     worker.start()
     serving = asyncio.create_task(server.serve([listener]))
     try:
@@ -107,7 +112,11 @@ async def _first_of(*waits: object) -> None:
             task.cancel()
 
 
-def _signalled(number: int, stopping: asyncio.Event) -> None:
-    if stopping.is_set():
+def _signalled(stopping: asyncio.Event, number: int) -> None:
+    if stopping.is_set() and number != signal.SIGHUP:  # a terminal that goes may say so twice
         os._exit(128 + number)  # it was asked to be quick
     stopping.set()
+
+
+def _nothing_to_renew() -> None:
+    logger.warning("SIGHUP: nothing is to be renewed here")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +24,6 @@ def run_demo(args: argparse.Namespace) -> int:
 
     if not Path(args.model).is_dir():
         raise Failure(f"no model in {args.model}; `kvpage-engine fetch-model smollm2` gets one")
-    for name in (signal.SIGTERM, signal.SIGHUP):  # their default would leave the processes behind
-        signal.signal(name, lambda number, _: sys.exit(128 + number))
     console = Console()
     try:
         outcome = story.run(args.model, console)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.commands import Failure
 from engine.commands.asking import account, ask, print_text
 from engine.commands.options import add_engine, count, open_engine
+from kvpage_server.durable import replacing
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
@@ -128,6 +129,7 @@ def _transcript(args: argparse.Namespace) -> Messages:
 
 def _write(path: Path, messages: Messages) -> None:
     try:
-        path.write_text(json.dumps(messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        with replacing(path) as file:
+            file.write(json.dumps(messages, ensure_ascii=False, indent=1).encode() + b"\n")
     except OSError as error:
         raise Failure(f"cannot write the transcript: {error}") from error

@@ -47,7 +47,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers import tensor_file
 from engine.tiers.manifest import Miss
 from engine.tiers.tensor_file import DamagedFileError, Tensor, TensorReader
-from kvpage_server.durable import remove, remove_unfinished, replacing
+from kvpage_server.durable import private_directory, remove, remove_unfinished, replacing
 from kvpage_server.page import DType, KVType
 
 Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
@@ -113,7 +113,7 @@ class SafetensorsCacheAdapter:
         self._spec = spec
         self._pool = pool
         self._directory = directory.expanduser()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        private_directory(self._directory)
         remove_unfinished(self._directory)
 
     def agents(self) -> list[str]:

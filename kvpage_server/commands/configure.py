@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ssl
 from collections.abc import Iterable
 
-from kvpage_server import log
+from kvpage_server import certificates, log
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import NEVER, Client, Server
 from kvpage_server.commands.measure import Stats
@@ -90,6 +91,9 @@ def config_set(client: Client, args: list[Argument]) -> Reply:
     try:
         for name, value in zip(names, words[1::2], strict=True):
             _change(config, name, value)
+        changed = [name for name in names if name in certificates.PARAMETERS]
+        if changed:
+            client.server.tls = _certificates(config, changed[0])
     except ReplyError:
         vars(config).update(before)
         raise
@@ -113,6 +117,13 @@ def _change(config: Config, name: str, value: str) -> None:
         config.change(name, value)
     except ConfigError as error:
         raise _refused(name, str(error).removeprefix(f"{name} ")) from None
+
+
+def _certificates(config: Config, name: str) -> ssl.SSLContext | None:
+    try:
+        return certificates.load(config)
+    except certificates.CertificateError as error:
+        raise _refused(name, str(error)) from None
 
 
 def _refused(name: str, why: str) -> ReplyError:
@@ -142,7 +153,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
     users = [] if server.config.aclfile else _users_beside(server)
     try:
         text = rewritten(path.read_bytes(), server.config, users)
-        with replacing(path) as file:
+        with replacing(path, keep_group=True) as file:
             file.write(text)
     except OSError as error:
         raise ReplyError(f"ERR Rewriting config file: {error.strerror}") from None

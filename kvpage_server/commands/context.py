@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import ssl
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -51,6 +52,7 @@ class Server:
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
     port: int = 0  # the port that is really listened on
+    tls: ssl.SSLContext | None = None  # what the next encrypted connection begins with
     users: Users = field(default_factory=Users)
     refusals: Refusals = field(init=False)
     guesses: Guesses = field(default_factory=Guesses)

@@ -106,7 +106,7 @@ class Users:
 
     def save_file(self, path: Path) -> None:
         """Write an aclfile, whole or not at all. Raises OSError."""
-        with replacing(path) as file:
+        with replacing(path, keep_group=True) as file:
             file.writelines(line + b"\n" for line in self.lines())
 
     def lines(self) -> list[bytes]:

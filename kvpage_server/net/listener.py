@@ -6,12 +6,10 @@ import asyncio
 import logging
 import os
 import socket
-import ssl
 import stat
 from collections.abc import Callable
 
 from kvpage_server.commands.context import Server
-from kvpage_server.net import tls
 from kvpage_server.net.session import Session, Transport
 from kvpage_server.net.tls import TLSTransport
 from kvpage_server.net.transport import SocketTransport
@@ -47,7 +45,6 @@ class Listener:
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
         self._line = Line(loop)
-        self._tls: ssl.SSLContext | None = None
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def start(self) -> list[str]:
@@ -57,7 +54,6 @@ class Listener:
             if config.port or not (config.tls_port or config.unixsocket):
                 self._server.port = self._listen(config.port, self._begin)
             if config.tls_port:
-                self._tls = tls.context(config)
                 self._listen(config.tls_port, self._begin_tls)
             named = [
                 ("tls " if begin == self._begin_tls else "") + _name(sock) for sock, begin in self._sockets.items()
@@ -65,7 +61,7 @@ class Listener:
             if config.unixsocket:
                 self._sockets[_open_unix(config.unixsocket, config.unixsocketperm, config.tcp_backlog)] = self._begin
                 named.append(f"unix {config.unixsocket}")
-        except (OSError, tls.CertificateError):
+        except OSError:
             self.stop()
             raise
         self._attend()
@@ -169,7 +165,7 @@ class Listener:
         transport = TLSTransport(lambda: self._converse(sock, lambda _: transport))
         try:
             await self._loop.connect_accepted_socket(
-                lambda: transport, sock, ssl=self._tls, ssl_handshake_timeout=_HANDSHAKE
+                lambda: transport, sock, ssl=self._server.tls, ssl_handshake_timeout=_HANDSHAKE
             )
         except OSError as error:  # ssl.SSLError is one
             log.info("no TLS with %s: %s", address, error)

@@ -1,4 +1,4 @@
-"""TLS: the certificates of the configuration, and a transport like `SocketTransport` that encrypts.
+"""A transport like `SocketTransport` that encrypts.
 
 The event loop does the TLS, so what is received passes through its buffers, and what is sent is handed to it in parts
 that it has taken before the next ones follow.
@@ -7,43 +7,14 @@ that it has taken before the next ones follow.
 from __future__ import annotations
 
 import asyncio
-import ssl
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import cast
 
-from kvpage_server.config import Config
 from kvpage_server.net.transport import HIGH_WATER, Reader
 from kvpage_server.resp.reply import Piece
 
 _PART = 256 * 1024  # bytes handed to the loop at a time
-
-
-class CertificateError(ValueError):
-    """The configuration's certificates do not serve; the message says which."""
-
-
-def context(config: Config) -> ssl.SSLContext:
-    """What the configuration's certificates allow. Raises CertificateError."""
-    if not config.tls_cert_file or not config.tls_key_file:
-        raise CertificateError("tls-port needs tls-cert-file and tls-key-file")
-    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    made.minimum_version = ssl.TLSVersion.TLSv1_2
-    try:
-        made.load_cert_chain(config.tls_cert_file, config.tls_key_file, lambda: config.tls_key_file_pass)
-    except (OSError, ssl.SSLError) as error:
-        files = f"tls-cert-file {config.tls_cert_file}, tls-key-file {config.tls_key_file}"
-        raise CertificateError(f"{files}: {error.strerror or error}") from error
-    if config.tls_auth_clients == "no":
-        return made
-    if not config.tls_ca_cert_file:
-        raise CertificateError(f"tls-auth-clients {config.tls_auth_clients} needs tls-ca-cert-file")
-    try:
-        made.load_verify_locations(config.tls_ca_cert_file)
-    except (OSError, ssl.SSLError) as error:
-        raise CertificateError(f"tls-ca-cert-file {config.tls_ca_cert_file}: {error.strerror or error}") from error
-    made.verify_mode = ssl.CERT_REQUIRED if config.tls_auth_clients == "yes" else ssl.CERT_OPTIONAL
-    return made
 
 
 class TLSTransport(asyncio.BufferedProtocol):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from kvpage_server.durable import remove_unfinished
+from kvpage_server.durable import private_directory, remove_unfinished
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
@@ -83,7 +83,7 @@ def dump(
     With `update`, a finished dump is brought up to date. Raises DumpError for a directory that holds another dump,
     OSError, and the errors of `kvpage_server.client.errors`.
     """
-    path.mkdir(parents=True, exist_ok=True)
+    private_directory(path)
     with directory.locked(path, to_write=True):
         remove_unfinished(path)
         return _Dump(store, path, selection, file_bytes, done).run(update)

@@ -16,6 +16,7 @@ from __future__ import annotations
 import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -24,6 +25,7 @@ import lmdb
 import numpy as np
 import xxhash
 
+from kvpage_server.durable import private
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
 from kvpage_server.store import sheet
 from kvpage_server.store.lmdb_file import (
@@ -31,6 +33,7 @@ from kvpage_server.store.lmdb_file import (
     RESERVE,
     DiskError,
     Witness,
+    claim,
     create,
     lock,
     look_through,
@@ -107,18 +110,20 @@ class Disk:
         self.path = directory / FILE
         self._reserve = directory / f"{FILE}.reserve"
         self._lately: tuple[int, dict[bytes, Body]] = 0, {}
+        self._locks = ExitStack()
         with told(self.path):
-            self._lock = lock(directory / _LOCK)
+            self._locks.enter_context(lock(directory / _LOCK))
         try:
             with told(self.path):
                 self._open(maxdisk)
         except BaseException:
-            self._lock.close()
+            self._locks.close()
             raise
 
     def _open(self, maxdisk: int) -> None:
         if not self.path.exists():
             create(self.path)
+        self._locks.enter_context(claim(self.path))
         self._witness = Witness(self.path)
         try:
             look_through(self.path, self._witness)
@@ -165,7 +170,7 @@ class Disk:
         self._env.close()
         self._witness.closed()
         self._witness.go()
-        self._lock.close()
+        self._locks.close()
 
     @property
     def size(self) -> int:
@@ -200,7 +205,8 @@ class Disk:
         if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 2 * RESERVE:
             return
         try:
-            self._reserve.write_bytes(bytes(RESERVE))
+            with open(self._reserve, "wb", opener=private) as reserve:
+                reserve.write(bytes(RESERVE))
         except OSError:
             self._reserve.unlink(missing_ok=True)
 

@@ -20,13 +20,15 @@ from typing import IO
 import lmdb
 from lmdb.verify import VerifyError, verify
 
-from kvpage_server.durable import flush_directory
+from kvpage_server.durable import flush_directory, private, tighten
 
 FORMAT = 2  # 1 had a record for each page
 RESERVE = 1 << 20  # bytes
 _LARGEST_MAP = 1 << 40  # bytes of address space, where maxdisk sets no limit
 _SMALLEST_MAP = 1 << 30
 _NOTE = 100  # bytes
+_MODE = 0o600
+_BESIDE = ("-lock", ".clean", ".reserve")  # files that belong to the database, and are named so
 _READERS = 512  # transactions at a time: loans, and the few threads that read
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -47,7 +49,7 @@ class Witness:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._note = os.open(path.with_name(f"{path.name}.clean"), os.O_RDWR | os.O_CREAT, 0o644)
+        self._note = private(_beside(path, ".clean"), os.O_RDWR | os.O_CREAT)
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def vouches(self) -> bool:
@@ -95,35 +97,63 @@ def look_through(path: Path, witness: Witness) -> None:
 
 def lock(path: Path) -> IO[bytes]:
     """Hold the directory, as long as the file is open. Raises DiskError when another process does."""
-    lock = path.open("a+b")
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    lock = open(path, "a+b", opener=private)  # noqa: SIM115 - held for as long as the store is
+    if not _taken(lock):
         lock.seek(0)
         owner = lock.read(20).decode("ascii", "replace").strip()
         lock.close()
-        place = path.parent.absolute()
-        raise DiskError(
-            f"{place} is in use by another kvpage-server, pid {owner}: each needs a `dir` of its own"
-        ) from None
+        raise DiskError(_in_use(path, f", pid {owner}"))
+    tighten(lock.fileno())
     lock.truncate(0)
     lock.write(b"%d\n" % os.getpid())
     lock.flush()
     return lock
 
 
+def claim(path: Path) -> IO[bytes]:
+    """Hold the database itself, as long as the file is open: somebody may have removed the lock file beside it.
+
+    Others may not read it from now on, whatever it was. Raises DiskError when another process holds it.
+    """
+    for part in (path, *(_beside(path, end) for end in _BESIDE)):
+        if part.exists():
+            tighten(part)
+    file = path.open("r+b")
+    if not _taken(file):
+        file.close()
+        raise DiskError(_in_use(path, ""))
+    return file
+
+
+def _taken(file: IO[bytes]) -> bool:
+    """Whether it is ours now. LMDB, which locks parts of a file of its own, sees nothing of it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def _in_use(path: Path, owner: str) -> str:
+    return f"{path.parent.absolute()} is in use by another kvpage-server{owner}: each needs a `dir` of its own"
+
+
+def _beside(path: Path, end: str) -> Path:
+    return path.with_name(path.name + end)
+
+
 def create(path: Path) -> None:
     """A new store: there as a whole, or not at all."""
-    new = path.with_name(f"{path.name}.new")
-    for left in (new, new.with_name(f"{new.name}-lock")):
+    new = _beside(path, ".new")
+    for left in (new, _beside(new, "-lock")):
         left.unlink(missing_ok=True)
-    env = lmdb.open(str(new), subdir=False, max_dbs=4, map_size=_SMALLEST_MAP)
+    env = lmdb.open(str(new), subdir=False, mode=_MODE, max_dbs=4, map_size=_SMALLEST_MAP)
     about = env.open_db(b"about")
     with env.begin(write=True, db=about) as txn:
         txn.put(b"format", b"%d" % FORMAT)
         txn.put(b"id", uuid.uuid4().hex.encode())
     env.close()
-    new.with_name(f"{new.name}-lock").unlink(missing_ok=True)
+    _beside(new, "-lock").unlink(missing_ok=True)
     new.rename(path)
     flush_directory(path.parent)
 
@@ -133,7 +163,15 @@ def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
-            return lmdb.open(str(path), subdir=False, max_dbs=4, map_size=size, max_spare_txns=4, max_readers=_READERS)
+            return lmdb.open(
+                str(path),
+                subdir=False,
+                mode=_MODE,
+                max_dbs=4,
+                map_size=size,
+                max_spare_txns=4,
+                max_readers=_READERS,
+            )
         except (lmdb.MemoryError, MemoryError, lmdb.Error) as error:
             if maxdisk or size <= _SMALLEST_MAP or not _says(error, errno.ENOMEM):
                 raise

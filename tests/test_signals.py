@@ -1,0 +1,198 @@
+"""Signals: what ends the server ends it in order, what renews it does not end it, and the rest does it no harm."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from documents import ROOT
+from health import until
+from servers import START_WITHIN, RunningServer, answers, free_port, start_server
+from terminals import Terminal, terminal
+
+from kvpage_server import signals
+
+BODY = b"acknowledged" * 1000
+FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)
+
+
+def command(directory: Path, port: int, *options: str) -> list[str]:
+    """One with a disk, which writes what it is told at the end, and not before."""
+    where = ["--dir", str(directory), "--port", str(port)]
+    return [sys.executable, "-m", "kvpage_server.app", *where, "--appendfsync", "no", *options]
+
+
+@contextmanager
+def at(place: Terminal, directory: Path, *before: str) -> Iterator[RunningServer]:
+    """A server started at a terminal, with a value that was acknowledged."""
+    port = free_port()
+    process = place.start([*before, *command(directory, port)])
+    try:
+        wait_for(port, process)
+        server = RunningServer(process, port, directory / "log")
+        with server.client() as client:
+            assert client.set("x", BODY)
+        yield server
+    finally:
+        process.kill()
+        process.wait()
+
+
+def wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + START_WITHIN
+    while not answers(port):
+        assert process.poll() is None, f"it ended with {process.returncode}"
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def assert_kept(directory: Path) -> None:
+    """What was acknowledged is there after a restart."""
+    with start_server("--store", "tiered", directory=directory) as server, server.client() as client:
+        assert client.get("x") == BODY
+
+
+class TestTerminal:
+    def test_when_it_is_closed_everything_is_written(self, tmp_path: Path) -> None:
+        with terminal() as place, at(place, tmp_path) as server:
+            place.close()
+            assert server.process.wait(20) == 0
+        assert_kept(tmp_path)
+
+    def test_a_hangup_that_somebody_sends_is_one(self, tmp_path: Path) -> None:
+        with terminal() as place, at(place, tmp_path) as server:
+            assert server.stop(signal.SIGHUP) == 0
+        assert_kept(tmp_path)
+
+    def test_so_it_is_where_input_and_output_go_elsewhere(self, tmp_path: Path) -> None:
+        port, elsewhere = free_port(), dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.DEVNULL)
+        with terminal() as place:
+            process = place.start(command(tmp_path, port), **elsewhere)
+            wait_for(port, process)
+            with RunningServer(process, port, tmp_path / "log").client() as client:
+                client.set("x", BODY)
+            place.close()
+            assert process.wait(20) == 0
+        assert_kept(tmp_path)
+
+    @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
+    def test_make_that_started_it_goes_and_it_writes_everything(self, tmp_path: Path) -> None:
+        """The shell is hung up on, and ends; then the system hangs up on what ran in the foreground, make and all."""
+        port, pidfile = free_port(), tmp_path / "pid"
+        words = shlex.join(command(tmp_path, port, "--pidfile", str(pidfile)))
+        (tmp_path / "Makefile").write_text(f"run:\n\t{words}\n")
+        with terminal() as place:
+            shell = place.start(["sh", "-c", f"make -f {tmp_path / 'Makefile'}; echo never"])
+            wait_for(port, shell)
+            with RunningServer(shell, port, tmp_path / "log").client() as client:
+                client.set("x", BODY)
+            assert int(pidfile.read_text()) != shell.pid
+            place.close()
+            assert shell.wait(20) == -signal.SIGHUP
+            until(lambda: not pidfile.exists() and not answers(port))
+        assert_kept(tmp_path)
+
+    def test_who_ignored_it_before_goes_on_without_a_terminal(self, tmp_path: Path) -> None:
+        """nohup. Its log went to the terminal: that it is gone is no reason to stop, nor to stop otherwise."""
+        with terminal() as place, at(place, tmp_path, sys.executable, "-c", _IGNORE_AND_RUN) as server:
+            place.close()
+            with server.client() as client:
+                client.config_set("loglevel", "debug")
+                for _ in range(100):
+                    client.execute_command("CLIENT", "NO-EVICT", "ON")
+                    with server.connect() as other:  # is told in the log
+                        other.sendall(b"*1\r\nnonsense\r\n")
+                assert client.ping()
+            assert server.stop(signal.SIGTERM) == 0
+        assert_kept(tmp_path)
+
+
+_IGNORE_AND_RUN = (
+    "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+)
+
+
+def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(tmp_path: Path) -> None:
+    """As in `kvpage-server 2>&1 | head -1`."""
+    port = free_port()
+    process = subprocess.Popen(command(tmp_path, port), stderr=subprocess.PIPE, start_new_session=True)
+    assert process.stderr
+    wait_for(port, process)
+    process.stderr.close()
+    with RunningServer(process, port, tmp_path / "log").client() as client:
+        assert client.set("x", BODY)
+    process.terminate()
+    assert process.wait(20) == 0
+    assert_kept(tmp_path)
+
+
+def test_a_service_goes_on_after_a_hangup() -> None:
+    with start_server() as server, server.client() as client:
+        client.set("x", BODY)
+        for _ in range(3):
+            server.process.send_signal(signal.SIGHUP)
+            assert client.get("x") == BODY
+        until(lambda: "SIGHUP" in server.log)
+        assert client.ping()
+
+
+@pytest.mark.parametrize("number", signals.STOP, ids=lambda number: signal.Signals(number).name)
+def test_what_asks_for_an_end_ends_it_in_order(tmp_path: Path, number: int) -> None:
+    with start_server("--store", "tiered", "--appendfsync", "no", directory=tmp_path) as server:
+        with server.client() as client:
+            client.set("x", BODY)
+        assert server.stop(signal.Signals(number)) == 0
+    assert f"{signal.Signals(number).name}: stopping" in server.log
+    assert_kept(tmp_path)
+
+
+def test_what_means_nothing_to_it_does_nothing() -> None:
+    with start_server() as server, server.client() as client:
+        for number in signals.IGNORED:
+            os.kill(server.pid, number)
+            assert client.ping(), number
+        os.kill(server.pid, signal.SIGUSR1)
+        assert client.ping()
+
+
+def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
+    users = tmp_path / "users.acl"
+    os.mkfifo(users)  # so that the start takes as long as we like
+    with subprocess.Popen(
+        command(tmp_path, free_port(), "--aclfile", str(users)), stderr=subprocess.PIPE, start_new_session=True
+    ) as process:
+        writing = os.open(users, os.O_WRONLY)  # it reads
+        process.send_signal(signal.SIGINT)
+        _, told = process.communicate(timeout=20)
+        os.close(writing)
+    assert (process.returncode, told) == (-signal.SIGINT, b"")
+
+
+def fates() -> dict[str, str]:
+    """What docs/operations.md says of each signal."""
+    table = (ROOT / "docs" / "operations.md").read_text()
+    return {name: fate for names, fate in FATE.findall(table) for name in re.findall(r"`(SIG\w+)`", names)}
+
+
+def test_the_table_of_signals_is_true_and_whole() -> None:
+    told = fates()
+    realtime = range(signal.SIGRTMIN, signal.SIGRTMAX + 1) if hasattr(signal, "SIGRTMIN") else ()
+    for number in signal.valid_signals() - set(realtime):
+        name = signal.Signals(number).name
+        expected: Callable[[str], bool] = {
+            number in signals.STOP: lambda fate: fate.startswith("stops in order"),
+            number in signals.IGNORED: lambda fate: fate.startswith("is ignored"),
+            number == signal.SIGHUP: lambda fate: "terminal" in fate and "service" in fate,
+        }.get(True, lambda fate: fate.startswith("as the system has it"))
+        assert expected(told.get(name, "nothing")), (name, told.get(name))
+    assert set(realtime) <= set(signals.IGNORED)
