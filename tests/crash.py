@@ -1,5 +1,7 @@
 """Kills a server at random moments, again and again, and finds out whether it kept its promises.
 
+Now and then it is hung up on instead (SIGHUP, since its terminal is gone), which is to lose nothing at all.
+
 Writers change keys of their own, version by version; a value says which key and version it is, and what it must be
 follows from that. Whatever a server says after it was killed is held against what it had acknowledged:
 
@@ -15,7 +17,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,6 +25,7 @@ from typing import Any
 
 import redis
 from servers import CLIENT_OPTIONS, START_WITHIN, answers, free_port
+from terminals import terminal
 
 EVERY_SECOND = 1.0  # seconds that may be lost under everysec
 WRITERS = 3
@@ -121,6 +124,7 @@ class Harness:
     directory: Path
     seed: int
     kills: int = 0
+    hangups: int = 0
     writes: int = 0
 
     def __post_init__(self) -> None:
@@ -137,11 +141,22 @@ class Harness:
         with self._server("--appendfsync", mode, *options) as (process, port):
             self._wait(process, port)
             self._check(port)
-            self._write_and_kill(process, port)
+            self._write_until(process, port, process.kill)
             process.wait()
         self._promised = time.monotonic() - (EVERY_SECOND if mode == "everysec" else 0)
         self._may_be_evicted = may_evict
         self.kills += 1
+
+    def be_hung_up_on(self, *options: str) -> None:
+        """A server finds what was promised, is written to for a moment, and loses its terminal: nothing is lost."""
+        with terminal() as place, self._server(*options, start=place.start) as (process, port):
+            self._wait(process, port)
+            self._check(port)
+            self._write_until(process, port, place.close)
+            assert process.wait(60) == 0, self._log()
+        self._promised = time.monotonic()
+        self._may_be_evicted = False
+        self.hangups += 1
 
     def die_at_the_start(self, *options: str) -> None:
         """A server dies before it serves, or soon after."""
@@ -166,11 +181,13 @@ class Harness:
                     unit.check(client, self._promised, may_be_evicted=self._may_be_evicted)
 
     @contextmanager
-    def _server(self, *options: str) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
+    def _server(
+        self, *options: str, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+    ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         port = free_port()
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port), "--dir", str(self.directory)]
         with (self.directory / "log").open("ab") as log:
-            process = subprocess.Popen([*command, "--store", "tiered", *options], stdout=log, stderr=log)
+            process = start([*command, "--store", "tiered", *options], stdout=log, stderr=log)
         try:
             yield process, port
         finally:
@@ -188,7 +205,8 @@ class Harness:
             assert time.monotonic() < deadline, self._log()
             time.sleep(0.02)
 
-    def _write_and_kill(self, process: subprocess.Popen[bytes], port: int) -> None:
+    def _write_until(self, process: subprocess.Popen[bytes], port: int, end: Callable[[], None]) -> None:
+        """Have writers at work when the server is ended."""
         failures: list[BaseException] = []
 
         def work(units: list[Unit], seed: int) -> None:
@@ -212,7 +230,7 @@ class Harness:
         for thread in threads:
             thread.start()
         time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
-        process.kill()
+        end()
         for thread in threads:
             thread.join()
         if failures:
@@ -226,6 +244,8 @@ def crash(directory: Path, kills: int, seed: int) -> Harness:
         mode = ("always", "everysec")[i % 2]
         memory = ("--maxmemory", "4mb") if i % 4 < 2 else ()
         disk = ("--maxdisk", "16mb") if i % 10 == 7 else ()
+        if i % 10 == 3:
+            harness.be_hung_up_on("--appendfsync", ("no", "everysec")[i % 20 // 10], *memory)
         if i % 5 == 4:
             harness.die_at_the_start(*memory)
         else:

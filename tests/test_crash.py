@@ -14,4 +14,5 @@ def test_nothing_that_was_promised_is_lost_however_often_it_is_killed(tmp_path: 
     harness = crash(tmp_path, kills, seed=kills)
     print(f"{harness.kills} kills, {harness.writes} acknowledged writes, nothing lost")
     assert harness.kills == kills
+    assert harness.hangups == kills // 10
     assert harness.writes > 10 * kills

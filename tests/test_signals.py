@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -15,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import redis
 from documents import ROOT
 from health import until
 from servers import START_WITHIN, RunningServer, answers, free_port, start_server
@@ -163,6 +165,31 @@ def test_what_means_nothing_to_it_does_nothing() -> None:
             assert client.ping(), number
         os.kill(server.pid, signal.SIGUSR1)
         assert client.ping()
+
+
+def test_a_file_that_may_not_grow_ends_nothing_and_is_no_promise(tmp_path: Path) -> None:
+    """SIGXFSZ: where it may not write, `always` refuses, and what it did not refuse is there."""
+    port, most = free_port(), 2 << 20
+    process = subprocess.Popen(
+        [*command(tmp_path, port), "--appendfsync", "always"],
+        stderr=subprocess.DEVNULL,
+        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
+    )
+    wait_for(port, process)
+    kept = []
+    with RunningServer(process, port, tmp_path / "log").client() as client:
+        for i in range(most // len(BODY)):
+            try:
+                client.set(f"x{i}", BODY)
+                kept.append(f"x{i}")
+            except redis.ResponseError as error:
+                assert str(error).startswith("MISCONF") or "No space" in str(error)  # noqa: PT017 - each is looked at
+                break
+    process.kill()
+    process.wait()
+    assert 10 < len(kept) < most // len(BODY)
+    with start_server("--store", "tiered", directory=tmp_path) as server, server.client() as client:
+        assert client.mget(kept) == [BODY] * len(kept)
 
 
 def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:

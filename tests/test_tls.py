@@ -26,9 +26,9 @@ OPENSSL = shutil.which("openssl")
 needs_openssl = pytest.mark.skipif(not OPENSSL, reason="openssl, which makes the certificates, is not installed")
 
 
-def run_openssl(*words: str, at: Path) -> None:
+def run_openssl(*words: str, at: Path) -> str:
     assert OPENSSL
-    subprocess.run([OPENSSL, *words], cwd=at, check=True, capture_output=True)
+    return subprocess.run([OPENSSL, *words], cwd=at, check=True, capture_output=True, text=True).stdout
 
 
 @pytest.fixture(scope="module")
@@ -65,17 +65,17 @@ class SecureServer:
     """A server that takes plain and encrypted connections, the latter from clients with a certificate."""
 
     def __init__(self, plain: RunningServer, port: int, at: Path) -> None:
-        self.plain, self.port, self._at = plain, port, at
+        self.plain, self.port, self.at = plain, port, at
 
     def client(self) -> redis.Redis:
-        own = {"ssl_certfile": str(self._at / "client.crt"), "ssl_keyfile": str(self._at / "client.key")}
-        return redis.Redis(port=self.port, ssl=True, ssl_ca_certs=str(self._at / "ca.crt"), **own, socket_timeout=30)
+        own = {"ssl_certfile": str(self.at / "client.crt"), "ssl_keyfile": str(self.at / "client.key")}
+        return redis.Redis(port=self.port, ssl=True, ssl_ca_certs=str(self.at / "ca.crt"), **own, socket_timeout=30)
 
     def connect(self, certificate: str | None = "client") -> ssl.SSLSocket:
         """A socket of one's own, encrypted."""
-        context = ssl.create_default_context(cafile=self._at / "ca.crt")
+        context = ssl.create_default_context(cafile=self.at / "ca.crt")
         if certificate:
-            context.load_cert_chain(self._at / f"{certificate}.crt", self._at / f"{certificate}.key")
+            context.load_cert_chain(self.at / f"{certificate}.crt", self.at / f"{certificate}.key")
         raw = socket.create_connection(("127.0.0.1", self.port), timeout=30)
         return context.wrap_socket(raw, server_hostname="localhost")
 

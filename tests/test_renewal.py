@@ -1,0 +1,186 @@
+"""The log file and the certificates are renewed while the server runs, and what is of no use changes nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import ssl
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from health import until
+from servers import RunningServer, free_port, start_server
+from test_tls import SecureServer, answers, certificates, files, needs_openssl, run_openssl
+
+__all__ = ["certificates"]  # a fixture
+
+
+class TestLogFile:
+    @pytest.fixture
+    def logging_server(self, tmp_path: Path) -> Iterator[tuple[RunningServer, Path]]:
+        log = tmp_path / "logs" / "kvpage.log"
+        log.parent.mkdir()
+        with start_server("--logfile", str(log)) as server:
+            yield server, log
+
+    def test_a_new_one_is_begun_where_it_was(self, logging_server: tuple[RunningServer, Path]) -> None:
+        server, log = logging_server
+        for turn in ("1", "2"):
+            old = log.rename(log.with_name(f"old{turn}"))
+            size = old.stat().st_size
+            assert size
+            server.process.send_signal(signal.SIGHUP)
+            until(lambda: log.exists() and "the log goes on here" in log.read_text())
+            assert old.stat().st_size == size
+            assert stat.S_IMODE(log.stat().st_mode) == 0o600
+        server.stop()
+        assert "SIGTERM: stopping" in log.read_text()
+
+    def test_the_group_that_logrotate_gave_it_to_keeps_it(self, logging_server: tuple[RunningServer, Path]) -> None:
+        server, log = logging_server
+        log.unlink()
+        log.touch()
+        log.chmod(0o644)
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "the log goes on here" in log.read_text())
+        assert stat.S_IMODE(log.stat().st_mode) == 0o640
+
+    def test_the_old_one_goes_on_when_there_can_be_no_new_one(self, logging_server: tuple[RunningServer, Path]) -> None:
+        server, log = logging_server
+        moved = log.parent.rename(log.parent.with_name("moved")) / log.name
+        server.process.send_signal(signal.SIGHUP)
+        until(lambda: "the log goes on in the old file" in moved.read_text())
+        assert f"{log}: No such file or directory" in moved.read_text()
+        server.stop()
+        assert "bye" in moved.read_text()
+
+
+@pytest.fixture(scope="module")
+def next_year(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What takes the place of `certificates`: another authority, and a server and a client that it vouches for."""
+    at = tmp_path_factory.mktemp("next")
+    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+    run_openssl(*made, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=authority of next year", at=at)
+    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        request = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        run_openssl(*request, "-subj", f"/CN={name} of next year", at=at)
+        signed = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
+        run_openssl(*signed, "-days", "2", "-extfile", "names", "-out", f"{name}.crt", at=at)
+    run_openssl(*("rsa", "-aes256", "-passout", "pass:secret", "-in", "server.key", "-out", "locked.key"), at=at)
+    for name in ("server.crt", "server.key", "ca.crt"):
+        whole = (at / name).read_text().splitlines()
+        (at / f"torn-{name}").write_text("\n".join([*whole[:5], whole[-1], ""]))
+    return at
+
+
+@pytest.fixture
+def renewable(certificates: Path, tmp_path: Path) -> Iterator[SecureServer]:
+    """A server whose certificates may be changed where they are."""
+    for name in ("server.crt", "server.key", "ca.crt", "client.crt", "client.key"):
+        shutil.copy(certificates / name, tmp_path)
+    port = free_port()
+    with start_server("--tls-port", str(port), *files(tmp_path)) as server:
+        yield SecureServer(server, port, tmp_path)
+
+
+def shown(secure: SecureServer) -> str:
+    """The name in the certificate that a new connection is shown."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    pem = ssl.get_server_certificate(("127.0.0.1", secure.port))
+    file = Path(secure.at, "shown.pem")
+    file.write_text(pem)
+    return run_openssl("x509", "-noout", "-subject", "-in", "shown.pem", at=secure.at)
+
+
+def set_files(secure: SecureServer, **changes: object) -> None:
+    with secure.plain.client() as client:
+        words = [word for name, value in changes.items() for word in (name.replace("_", "-"), str(value))]
+        client.execute_command("CONFIG", "SET", *words)
+
+
+@needs_openssl
+class TestCertificates:
+    def test_a_hangup_reads_them_again_and_connections_live_on(self, renewable: SecureServer, next_year: Path) -> None:
+        with renewable.connect() as before:
+            assert "next year" not in shown(renewable)
+            for name in ("server.crt", "server.key", "ca.crt"):
+                shutil.copy(next_year / name, renewable.at / name)
+            os.kill(renewable.plain.pid, signal.SIGHUP)
+            until(lambda: "new connections get the certificates" in renewable.plain.log)
+            assert "next year" in shown(renewable)
+            assert not answers(renewable, "client")  # whom the old authority vouches for
+            assert answers(SecureServer(renewable.plain, renewable.port, next_year), "client")
+            for _ in range(3):
+                before.sendall(b"PING\r\n")
+                assert before.recv(7) == b"+PONG\r\n"
+
+    def test_a_hangup_with_bad_ones_changes_nothing_and_says_why(
+        self, renewable: SecureServer, next_year: Path
+    ) -> None:
+        shutil.copy(next_year / "server.crt", renewable.at)  # and the key is to follow
+        os.kill(renewable.plain.pid, signal.SIGHUP)
+        until(lambda: "the old certificates stay in use" in renewable.plain.log)
+        assert "the key is not that of the certificate" in renewable.plain.log
+        assert "next year" not in shown(renewable)
+        assert answers(renewable, "client")
+
+    def test_others_are_named_while_it_runs(self, renewable: SecureServer, next_year: Path) -> None:
+        with renewable.connect() as before:
+            set_files(renewable, tls_cert_file=next_year / "server.crt", tls_key_file=next_year / "server.key")
+            assert "next year" in shown(renewable)
+            assert not answers(SecureServer(renewable.plain, renewable.port, next_year), "client")
+            set_files(renewable, tls_ca_cert_file=next_year / "ca.crt")
+            assert answers(SecureServer(renewable.plain, renewable.port, next_year), "client")
+            assert not answers(renewable, "client")
+            set_files(renewable, tls_auth_clients="no", slowlog_log_slower_than=0)
+            assert answers(SecureServer(renewable.plain, renewable.port, next_year), None)
+            set_files(renewable, tls_key_file=next_year / "locked.key", tls_key_file_pass="secret")
+            assert "next year" in shown(renewable)
+            before.sendall(b"PING\r\n")
+            assert before.recv(7) == b"+PONG\r\n"
+        with renewable.plain.client() as client:
+            assert "tls-key-file-pass" not in client.config_get("*")
+            log = str(client.execute_command("SLOWLOG", "GET", 100))
+            assert "redacted" in log
+            assert "secret" not in log
+
+    @pytest.mark.parametrize(
+        ("changes", "why"),
+        [
+            ({"tls_cert_file": "server.crt"}, "the key is not that of the certificate; CONFIG SET takes both at once"),
+            ({"tls_cert_file": "none.crt"}, "none.crt: No such file or directory"),
+            ({"tls_cert_file": "."}, " is not a file"),
+            ({"tls_cert_file": "/dev/zero"}, "/dev/zero is not a file"),
+            ({"tls_cert_file": "server.key"}, "server.key holds no certificate in PEM"),
+            ({"tls_key_file": "server.crt"}, "server.crt holds no private key in PEM"),
+            ({"tls_cert_file": "torn-server.crt", "tls_key_file": "server.key"}, "a certificate is damaged"),
+            ({"tls_cert_file": "server.crt", "tls_key_file": "torn-server.key"}, "the key is damaged"),
+            ({"tls_cert_file": "server.crt", "tls_key_file": "locked.key"}, "tls-key-file-pass does not open the key"),
+            ({"tls_ca_cert_file": "torn-ca.crt"}, "a certificate is damaged"),
+            ({"tls_ca_cert_file": "ca.key"}, "ca.key holds no certificate in PEM"),
+            (
+                {"tls_cert_file": "server.crt", "tls_key_file": "server.key", "maxclients": "x"},
+                "must be a whole number",
+            ),
+        ],
+    )
+    def test_bad_ones_are_refused_and_the_old_ones_stay(
+        self, renewable: SecureServer, next_year: Path, changes: dict[str, str], why: str
+    ) -> None:
+        with renewable.plain.client(decode_responses=True) as client:
+            before = client.config_get("tls*")
+            named = {name: next_year / value if name.startswith("tls") else value for name, value in changes.items()}
+            with pytest.raises(redis.ResponseError) as caught:
+                set_files(renewable, **named)
+            assert "CONFIG SET failed (possibly related to argument '" in str(caught.value)
+            assert why in str(caught.value)
+            assert client.config_get("tls*") == before
+        assert "next year" not in shown(renewable)
+        assert answers(renewable, "client")
