@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 from collections.abc import Iterator
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import hypothesis
@@ -15,6 +16,8 @@ from xdist.scheduler import LoadFileScheduling
 
 # Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+_DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
+os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # others' load is no failure of ours

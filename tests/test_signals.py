@@ -223,3 +223,23 @@ def test_the_table_of_signals_is_true_and_whole() -> None:
         }.get(True, lambda fate: fate.startswith("as the system has it"))
         assert expected(told.get(name, "nothing")), (name, told.get(name))
     assert set(realtime) <= set(signals.IGNORED)
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_what_was_removed_and_stored_again_is_written_too(tmp_path: Path, read: bool) -> None:
+    """Under appendfsync no the new value waits in memory, while it waits to be written that the old one is gone."""
+    options = ("--store", "tiered", "--appendfsync", "no")
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        for key in ("a", "b", "c"):
+            client.set(key, b"old" * 3000)
+            assert client.get(key)  # a second use: it goes to disk
+        client.save()
+        client.delete("a", "b", "c")
+        with client.pipeline(transaction=False) as pipe:
+            for key in ("a", "b", "c"):
+                pipe.set(key, b"new" * 3000)
+                if read:
+                    pipe.get(key)
+            pipe.execute()
+    with start_server(*options, directory=tmp_path) as server, server.client() as client:
+        assert client.mget("a", "b", "c") == [b"new" * 3000] * 3

@@ -249,7 +249,7 @@ class Tiered(Fetching):
             return
         self._unproven.discard(unit)
         for name in self._names_of(unit):
-            if name not in self._on_disk:
+            if name not in self._on_disk or self.behind.waits(name):  # what waits may be that an older one is to go
                 self._store(name, self._value_of(name))
 
     # -- from memory to disk alone ---------------------------------------------------------------------------------
