@@ -28,6 +28,11 @@ $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb
 $ kvpage-server --port 0 --loglevel warning
 ```
 
+Without a file, `maxmemory` is a quarter of the machine's memory (or of what its control group may have), and `dir` the
+directory that the platform has for data, `~/.local/share/kvpage` on Linux and `~/Library/Application Support/kvpage` on
+macOS, unless they are given. Names of files on such a command line mean those where it was typed. With a file, what it
+does not say is as in the table.
+
 What is marked *running* can be changed while the server runs, and written back into the file:
 
 ```console

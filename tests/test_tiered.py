@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import signal
@@ -317,11 +318,12 @@ def test_maxdisk_is_kept_by_evicting_what_left_memory_first(tmp_path: Path) -> N
         assert "internal error" not in server.log
 
 
-def test_a_server_that_was_told_nothing_keeps_what_it_has_where_it_was_started(tmp_path: Path) -> None:
+def test_a_server_that_was_told_nothing_keeps_what_it_has(tmp_path: Path) -> None:
     for turn in range(2):
         port = free_port()
         command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port)]
-        with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as process:
+        home = {**os.environ, "HOME": str(tmp_path), "XDG_DATA_HOME": str(tmp_path / "data")}
+        with subprocess.Popen(command, env=home, stderr=subprocess.DEVNULL) as process:
             until = time.monotonic() + 10
             while not answers(port):
                 assert time.monotonic() < until
