@@ -12,11 +12,11 @@ STORE := redis://127.0.0.1:9221
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
 run: $(VENV)/server.stamp  ## the server with its embedded store, in data/, on port 9221
-	mkdir -p data
+	mkdir -p -m 700 data
 	$(BIN)/kvpage-server conf/kvpage.conf --dir data
 
 chat: $(VENV)/engine.stamp $(MODEL)  ## a conversation with the small model; a later one goes on with it
-	mkdir -p data
+	mkdir -p -m 700 data
 	$(BIN)/kvpage-engine chat --store $(STORE) --transcript data/chat.json
 
 serve: $(VENV)/engine.stamp $(MODEL)  ## the small model on port 8000, for OpenAI's clients

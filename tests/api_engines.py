@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -92,13 +92,15 @@ class RunningEngine(RunningServer):
 
 
 @contextmanager
-def start_engine(model: Path, *options: str, code: int = 0) -> Iterator[RunningEngine]:
+def start_engine(
+    model: Path, *options: str, code: int = 0, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+) -> Iterator[RunningEngine]:
     """`kvpage-engine serve` with a model, which must end with that exit code, and without a traceback."""
     command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", *options]
     with TemporaryDirectory() as place:
         log_file = Path(place, "log")
         with log_file.open("wb") as log:
-            process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT)
+            process = start(command, stdout=log, stderr=subprocess.STDOUT)
         engine = RunningEngine(process, 0, log_file)
         try:
             engine.port = _port(engine)

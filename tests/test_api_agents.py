@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
 from documents import ROOT
 from servers import RunningServer
+from terminals import terminal
 
 from engine import cli
 
@@ -122,6 +124,23 @@ def test_an_engine_stops_when_it_has_answered_and_another_goes_on(
             second.process.send_signal(signal.SIGTERM)
             second.process.wait(5)
             assert time.monotonic() - asked < 5
+
+
+def test_an_engine_whose_terminal_is_closed_loses_nothing(tiny: Path, server: RunningServer) -> None:
+    """It is told twice, as by a shell that goes with it; a service goes on when it is told."""
+    messages = [{"role": "user", "content": HANDBOOK[::-1] + "hung up"}]
+    with terminal() as place, start_engine(tiny, "--store", server.url, start=place.start) as first:
+        text = ask(first, messages, "hung-up").choices[0].message.content
+        first.process.send_signal(signal.SIGHUP)
+        place.close()
+        assert first.process.wait(30) == 0
+    messages += [{"role": "assistant", "content": text}, {"role": "user", "content": "Again."}]
+    with start_engine(tiny, "--store", server.url, start=partial(subprocess.Popen, start_new_session=True)) as second:
+        for _ in range(2):
+            second.process.send_signal(signal.SIGHUP)
+        answer = ask(second, messages, "hung-up")
+        assert answer.kvpage["tier"] == "page"
+        assert answer.usage.prompt_tokens - answer.kvpage["tokens_reused"] < 60
 
 
 def test_agents_are_listed_shown_forked_and_forgotten(engines: list[RunningEngine]) -> None:
