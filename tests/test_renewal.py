@@ -14,7 +14,7 @@ import pytest
 import redis
 from health import until
 from servers import RunningServer, free_port, start_server
-from test_tls import SecureServer, answers, certificates, files, needs_openssl, run_openssl
+from test_tls import SecureServer, answers, certificates, files, issue, needs_openssl, run_openssl
 
 __all__ = ["certificates"]  # a fixture
 
@@ -60,17 +60,10 @@ class TestLogFile:
 
 
 @pytest.fixture(scope="module")
-def next_year(certificates: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def next_year(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What takes the place of `certificates`: another authority, and a server and a client that it vouches for."""
     at = tmp_path_factory.mktemp("next")
-    made = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
-    run_openssl(*made, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=authority of next year", at=at)
-    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for name in ("server", "client"):
-        request = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        run_openssl(*request, "-subj", f"/CN={name} of next year", at=at)
-        signed = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
-        run_openssl(*signed, "-days", "2", "-extfile", "names", "-out", f"{name}.crt", at=at)
+    issue(at, " of next year")
     run_openssl(*("rsa", "-aes256", "-passout", "pass:secret", "-in", "server.key", "-out", "locked.key"), at=at)
     for name in ("server.crt", "server.key", "ca.crt"):
         whole = (at / name).read_text().splitlines()

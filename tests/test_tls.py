@@ -31,19 +31,26 @@ def run_openssl(*words: str, at: Path) -> str:
     return subprocess.run([OPENSSL, *words], cwd=at, check=True, capture_output=True, text=True).stdout
 
 
+_BY_ITSELF = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
+
+
+def issue(at: Path, of: str = "") -> None:
+    """An authority, and a server and a client that it vouches for; `of` ends the names in their certificates."""
+    run_openssl(*_BY_ITSELF, "-keyout", "ca.key", "-out", "ca.crt", "-subj", f"/CN=authority{of}", at=at)
+    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
+    for name in ("server", "client"):
+        request = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr")
+        run_openssl(*request, "-subj", f"/CN={name}{of}", at=at)
+        signed = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
+        run_openssl(*signed, "-days", "2", "-extfile", "names", "-out", f"{name}.crt", at=at)
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority, a server and a client that it vouches for, and a client that only vouches for itself."""
     at = tmp_path_factory.mktemp("certificates")
-    made_by_itself = ("req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2")
-    run_openssl(*made_by_itself, "-keyout", "ca.key", "-out", "ca.crt", "-subj", "/CN=authority", at=at)
-    run_openssl(*made_by_itself, "-keyout", "stranger.key", "-out", "stranger.crt", "-subj", "/CN=stranger", at=at)
-    (at / "names").write_text("subjectAltName=DNS:localhost,IP:127.0.0.1")
-    for name in ("server", "client"):
-        request = ("req", "-newkey", "rsa:2048", "-nodes", "-keyout", f"{name}.key", "-out", f"{name}.csr")
-        run_openssl(*request, "-subj", f"/CN={name}", at=at)
-        signed = ("x509", "-req", "-in", f"{name}.csr", "-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial")
-        run_openssl(*signed, "-days", "2", "-extfile", "names", "-out", f"{name}.crt", at=at)
+    issue(at)
+    run_openssl(*_BY_ITSELF, "-keyout", "stranger.key", "-out", "stranger.crt", "-subj", "/CN=stranger", at=at)
     return at
 
 
