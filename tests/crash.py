@@ -7,7 +7,7 @@ follows from that. Whatever a server says after it was killed is held against wh
 
 - every value is one that was written to that key, to the last byte
 - under `always` no acknowledged change is lost, under `everysec` none that is older than a second
-- what was written by one command or transaction is there as one
+- what was written by one command or transaction is there as one: at no moment is half of it seen
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from terminals import terminal
 EVERY_SECOND = 1.0  # seconds that may be lost under everysec
 WRITERS = 3
 UNITS = 10  # of each kind a writer
+KINDS = ("strings", "pages", "block", "mixed")
 HEADS = 8
 PAGE = 12_000  # bytes
 BLOCK = 1 * HEADS * 64 * 128 * 2  # bytes: a layer, one plane, 64 rows of 128 float16
@@ -77,6 +78,8 @@ class Unit:
                     else:
                         pipe.set(f"{name}:{part}", body(f"{name}:{part}", version, size))
                 pipe.execute()
+        elif self.kind == "mixed":
+            self._transact(client, version)
         elif self.deletes(version):
             client.execute_command("KVPAGEDEL", name)
         elif self.kind == "pages":
@@ -87,9 +90,45 @@ class Unit:
         else:
             client.execute_command("KVBLOCKSET", name, 0, 1, HEADS, 64, 0, 1, 0, 1, 128, body(name, version, BLOCK))
 
+    def _transact(self, client: redis.Redis, version: int) -> None:
+        """Read a version and write the next in one transaction: strings, and pages of one block."""
+        strings, pages = self._names()
+        with client.pipeline(transaction=True) as pipe:
+            self._read_all(pipe)
+            for name in strings:
+                if self.deletes(version):
+                    pipe.delete(name)
+                else:
+                    pipe.set(name, body(name, version, 5000))
+            if self.deletes(version):
+                pipe.execute_command("KVPAGEDEL", self.name)
+            for head, name in enumerate([] if self.deletes(version) else pages):
+                written = body(name, version, PAGE)
+                pipe.execute_command("KVPAGESET", self.name, 0, head, 0, 0, 8, 1, PAGE, 0, written)
+            self._read_all(pipe)
+            replies = pipe.execute()
+        self._one_version(*replies[:2])
+        found = self._one_version(*replies[-2:])
+        assert found == (None if self.deletes(version) else version), f"{self.name}: EXEC reads {found}, not {version}"
+
+    def _names(self) -> tuple[list[str], list[str]]:
+        return [f"{self.name}:{part}" for part in "ab"], [f"{self.name}:{head}" for head in range(4)]
+
+    def _read_all(self, client: redis.Redis) -> list[Any]:
+        strings, pages = self._names()
+        words = [word for head in range(len(pages)) for word in (self.name, 0, head, 0, 0)]
+        return [client.mget(strings), client.execute_command("KVPAGEMGET", len(pages), *words)]
+
+    def _one_version(self, strings: list[bytes | None], pages: list[bytes | None]) -> int | None:
+        return self._version([*strings, *pages], [name for names in self._names() for name in names])
+
     def read(self, client: redis.Redis) -> int | None:
         """The version that is there, None when nothing is. All its parts have to be of one version."""
         name = self.name
+        if self.kind == "mixed":
+            with client.pipeline(transaction=True) as pipe:
+                self._read_all(pipe)
+                return self._one_version(*pipe.execute())
         if self.kind == "strings":
             names = [f"{name}:a", f"{name}:b"]
             values = client.mget(names)
@@ -99,8 +138,12 @@ class Unit:
             values = client.execute_command("KVPAGEMGET", HEADS, *words)
         else:
             names, values = [name], [client.execute_command("KVBLOCKGET", name, 0)]
+        return self._version(values, names)
+
+    def _version(self, values: list[bytes | None], names: list[str]) -> int | None:
+        """The one version that all parts are of."""
         found = {None if value is None else version_of(value, name) for name, value in zip(names, values, strict=True)}
-        assert len(found) == 1, f"{name} has parts of the versions {found}"
+        assert len(found) == 1, f"{self.name} has parts of the versions {found}"
         return found.pop()
 
     def check(self, client: redis.Redis, promised: float, *, may_be_evicted: bool) -> None:
@@ -132,16 +175,15 @@ class Harness:
         self._promised = 0.0  # what was acknowledged by then has to be there
         self._may_be_evicted = False
         self._units = [
-            [Unit(kind, f"{kind}-{writer}-{i}") for kind in ("strings", "pages", "block") for i in range(UNITS)]
-            for writer in range(WRITERS)
+            [Unit(kind, f"{kind}-{writer}-{i}") for kind in KINDS for i in range(UNITS)] for writer in range(WRITERS)
         ]
 
-    def live_and_die(self, mode: str, *options: str, may_evict: bool = False) -> None:
+    def live_and_die(self, mode: str, *options: str, may_evict: bool = False, kinds: tuple[str, ...] = KINDS) -> None:
         """A server finds what was promised, is written to for a moment, and dies."""
         with self._server("--appendfsync", mode, *options) as (process, port):
             self._wait(process, port)
             self._check(port)
-            self._write_until(process, port, process.kill)
+            self._write_until(process, port, process.kill, kinds)
             process.wait()
         self._promised = time.monotonic() - (EVERY_SECOND if mode == "everysec" else 0)
         self._may_be_evicted = may_evict
@@ -157,6 +199,10 @@ class Harness:
         self._promised = time.monotonic()
         self._may_be_evicted = False
         self.hangups += 1
+
+    def die_within_exec(self, mode: str) -> None:
+        """A server dies in the middle of transactions that read and write into what lies on disk, most of it alone."""
+        self.live_and_die(mode, "--maxmemory", "400kb", kinds=("mixed",))
 
     def die_at_the_start(self, *options: str) -> None:
         """A server dies before it serves, or soon after."""
@@ -205,8 +251,10 @@ class Harness:
             assert time.monotonic() < deadline, self._log()
             time.sleep(0.02)
 
-    def _write_until(self, process: subprocess.Popen[bytes], port: int, end: Callable[[], None]) -> None:
-        """Have writers at work when the server is ended."""
+    def _write_until(
+        self, process: subprocess.Popen[bytes], port: int, end: Callable[[], None], kinds: tuple[str, ...] = KINDS
+    ) -> None:
+        """Have writers of those kinds at work when the server is ended."""
         failures: list[BaseException] = []
 
         def work(units: list[Unit], seed: int) -> None:
@@ -226,7 +274,8 @@ class Harness:
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits
                 failures.append(error)
 
-        threads = [threading.Thread(target=work, args=(units, self._rng.randrange(1 << 32))) for units in self._units]
+        written = [[unit for unit in units if unit.kind in kinds] for units in self._units]
+        threads = [threading.Thread(target=work, args=(units, self._rng.randrange(1 << 32))) for units in written]
         for thread in threads:
             thread.start()
         time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
@@ -248,6 +297,8 @@ def crash(directory: Path, kills: int, seed: int) -> Harness:
             harness.be_hung_up_on("--appendfsync", ("no", "everysec")[i % 20 // 10], *memory)
         if i % 5 == 4:
             harness.die_at_the_start(*memory)
+        elif i % 5 == 2:
+            harness.die_within_exec(mode)
         else:
             harness.live_and_die(mode, *memory, *disk, may_evict=bool(disk))
     harness.live()
