@@ -1,0 +1,288 @@
+"""Every command, alone and in transactions, on a server whose memory has room for few of its values: as a model of it
+answers, which knows no disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+from cold_model import ANYTHING, LAYERS, PAGE, SHAPE, Model, Words, agrees, page_key
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
+from servers import RunningServer, start_server
+from wire import Wire, parse, spell
+
+import kvpage_server.commands  # noqa: F401  fills the table
+from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, find
+from kvpage_server.page import DType, PageKey, encode_page
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+requests = st.sampled_from([b"r", b"s"])
+pages = st.sampled_from([b"0", b"1"])
+names = st.tuples(requests, st.sampled_from([b"0", b"1", b"2"]), st.just(b"0"), pages, st.sampled_from([b"0", b"1"]))
+page_keys = names.map(page_key)
+keys = st.sampled_from([b"a", b"b", b"n"]) | page_keys
+indices = st.sampled_from([b"kv:r:index", b"kv:s:index", b"a"])
+bodies = st.integers(0, 255).map(lambda fill: bytes([fill]) * PAGE)
+blocks = st.tuples(bodies, bodies).map(b"".join)
+strings = st.sampled_from([b"7", b"short", b"long " * 200, b"longer " * 3000])
+ttls = st.sampled_from([b"0", b"1000"])
+amounts = st.sampled_from([b"1", b"-5", b"70"])
+positions = st.sampled_from([b"0", b"-1", b"3", b"63", b"64", b"-7000", b"900"])
+later = [b"1000"]
+NEW_PAGE = [b"8", b"1", b"%d" % PAGE]  # dtype, page_size, head_dim
+
+
+@st.composite
+def blobs(draw: Any) -> tuple[bytes, bytes]:
+    """A page as a string, under its own key."""
+    key = draw(page_keys)
+    return key, encode_page(PageKey.parse(key), draw(bodies), dtype=DType.UINT8, page_size=1, head_dim=PAGE)
+
+
+@st.composite
+def new_pages(draw: Any) -> Words:
+    return [*draw(names), *NEW_PAGE, draw(ttls), draw(bodies)]
+
+
+some_pages = st.lists(pages, max_size=2, unique=True)
+pairs = blobs() | st.tuples(keys, strings)
+
+
+def words(*parts: Any) -> st.SearchStrategy[Words]:
+    """Words that are those of some strategies and constants, one after the other."""
+    drawn = [part if isinstance(part, st.SearchStrategy) else st.just(part) for part in parts]
+    return st.tuples(*drawn).map(lambda found: [word for part in found for word in _listed(part)])
+
+
+def _listed(part: Any) -> Words:
+    return [part] if isinstance(part, bytes) else [word for inner in part for word in _listed(inner)]
+
+
+def some(what: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[Words]:
+    return st.lists(what, min_size=1, max_size=most).map(_listed)
+
+
+def counted(what: st.SearchStrategy[Any], most: int = 4) -> st.SearchStrategy[Words]:
+    """How many follow, and they."""
+    return st.lists(what, min_size=1, max_size=most).map(lambda found: [b"%d" % len(found), *_listed(found)])
+
+
+def maybe(*options: Words) -> st.SearchStrategy[Words]:
+    return st.sampled_from([[], *options])
+
+
+ARGUMENTS: dict[str, st.SearchStrategy[Words]] = {
+    "set": words(pairs, maybe([b"NX"], [b"XX"], [b"GET"], [b"EX", b"1000"], [b"KEEPTTL"], [b"XX", b"GET"])),
+    "setex": words(keys, later, strings),
+    "psetex": words(keys, [b"1000000"], strings),
+    "setnx": words(pairs),
+    "getset": words(pairs),
+    "getex": words(keys, maybe([b"EX", b"1000"], [b"PERSIST"])),
+    "mset": some(pairs),
+    "msetnx": some(pairs),
+    "getrange": words(keys, positions, positions),
+    "substr": words(keys, positions, positions),
+    "incrby": words(keys, amounts),
+    "decrby": words(keys, amounts),
+    **dict.fromkeys(("mget", "del", "unlink", "touch"), some(keys)),
+    "exists": some(keys | indices),
+    **dict.fromkeys(("get", "getdel", "strlen", "incr", "decr", "persist", "memory|usage"), words(keys)),
+    **dict.fromkeys(("object|encoding", "object|refcount", "object|idletime", "object|freq"), words(keys)),
+    **dict.fromkeys(("type", "ttl", "pttl", "expiretime", "pexpiretime"), words(keys | indices)),
+    **dict.fromkeys(("expire", "pexpire"), words(keys, st.sampled_from([b"1000000", b"-1"]))),
+    **dict.fromkeys(("expireat", "pexpireat"), words(keys, st.sampled_from([b"4000000000000"]))),
+    "keys": words(b"*"),
+    "scan": words(b"0", b"COUNT", b"1000"),
+    **dict.fromkeys(("randomkey", "dbsize", "flushall", "flushdb"), words()),
+    **dict.fromkeys(("smembers", "scard"), words(indices)),
+    "sismember": words(indices, keys),
+    "sscan": words(indices, b"0", b"COUNT", b"1000"),
+    "kvpageset": new_pages(),
+    "kvpagemset": counted(new_pages()),
+    **dict.fromkeys(("kvpageget", "kvpageexists", "kvpagestat"), words(names)),
+    **dict.fromkeys(("kvpagemget", "kvpagemexists"), counted(names)),
+    "kvpagewhy": words(names) | words(requests),
+    **dict.fromkeys(("kvpagedel", "kvpageverify", "kvpagepin", "kvpageunpin"), words(requests, some_pages)),
+    "kvpageindex": words(requests),
+    "kvpageprefix": words(st.sampled_from([b"2", b"3"]), b"0", counted(st.tuples(requests, pages))),
+    "kvpagelease": words(requests, b"1", some_pages),
+    "kvblockset": words(requests, pages, SHAPE, blocks),
+    **dict.fromkeys(("kvblockget", "kvblockexists"), words(requests, pages)),
+    "kvblockmget": counted(st.tuples(requests, pages)),
+}
+TRANSACTIONS = {"multi", "exec", "discard", "watch", "unwatch"}  # see `CommandsMachine.transact`
+APART = {"shutdown", "quit", "reset", "monitor", "subscribe", "psubscribe"}  # after these the connection is another
+APART |= {"auth"}  # wrong passwords are slowed down
+
+
+def touches_keys(spec: Spec) -> bool:
+    return bool(spec.keys[0] or spec.uses or spec.flags & {"write", "readonly"})
+
+
+def test_every_command_that_touches_keys_is_compared_with_the_model() -> None:
+    """A new one needs its arguments here, and its answer in the model."""
+    known = ARGUMENTS.keys() | TRANSACTIONS
+    assert {name for name, spec in TABLE.items() if touches_keys(spec)} <= known
+    assert known <= TABLE.keys()
+    assert all(hasattr(Model, f"do_{name.replace('|', '_')}") for name in ARGUMENTS)
+
+
+def called(name: str, args: Words) -> Words:
+    return [*(word.encode() for word in name.split("|")), *args]
+
+
+def _of_another(name: str) -> Words:
+    """As few words as a command takes that touches no keys: what it answers does not matter here."""
+    spec = TABLE[name]
+    return called(name, [b"x"] * (abs(spec.arity) - spec.words))
+
+
+OTHERS = sorted(TABLE.keys() - ARGUMENTS.keys() - TRANSACTIONS - APART - SUBCOMMANDS.keys())
+WEIGHED = [name for name in sorted(ARGUMENTS) for _ in range(1 if name.startswith("flush") else 6)]
+commands = st.sampled_from(WEIGHED).flatmap(lambda name: ARGUMENTS[name].map(lambda args: called(name, args)))
+others = st.sampled_from(OTHERS).map(_of_another)
+
+# -- the machine -------------------------------------------------------------------------------------------------------
+
+MEMORY = "40kb"  # for some 250 KB of values
+PRESS = [b"set", b"press", b"p" * 30_000]  # what comes after it finds memory full of this
+
+
+class CommandsMachine(RuleBasedStateMachine):
+    """A server, the model, and two connections."""
+
+    server: RunningServer
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = Model()
+        self.wire, self.other = Wire(self.server.port), Wire(self.server.port)
+        self.wire.ask(b"FLUSHALL")
+
+    def check(self, words: Words, reply: bytes) -> None:
+        expected, found = self.model.answer(words), parse(reply)
+        assert agrees(expected, found), f"{shown(words)} answered {shown([reply])}, not {expected!r:.200}"
+
+    @initialize(single=st.booleans())
+    def fill(self, single: bool) -> None:
+        """Something of every kind lies on disk alone: blocks stored whole, or page by page, strings long and short."""
+        for number, (req, page) in enumerate(product((b"r", b"s"), (b"0", b"1"))):
+            body = bytes([number]) * PAGE
+            if single and req == b"s":
+                whole = [[req, layer, b"0", page, b"0", *NEW_PAGE, b"0", body] for layer in (b"0", b"1")]
+                words = [b"kvpagemset", b"2", *_listed(whole)]
+            else:
+                words = [b"kvblockset", req, page, *SHAPE, body * LAYERS]
+            self.check(words, self.wire.ask(*words))
+        words = [b"mset", b"a", b"longer " * 3000, b"b", b"long " * 900, b"n", b"7"]
+        self.check(words, self.wire.ask(*words))
+        self.press()
+
+    @rule(words=commands)
+    def command(self, words: Words) -> None:
+        self.check(words, self.wire.ask(*words))
+
+    @rule()
+    def press(self) -> None:
+        """What was used before has to leave memory: only to be held, or not to be on disk yet, would keep it there."""
+        for _ in range(3):
+            self.check(PRESS, self.wire.ask(*PRESS))
+        self.wire.ask(b"kvpageunpin", b"r")
+        self.wire.ask(b"kvpageunpin", b"s")
+
+    @rule(words=others)
+    def another(self, words: Words) -> None:
+        assert b"internal error" not in self.wire.ask(*words)
+
+    @rule(batch=st.lists(commands, min_size=2, max_size=8))
+    def pipeline(self, batch: list[Words]) -> None:
+        self.wire.send(b"".join(map(spell, batch)))
+        for words in batch:
+            self.check(words, self.wire.reply())
+
+    @rule(
+        batch=st.lists(commands | others, min_size=1, max_size=8),
+        press=st.booleans(),
+        watched=st.none() | keys,
+        between=st.none() | commands,
+        discard=st.integers(0, 9).map(lambda n: n == 0),
+    )
+    def transact(
+        self, batch: list[Words], press: bool, watched: bytes | None, between: Words | None, discard: bool
+    ) -> None:
+        """Some commands as one, after another connection's, which may change what is watched."""
+        batch = [words for words in batch if "no_multi" not in find(words).flags]
+        if press:
+            self.press()
+        if watched is not None:
+            assert self.wire.ask(b"WATCH", watched) == b"+OK\r\n"
+        before = dict(self.model.keys)
+        if between is not None:
+            self.check(between, self.other.ask(*between))
+        self.wire.send(b"".join(map(spell, [[b"MULTI"], *batch])))
+        assert self.wire.reply() == b"+OK\r\n"
+        assert {self.wire.reply() for _ in batch} <= {b"+QUEUED\r\n"}
+        if discard:
+            assert self.wire.ask(b"DISCARD") == b"+OK\r\n"
+            return
+        replies = parse(self.wire.ask(b"EXEC"))
+        if replies is None:  # a value that was written again as it was has changed, too
+            assert watched is not None
+            assert between is not None
+            assert _may_change(between, watched)
+            return
+        if watched is not None:
+            assert self.model.keys.get(watched) == before.get(watched), "what was watched has changed"
+        assert len(replies) == len(batch)
+        for words, found in zip(batch, replies, strict=True):
+            expected = self.model.answer(words) if find(words).name in ARGUMENTS else ANYTHING
+            assert agrees(expected, found), f"{shown(words)} answered {found!r:.200}, not {expected!r:.200}"
+
+    def teardown(self) -> None:
+        """All that there is is what there should be."""
+        self.check([b"keys", b"*"], self.wire.ask(b"KEYS", b"*"))
+        for key in self.model.keys:
+            self.check([b"get", key], self.wire.ask(b"GET", key))
+        self.wire.close()
+        self.other.close()
+
+
+def _may_change(words: Words, key: bytes) -> bool:
+    spec = find(words)
+    if "write" not in spec.flags:
+        return False
+    named = [name for name, _ in spec.uses_of(words[spec.words :])]
+    return not named or any(key.startswith(name) for name in named)
+
+
+def shown(words: Words) -> str:
+    return " ".join(repr(word[:60]) for word in words)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RunningServer]:
+    options = ("--store", "tiered", "--appendfsync", "always", "--maxmemory", MEMORY)
+    with start_server(*options, directory=tmp_path) as running:
+        yield running
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("examples", [40, pytest.param(1000, marks=pytest.mark.soak)])
+def test_commands_and_transactions_find_what_lies_on_disk_alone(server: RunningServer, examples: int) -> None:
+    machine = type("Machine", (CommandsMachine,), {"server": server})
+    checks = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much]
+    with server.client() as client:
+        hypothesis.stateful.run_state_machine_as_test(
+            machine, settings=settings(max_examples=examples, stateful_step_count=30, suppress_health_check=checks)
+        )
+        info = client.info("kvpage")
+    print(f"{info['disk_fetched']} values were fetched, {info['disk_dropped_from_memory']} left memory")
+    assert info["disk_fetched"] > 5 * examples
+    assert info["disk_corrupt"] == 0
