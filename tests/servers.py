@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from mmap import PAGESIZE
@@ -122,15 +122,16 @@ def start_server(
     directory: Path | None = None,
     name: str = "log",
     killed: bool = False,
+    program: Sequence[str] = ("-m", "kvpage_server.app"),
 ) -> Iterator[RunningServer]:
     """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
     Its store is in memory, if neither says otherwise. It must stop cleanly, unless it is `killed`, and have had no
-    internal error. Its log is a file of that `name`.
+    internal error. Its log is a file of that `name`. `program` is what Python runs.
     """
     port = port or free_port()
     given = [str(file)] if file else ["--store", "memory"]
-    command = [sys.executable, "-m", "kvpage_server.app", *given, "--port", str(port), *options]
+    command = [sys.executable, *program, *given, "--port", str(port), *options]
     with _run(command, port, directory, name) as server:
         yield server
         code = server.stop()

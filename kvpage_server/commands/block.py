@@ -14,9 +14,9 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Ahead
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
+from kvpage_server.commands.needs import blocks, nothing
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import hash_in_steps, page_id, request_name
-from kvpage_server.commands.value import make_room
 from kvpage_server.page import (
     MAX_HEAD,
     MAX_KV_TYPE,
@@ -47,6 +47,7 @@ _PLANE = 3  # type dtype head_dim
     "write denyoom",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
     summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
 )
@@ -58,7 +59,6 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
     if slot.size != shape.nbytes:
         raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
-    make_room(client)
 
     def store() -> Iterator[Reply]:
         """Hash some of it a step; then it becomes visible at once."""
@@ -117,6 +117,7 @@ def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Reply:
     "readonly",
     group="page",
     uses=requests(0),
+    needs=blocks(0),
     usage="req page",
     summary="Returns a block's bytes, null unless it is complete.",
 )
@@ -131,6 +132,8 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     "readonly",
     group="page",
     uses=requests(1, 2),
+    needs=blocks(1),
+    fetches=True,
     usage="N req page [req page ...]",
     summary="Returns N blocks' bytes, null for those that are not complete.",
 )
@@ -155,6 +158,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     "readonly",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req page",
     summary="Says whether a block is there and complete.",
 )

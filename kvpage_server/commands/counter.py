@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, as_integer, integer, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import READ, WRITE
+from kvpage_server.commands.needs import extents
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.value import make_room
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import Text
@@ -22,8 +22,6 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     new = old + amount
     if not I64[0] <= new <= I64[1]:
         raise ReplyError("ERR increment or decrement would overflow")
-    if keyspace.maxmemory:
-        make_room(client)
     keyspace.set_string(key, b"%d" % new, entry.expires if entry is not None else 0, "incrby")
     return new
 
@@ -33,6 +31,7 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     2,
     "write denyoom fast",
     keys=(1, 1, 1),
+    needs=extents,
     access=READ | WRITE,
     group="string",
     usage="key",
@@ -48,6 +47,7 @@ def incr(client: Client, args: list[Argument]) -> Reply:
     2,
     "write denyoom fast",
     keys=(1, 1, 1),
+    needs=extents,
     access=READ | WRITE,
     group="string",
     usage="key",
@@ -63,6 +63,7 @@ def decr(client: Client, args: list[Argument]) -> Reply:
     3,
     "write denyoom fast",
     keys=(1, 1, 1),
+    needs=extents,
     access=READ | WRITE,
     group="string",
     usage="key increment",
@@ -78,6 +79,7 @@ def incrby(client: Client, args: list[Argument]) -> Reply:
     3,
     "write denyoom fast",
     keys=(1, 1, 1),
+    needs=extents,
     access=READ | WRITE,
     group="string",
     usage="key decrement",

@@ -9,43 +9,42 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
-from itertools import filterfalse
+from itertools import chain, filterfalse
 from operator import attrgetter
-from typing import Concatenate, Generic, ParamSpec, TypeVar
+from typing import Generic, TypeVar
 
-from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.keys import Prefix
 from kvpage_server.commands.registry import Spec
-from kvpage_server.resp.parser import Argument, Command
+from kvpage_server.resp.parser import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry
 from kvpage_server.store.fetching import Lent
+from kvpage_server.store.hold import Hold, TooMuch
+from kvpage_server.store.known import Needed, unit_of
 from kvpage_server.store.tiered import Tiered
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 _MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
 _MOST_STEPS = 8  # that are looked at
 _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
-_READ_VALUES = frozenset(("get", "mget", "getrange", "substr", "getset", "getdel", "getex", "set", "kvpageget"))
-_FETCH_THEMSELVES = frozenset(("kvpagemget", "kvpagemset", "kvblockmget", "kvpageverify"))  # but not within EXEC
-
 
 class Postponed(Exception):
-    """The command is to be tried again after the wait."""
+    """The command is to be tried again after the wait; what is held for it is, until it has run, in place of before."""
 
-    def __init__(self, wait: Wait) -> None:
+    def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
         self.wait = wait
+        self.hold = hold
 
 
 def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
     """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
-    queued = client.transaction.commands if client.transaction is not None and spec.name == "exec" else None
+    queued = None
+    if client.transaction is not None and spec.name == "exec":
+        queued = [] if client.transaction.refused or client.watched_changed else client.transaction.commands
     commands = [(spec, words)] if queued is None else queued
     behind = tiered.behind
     if (behind.full or behind.failing) and any("denyoom" in spec.flags for spec, _ in commands):
@@ -54,45 +53,54 @@ def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
         if behind.full and behind.mode != "no":
             raise Postponed(Wait(behind.when_there_is_room))
     if tiered.any_cold:
-        values: dict[Cold, None] = {}
-        for spec, words in commands:
-            if queued is not None or spec.name not in _FETCH_THEMSELVES:
-                values.update(dict.fromkeys(_wanted(tiered, spec, words[spec.words :])))
-        if values:
-            raise Postponed(Wait(partial(tiered.fetch, list(values))))
+        bodies = (
+            spec.needs(tiered, spec, words[spec.words :])
+            for spec, words in commands
+            if queued is not None or not spec.fetches
+        )
+        needed = dict.fromkeys(chain.from_iterable(bodies))
+        if cold := _cold_of(needed):
+            raise Postponed(*_bring(client, tiered, needed, cold))
 
 
-def _wanted(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Cold]:
-    """What has to be in memory for a command to run."""
-    if spec.name in ("kvblockget", "kvblockmget"):
-        first = 1 if spec.name == "kvblockmget" else 0
-        return [cold for i in range(first, len(args) - 1, 2) for cold in _of_block(tiered, args[i], args[i + 1])]
-    if spec.name == "kvpageverify":
-        blocks = tiered.index.of(plain(args[0]))
-        return [cold for block in blocks for cold in tiered.cold_of_block(block.req_id, block.page)]
-    if spec.name in _READ_VALUES or spec.name == "kvpagemget":
-        return tiered.cold_of(_keys(spec, args))
-    if "write" in spec.flags or spec.name == "kvpagestat":
-        return tiered.cold_blocks_of(_keys(spec, args))
-    return ()
+def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
+    """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
+    cold = [body for _, body in needed if type(body) is Cold]
+    failing = [value for value in cold if value.failing]
+    if failing:
+        why = failing[0].failing
+        for value in failing:
+            value.failing = ""  # who asks again finds out again
+        raise ReplyError(f"ERR reading from disk failed: {why}")
+    return cold
 
 
-def _of_block(tiered: Tiered, req_id: Argument, page: Argument) -> Iterable[Cold]:
-    number = plain(page)
-    return tiered.cold_of_block(plain(req_id), int(number)) if number.isdigit() and len(number) < 12 else ()
+def _bring(client: Client, tiered: Tiered, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:
+    """Have what is needed fetched and held: what to wait for. Raises ReplyError when there is no memory for it."""
+    most = client.server.config.client_memory
+    try:
+        hold, start = tiered.bring(needed, cold, most)
+    except TooMuch as error:
+        raise ReplyError(
+            f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
+            "ask for less at a time"
+        ) from None
+    except MemoryError:
+        raise ReplyError("OOM the system has no memory left for these values") from None
+    return Wait(start), hold
 
 
-def _keys(spec: Spec, args: Sequence[Argument]) -> list[bytes]:
-    return [key for key, _ in spec.uses_of(args) if not isinstance(key, Prefix)]
-
-
-def fetched(
-    client: Client, find: Callable[Concatenate[Tiered, P], Sequence[Cold]], *args: P.args, **kwargs: P.kwargs
-) -> Iterator[Reply]:
-    """Steps of a reply until what `find`, asked with those arguments, finds missing is in memory."""
-    tiered = client.server.tiered
-    while tiered is not None and tiered.any_cold and (values := find(tiered, *args, **kwargs)):
-        yield Wait(partial(tiered.fetch, values))
+def fetched(client: Client, find: Callable[[Tiered], Iterable[Needed]]) -> Iterator[Reply]:
+    """Steps of a reply until all that `find` finds is in memory. Raises ReplyError."""
+    tiered, hold = client.server.tiered, None  # kept until the next step
+    while tiered is not None and tiered.any_cold:
+        needed = dict.fromkeys(find(tiered))
+        cold = _cold_of(needed)
+        if not cold:
+            break
+        wait, hold = _bring(client, tiered, needed, cold)
+        yield wait
+    del hold
 
 
 class Ahead(Generic[T]):
@@ -116,16 +124,20 @@ class Ahead(Generic[T]):
         self._sent: list[Cold] = []  # what was fetched for the step before
 
     def next(self) -> Iterator[Reply]:
-        """Steps of a reply until what its next one reads is in memory, or lent."""
+        """Steps of a reply until what its next one reads is in memory, or lent; or cannot be read, and is missing."""
         for value in self._sent:
             self.lent.pop(value, None)
         tiered, here = self._tiered, self._steps[self._at]
         if tiered is not None and tiered.any_cold:
             self._look_ahead(tiered)
             self._sent = self._fetched[0]
-            while lacking := self._lacking(tiered, here):
+            holds: list[Hold] = []
+            while lacking := [value for value in self._lacking(tiered, here) if not value.failing]:
                 self._sent += lacking
+                holds.append(tiered.holds.begin(map(unit_of, lacking)))
                 yield Wait(partial(tiered.fetch, lacking, lent=self._lent_to(lacking)))
+            for value in self._sent:
+                value.failing = ""
             self._fetched.popleft()
             self._sizes.popleft()
         self._at += 1

@@ -5,18 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
-from functools import partial
 from time import monotonic_ns
 
-from kvpage_server.commands.arguments import plain
+from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Postponed, prepare
 from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec, find, too_many
 from kvpage_server.resp.parser import Argument, Command
-from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, Wait
-from kvpage_server.store.cold import Absent
+from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.quota import OverQuota
 
 log = logging.getLogger("kvpage")
@@ -27,6 +27,7 @@ _WHILE_SUBSCRIBED = frozenset(
 )  # what RESP2 allows then: it cannot tell a reply from a message
 _SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
 _HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
+_INTERNAL = "ERR internal error, the server's log says more"
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
 
 
@@ -41,6 +42,8 @@ def execute(client: Client, words: Command) -> Reply:
         spec = find(words)
         if not client.free:
             admit(client, spec, words)
+        if ("denyoom" in spec.flags or spec.name == "exec") and client.server.keyspace.is_full:
+            _make_room(client, spec)
     except ReplyError as error:
         return _rejected(client, spec, words, error)
     client.last_command = spec.name
@@ -69,6 +72,20 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
     pause = client.server.pause
     if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
         raise Paused
+
+
+def _make_room(client: Client, spec: Spec) -> None:
+    """Have room for what a command is to store, now or in a transaction. Raises ReplyError.
+
+    It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction.
+    """
+    queued = client.transaction.commands if client.transaction is not None else []
+    if spec.name == "exec" and not any("denyoom" in spec.flags for spec, _ in queued):
+        return
+    try:
+        client.server.keyspace.make_room()
+    except OutOfMemory:
+        raise ReplyError(OUT_OF_MEMORY) from None
 
 
 def check_rights(client: Client, spec: Spec, words: Command) -> None:
@@ -132,7 +149,18 @@ def _bare(error: ReplyError) -> ReplyError:
     return error
 
 
-def run_queued(client: Client, spec: Spec, words: Command) -> Reply:
+def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
+    """The whole reply of a command of a transaction, with all its steps, as the client's protocol spells it now."""
+    reply, pieces = _run_queued(client, spec, words), list[Piece]()
+    try:
+        encode(reply, client.protocol, pieces)
+    except Exception:
+        log.exception("%s failed between its steps; its transaction goes on", spec.name)
+        return [_failed(client, spec, ReplyError(_INTERNAL)).line]
+    return pieces
+
+
+def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command that was admitted when it was queued, if the client has not lost the right to it since."""
     try:
         check_rights(client, spec, words)
@@ -161,28 +189,20 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
-        return _within_quotas(client, spec, reply) if type(reply) is Stream and client.keyspace.quotas else reply
+        return _in_steps(client, spec, reply) if type(reply) is Stream else reply
     except OverQuota as error:
         return _over_quota(client, spec, error)
     except ReplyError as error:
-        calls.failed += 1
-        server.stats.note_error(str(error))
-        return _bare(error)
+        return _failed(client, spec, error)
     except Postponed:
         raise
-    except Absent as absent:
-        if server.tiered is None:
-            raise
-        raise Postponed(Wait(partial(server.tiered.fetch, absent.values))) from None
     except MemoryError:
         calls.failed += 1
         server.stats.note_error("OOM")
         return ReplyError("OOM the system has no memory left for this value")
     except Exception:
-        calls.failed += 1
-        server.stats.note_error("ERR")
         log.exception("%r failed; the connection goes on", words[0])
-        return ReplyError("ERR internal error, the server's log says more")
+        return _failed(client, spec, ReplyError(_INTERNAL))
     finally:
         client.finished = ended = monotonic_ns()
         took = ended - started
@@ -192,22 +212,31 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             _note_slow(client, spec, words, took)
 
 
-def _within_quotas(client: Client, spec: Spec, reply: Stream) -> Stream:
-    """A reply in steps, the last of which may store something."""
+def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
+    """A reply in steps. A single one may end with the error that it cannot be done."""
+    assert spec.fetches or spec.needs is nothing, f"what {spec.name} needs may leave memory between its steps"
+    if reply.length is not None:
+        return reply
 
     def items() -> Iterator[Reply]:
         try:
             yield from reply.items
         except OverQuota as error:
             yield _over_quota(client, spec, error)
+        except ReplyError as error:
+            yield _failed(client, spec, error)
 
-    return Stream(reply.length, items())
+    return Stream(None, items())
 
 
 def _over_quota(client: Client, spec: Spec, error: OverQuota) -> ReplyError:
+    return _failed(client, spec, ReplyError(f"OOM {error}"))
+
+
+def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
     client.server.stats.calls[spec.name].failed += 1
-    client.server.stats.note_error("OOM")
-    return ReplyError(f"OOM {error}")
+    client.server.stats.note_error(str(error))
+    return _bare(error)
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from kvpage_server.commands.arguments import I64, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import lists_pages
+from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
@@ -47,6 +48,7 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
         -3,
         "write fast",
         keys=(1, 1, 1),
+        needs=extents,
         group="generic",
         since=since,
         usage=f"key {time} [NX | XX | GT | LT]",
@@ -103,7 +105,16 @@ def _left(client: Client, raw: Argument) -> int:
     return expires if expires < 0 else max(expires - unix_ms(), 0)
 
 
-@command("ttl", 2, "readonly fast", keys=(1, 1, 1), group="generic", usage="key", summary="Returns seconds to live.")
+@command(
+    "ttl",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="generic",
+    usage="key",
+    summary="Returns seconds to live.",
+    needs=nothing,
+)
 def ttl(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for ever, -2 for no such key."""
     return _seconds(_left(client, args[0]))
@@ -114,6 +125,7 @@ def ttl(client: Client, args: list[Argument]) -> Reply:
     2,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="generic",
     since="2.6.0",
     usage="key",
@@ -129,6 +141,7 @@ def pttl(client: Client, args: list[Argument]) -> Reply:
     2,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="generic",
     since="7.0.0",
     usage="key",
@@ -144,6 +157,7 @@ def expiretime(client: Client, args: list[Argument]) -> Reply:
     2,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="generic",
     since="7.0.0",
     usage="key",
@@ -159,6 +173,7 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     2,
     "write fast",
     keys=(1, 1, 1),
+    needs=extents,
     group="generic",
     since="2.2.0",
     usage="key",

@@ -10,6 +10,7 @@ from kvpage_server.commands.arguments import batch, integer_in
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import HOLE, block_missed, count_miss
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import named_blocks, page_id, request_name
 from kvpage_server.page import MAX_U32, unix_ms
@@ -31,6 +32,7 @@ def _lease(keyspace: Keyspace, block: Block, milliseconds: int) -> bool:
     "readonly",
     group="page",
     uses=requests(3, 2),
+    needs=nothing,
     usage="pages_per_block lease_ms N req page [req page ...]",
     summary="Counts the complete blocks from the first on, and leases exactly those.",
 )
@@ -70,6 +72,7 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     "readonly",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req lease_ms [page ...]",
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
@@ -93,6 +96,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     "write",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req [page ...]",
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
@@ -115,6 +119,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     "write",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req [page ...]",
     summary="Ends the pins of a request, or of some of its blocks.",
 )

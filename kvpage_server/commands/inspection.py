@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import human, resident_memory
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import command, container
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
@@ -21,6 +22,7 @@ container("object", group="generic", summary="A container for how values are kep
     3,
     "readonly keyspace",
     keys=(2, 2, 1),
+    needs=nothing,
     group="generic",
     since="2.2.3",
     usage="key",
@@ -41,6 +43,7 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
     3,
     "readonly keyspace",
     keys=(2, 2, 1),
+    needs=nothing,
     group="generic",
     since="2.2.3",
     usage="key",
@@ -56,6 +59,7 @@ def object_refcount(client: Client, args: list[Argument]) -> Reply:
     3,
     "readonly keyspace",
     keys=(2, 2, 1),
+    needs=nothing,
     group="generic",
     since="2.2.3",
     usage="key",
@@ -72,6 +76,7 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     3,
     "readonly keyspace",
     keys=(2, 2, 1),
+    needs=nothing,
     group="generic",
     since="4.0.0",
     usage="key",
@@ -100,6 +105,7 @@ def _usage(key: bytes, entry: Entry) -> int:
     -3,
     "readonly",
     keys=(2, 2, 1),
+    needs=nothing,
     group="server",
     since="4.0.0",
     usage="key [SAMPLES count]",

@@ -10,6 +10,7 @@ from itertools import zip_longest
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import lists_pages
+from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.registry import command
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key
@@ -22,7 +23,9 @@ _U64_MAX = 2**64 - 1
 _STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
 
 
-@command("del", -2, "write", keys=(1, -1, 1), group="generic", usage="key [key ...]", summary="Deletes keys.")
+@command(
+    "del", -2, "write", keys=(1, -1, 1), group="generic", usage="key [key ...]", summary="Deletes keys.", needs=extents
+)
 def del_(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
     delete = client.server.keyspace.delete
@@ -34,6 +37,7 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     -2,
     "write fast",
     keys=(1, -1, 1),
+    needs=extents,
     group="generic",
     since="4.0.0",
     usage="key [key ...]",
@@ -49,6 +53,7 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
     -2,
     "readonly fast",
     keys=(1, -1, 1),
+    needs=nothing,
     group="generic",
     usage="key [key ...]",
     summary="Counts the keys that exist.",
@@ -72,6 +77,7 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     -2,
     "readonly fast",
     keys=(1, -1, 1),
+    needs=nothing,
     group="generic",
     since="3.2.1",
     usage="key [key ...]",
@@ -83,7 +89,16 @@ def touch(client: Client, args: list[Argument]) -> Reply:
     return sum(read(key) is not None for key in plain_all(args))
 
 
-@command("type", 2, "readonly fast", keys=(1, 1, 1), group="generic", usage="key", summary="Names a value's type.")
+@command(
+    "type",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="generic",
+    usage="key",
+    summary="Names a value's type.",
+    needs=nothing,
+)
 def type_(client: Client, args: list[Argument]) -> Reply:
     """string or none; set for an index key."""
     key, keyspace = plain(args[0]), client.server.keyspace

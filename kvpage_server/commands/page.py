@@ -10,13 +10,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import lru_cache, partial
 from itertools import repeat
 from operator import attrgetter
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar
 
-from kvpage_server.commands.arguments import OUT_OF_MEMORY, check_batch, integer_in, plain, plain_all
+from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
+from kvpage_server.commands.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.registry import command
 from kvpage_server.page import (
     ALLOWED_DTYPES,
@@ -38,10 +39,8 @@ from kvpage_server.page import (
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot, room_before
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_page
+from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_cold, is_page
 from kvpage_server.store.index import Block
-from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
 
 NAME_ARGUMENTS = 5
@@ -168,13 +167,6 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
         yield name, slot, now + ttl * 1000 if ttl else 0
 
 
-def _make_room(client: Client) -> None:
-    try:
-        client.keyspace.make_room()
-    except OutOfMemory:
-        raise ReplyError(OUT_OF_MEMORY) from None
-
-
 def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
     """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
     if entry is None:
@@ -197,6 +189,7 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
     11,
     "write denyoom page",
     uses=pages(0),
+    needs=extents_of_pages(0),
     group="page",
     usage="req layer head page type dtype page_size head_dim ttl body",
     summary="Stores a page; ttl is in seconds, 0 for none.",
@@ -204,7 +197,6 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """OK."""
     read = list(_read_pages(client, args))
-    _make_room(client)
     client.keyspace.set_pages(_describe(read, unix_ms(), client.server.config.page_checksums))
     return OK
 
@@ -214,6 +206,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     6,
     "readonly fast page",
     uses=pages(0),
+    needs=values,
     group="page",
     usage="req layer head page type",
     summary="Returns a page's body, null when it is not there.",
@@ -228,6 +221,8 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     -12,
     "write denyoom page",
     uses=pages(1, PAGE_ARGUMENTS),
+    needs=extents_of_pages(1, PAGE_ARGUMENTS),
+    fetches=True,
     group="page",
     usage="N req layer head page type dtype page_size head_dim ttl body "
     "[req layer head page type dtype page_size head_dim ttl body ...]",
@@ -242,7 +237,6 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     except ReplyError as error:
         code, message = str(error).split(" ", 1)
         raise ReplyError(f"{code} page {len(read) + 1} of {count}: {message}") from None
-    _make_room(client)
 
     def store() -> Iterator[Reply]:
         """Hash some pages a step; then all become visible at once."""
@@ -251,7 +245,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
         for start in range(0, count, STEP):
             pages += _describe(read[start : start + STEP], now, with_checksum)
             yield ()
-        yield from fetched(client, Tiered.cold_blocks_of, [name.key for name, _, _ in pages])
+        blocks = dict.fromkeys((name.req_id, name.page) for name, _, _ in pages)
+        yield from fetched(client, lambda tiered: tiered.extents_at(blocks))
         client.keyspace.set_pages(pages)
         yield OK
 
@@ -263,6 +258,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     -7,
     "readonly page",
     uses=pages(1, NAME_ARGUMENTS),
+    needs=values,
+    fetches=True,
     group="page",
     usage="N req layer head page type [req layer head page type ...]",
     summary="Returns N pages' bodies, null for those that are not there.",
@@ -295,8 +292,8 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
             for key, entry in zip(some, entries, strict=True):
                 if type(entry) is Slot and type(entry.unit) is Block:
                     pieces.append(entry)
-                elif type(entry) is Cold and type(entry.unit) is Block:
-                    pieces += cast("tuple[Piece, ...]", ahead.loan_of([entry]))
+                elif is_page(entry) and is_cold(entry):
+                    pieces += ahead.loan_of([entry]) or (absent,)
                 elif is_page(entry):
                     pieces += spell_page(entry)
                 else:
@@ -318,6 +315,7 @@ def _most_at_once(first: Entry | None) -> int:
     6,
     "readonly fast page",
     uses=pages(0),
+    needs=nothing,
     group="page",
     usage="req layer head page type",
     summary="Says whether a page is there, from the index alone.",

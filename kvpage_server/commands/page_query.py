@@ -7,14 +7,13 @@ from collections.abc import Iterator
 from kvpage_server.commands.arguments import check_batch
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import pages
+from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.page import NAME_ARGUMENTS, STEP, WRONG_TYPE, page_keys, page_name
 from kvpage_server.commands.registry import command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Stream
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import header_of, is_page
-from kvpage_server.store.extent import ExtentPage
+from kvpage_server.store.entry import header_of, is_cold, is_page
 
 
 @command(
@@ -23,6 +22,7 @@ from kvpage_server.store.extent import ExtentPage
     "readonly",
     group="page",
     uses=pages(1, NAME_ARGUMENTS),
+    needs=nothing,
     usage="N req layer head page type [req layer head page type ...]",
     summary="Says of N pages whether they are there, from the index alone.",
 )
@@ -55,6 +55,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     "readonly fast",
     group="page",
     uses=pages(0),
+    needs=extents,
     usage="req layer head page type",
     summary="Returns what is known of a page: its header, time to live, protection and tier.",
 )
@@ -67,7 +68,6 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     block = keyspace.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
-    is_cold = type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
     header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
     return {
         "dtype": int(header.dtype),
@@ -84,5 +84,5 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "ttl_left_ms": page.expires - now if page.expires else -1,
         "lease_left_ms": max(guard.until - now, 0),
         "pinned": int(guard.pinned),
-        "tier": "disk" if is_cold else "memory",
+        "tier": "disk" if is_cold(page) else "memory",
     }

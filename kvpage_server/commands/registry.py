@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import plain, plain_all, shorten
 from kvpage_server.commands.keys import READ, WRITE, Use, Uses, placed
+from kvpage_server.commands.needs import Needs, everything, nothing
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, simple
 
@@ -53,6 +54,8 @@ class Spec:
     access: int  # READ, WRITE or both: what it does to its keys
     all_keys: bool  # it concerns every key, or what only an administrator should see
     filtered: bool  # it shows and does what the user may see and do
+    needs: Needs  # what has to be in memory for it, where there is a disk
+    fetches: bool  # it sees to that itself as its reply goes on; within EXEC it has all of it before
     channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
     group: str
     since: str
@@ -103,6 +106,8 @@ def command(
     keys: tuple[int, int, int] = (0, 0, 0),
     uses: Uses | None = None,
     access: int = 0,
+    needs: Needs = everything,
+    fetches: bool = False,
     channels: str = "",
     since: str = "1.0.0",
     tips: str = "",
@@ -126,6 +131,8 @@ def command(
             access=access or _access(given),
             all_keys=_concerns_all_keys(given, group, uses),
             filtered="filtered" in given,
+            needs=needs if keys[0] or uses else nothing,
+            fetches=fetches,
             channels=channels,
             group=group,
             since=since,

@@ -7,6 +7,7 @@ that comes or goes meanwhile is seen as it is when its turn comes.
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 
 import xxhash
 
@@ -14,6 +15,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import requests
+from kvpage_server.commands.needs import blocks_of_request, nothing
 from kvpage_server.commands.registry import command
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.parser import Argument
@@ -22,6 +24,7 @@ from kvpage_server.store.blocks import shape_of
 from kvpage_server.store.entry import Page, header_of, is_page
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block
+from kvpage_server.store.known import Needed
 from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.tiered import Tiered
 
@@ -60,6 +63,7 @@ def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     "write",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req [page ...]",
     summary="Deletes a request, or some of its blocks.",
 )
@@ -83,6 +87,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     "readonly",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req [WITHSIZES]",
     summary="Lists a request's blocks and what each holds.",
 )
@@ -130,6 +135,8 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> dict[str, R
     "write",
     group="page",
     uses=requests(0),
+    needs=blocks_of_request,
+    fetches=True,
     usage="req [page ...]",
     summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
 )
@@ -154,7 +161,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for key in list(block.page_keys()):
-                yield from fetched(client, Tiered.cold_of, [key])
+                yield from fetched(client, partial(_value_of, key))
                 page = keyspace.find(key)
                 if not is_page(page):
                     continue
@@ -176,10 +183,14 @@ def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
     if client.server.tiered is None:
         return []
     keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
-    yield from fetched(client, Tiered.cold_of_block, block.req_id, block.page)
+    yield from fetched(client, lambda tiered: tiered.blocks_at([(block.req_id, block.page)]))
     gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
+
+
+def _value_of(key: bytes, tiered: Tiered) -> Iterator[Needed]:
+    return tiered.values_of([key])
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:

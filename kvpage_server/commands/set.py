@@ -8,6 +8,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import request_of
 from kvpage_server.commands.keyspace import scan_cursor, scan_options
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import command
 from kvpage_server.resp.parser import Argument
@@ -32,6 +33,7 @@ def _blocks(client: Client, raw: Argument) -> list[Block]:
     2,
     "readonly",
     keys=(1, 1, 1),
+    needs=nothing,
     group="set",
     usage="key",
     summary="Returns the page keys of a request, given its index key.",
@@ -56,6 +58,7 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     2,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="set",
     usage="key",
     summary="Counts the pages of a request, given its index key.",
@@ -70,6 +73,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     3,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="set",
     usage="key member",
     summary="Says whether a page key is one of a request's, given its index key.",
@@ -88,6 +92,7 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     -3,
     "readonly",
     keys=(1, 1, 1),
+    needs=nothing,
     group="set",
     since="2.8.0",
     usage="key cursor [MATCH pattern] [COUNT count]",

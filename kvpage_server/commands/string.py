@@ -11,8 +11,9 @@ from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.keys import READ, WRITE, key_of_set
+from kvpage_server.commands.needs import as_used, extents, nothing, values
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.value import admit, length_of, make_room, page_of, part_of, put, store, string_of
+from kvpage_server.commands.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
@@ -73,6 +74,7 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
     "write denyoom",
     keys=(1, 1, 1),
     uses=key_of_set,
+    needs=as_used,
     group="string",
     usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
     "PXAT unix-time-milliseconds | KEEPTTL]",
@@ -97,7 +99,16 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key", summary="Returns the value of a key.")
+@command(
+    "get",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="string",
+    usage="key",
+    summary="Returns the value of a key.",
+    needs=values,
+)
 def get(client: Client, args: list[Argument]) -> Reply:
     """A value, a page as its blob."""
     return string_of(_read(client, args[0]))
@@ -123,6 +134,7 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
     4,
     "write denyoom",
     keys=(1, 1, 1),
+    needs=extents,
     group="string",
     since="2.0.0",
     usage="key seconds value",
@@ -138,6 +150,7 @@ def setex(client: Client, args: list[Argument]) -> Reply:
     4,
     "write denyoom",
     keys=(1, 1, 1),
+    needs=extents,
     group="string",
     since="2.6.0",
     usage="key milliseconds value",
@@ -153,6 +166,7 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
     3,
     "write denyoom fast",
     keys=(1, 1, 1),
+    needs=extents,
     group="string",
     usage="key value",
     summary="Sets a value if its key does not exist.",
@@ -231,6 +245,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     -2,
     "readonly fast",
     keys=(1, -1, 1),
+    needs=values,
     group="string",
     usage="key [key ...]",
     summary="Returns the values of keys.",
@@ -247,7 +262,6 @@ def _mset(client: Client, args: list[Argument]) -> None:
     """All values or, when one is a damaged page, none."""
     keys, values = plain_all(args[::2]), args[1::2]
     pages = [page_of(client.server.keyspace, key, value) for key, value in zip(keys, values, strict=True)]
-    make_room(client)
     admit(client, zip(keys, values, pages, strict=True))
     for key, value, page in zip(keys, values, pages, strict=True):
         put(client, key, value, page)
@@ -258,6 +272,7 @@ def _mset(client: Client, args: list[Argument]) -> None:
     -3,
     "write denyoom",
     keys=(1, -1, 2),
+    needs=extents,
     group="string",
     since="1.0.1",
     usage="key value [key value ...]",
@@ -276,6 +291,7 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     -3,
     "write denyoom",
     keys=(1, -1, 2),
+    needs=extents,
     group="string",
     since="1.0.1",
     usage="key value [key value ...]",
@@ -296,6 +312,7 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     2,
     "readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="string",
     since="2.2.0",
     usage="key",
@@ -312,6 +329,7 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
     4,
     "readonly",
     keys=(1, 1, 1),
+    needs=values,
     group="string",
     since="2.4.0",
     usage="key start end",
@@ -336,6 +354,7 @@ command(
     4,
     "readonly",
     keys=(1, 1, 1),
+    needs=values,
     group="string",
     usage="key start end",
     summary="Returns a part of a value; the old name of GETRANGE.",

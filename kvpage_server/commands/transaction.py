@@ -6,9 +6,10 @@ from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch import run_queued
 from kvpage_server.commands.index_key import refuse_to_watch
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec, command
 from kvpage_server.resp.parser import Argument, Command
-from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError, encode
+from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError
 
 
 class Transaction:
@@ -65,8 +66,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
         return NULL_ARRAY
     pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
     for spec, words in transaction.commands:
-        reply = run_queued(client, spec, words)
-        encode(reply, client.protocol, pieces)
+        pieces += run_queued(client, spec, words)
     return tuple(pieces)
 
 
@@ -91,6 +91,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     -2,
     "noscript loading stale fast allow_busy",
     keys=(1, -1, 1),
+    needs=nothing,
     group="transactions",
     since="2.2.0",
     usage="key [key ...]",

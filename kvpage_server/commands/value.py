@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
+from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Reply, ReplyError
 from kvpage_server.store.arena import Slot
+from kvpage_server.store.cold import Absent, Cold
 from kvpage_server.store.entry import Entry, PageName, Text, is_page
-from kvpage_server.store.memory import Keyspace, OutOfMemory
+from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.quota import text_size
 from kvpage_server.store.ration import Coming
 
@@ -28,6 +29,8 @@ def string_of(entry: Entry | None) -> Reply:
         return None
     if isinstance(entry, Text):
         return entry.data
+    if type(entry) is Cold:
+        raise Absent(entry.name)  # now, not when the reply is sent
     if is_page(entry):
         return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
     return (entry,)
@@ -50,10 +53,8 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
-    """SET's write. Raises ReplyError when memory is full, or the value is a page with a body that is not its own."""
+    """SET's write. Raises ReplyError when the value is a page with a body that is not its own."""
     keyspace = client.server.keyspace
-    if keyspace.maxmemory:
-        make_room(client)
     if isinstance(value, bytes) and value[:4] != MAGIC:
         keyspace.set_string(key, value, expires)
     else:
@@ -81,14 +82,6 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
     if page is not None:
         return Coming(key, size, (page[0].req_id, page[0].page))
     return Coming(key, text_size(key, size))
-
-
-def make_room(client: Client) -> None:
-    """Evict what is too much. Raises ReplyError when the policy forbids it."""
-    try:
-        client.server.keyspace.make_room()
-    except OutOfMemory:
-        raise ReplyError(OUT_OF_MEMORY) from None
 
 
 def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> PageParts | None:

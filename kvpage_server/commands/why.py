@@ -7,6 +7,7 @@ from itertools import count
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import HOLE, INCOMPLETE, NEVER_STORED
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_name
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import request_name
@@ -26,6 +27,7 @@ STORED = "stored"
     "readonly",
     group="page",
     uses=requests(0),
+    needs=nothing,
     usage="req [layer head page type]",
     summary="Says why a read of a request, or of a page, would miss.",
 )

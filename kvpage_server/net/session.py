@@ -18,6 +18,7 @@ from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Argument, Command, Parser, ProtocolError
 from kvpage_server.resp.reply import Piece, Reply, Stream, Wait, encode
 from kvpage_server.store.behind import WriteBehind
+from kvpage_server.store.hold import Hold
 from kvpage_server.store.spelling import Value
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
@@ -89,6 +90,7 @@ class Session:
         self._is_one = False  # and not an array of many
         self._pushed: list[Reply] = []  # what waits for the end of that reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
+        self._hold: Hold | None = None  # what it needs stays in memory until it has run
         self._waiting = False  # for the disk
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
@@ -156,7 +158,7 @@ class Session:
     def _let_go(self) -> None:
         """Hold nothing any more."""
         self._gone = self._ending = True
-        self._stream = self._postponed = None
+        self._stream = self._postponed = self._hold = None
         self._pushed.clear()
         self._out.clear()
         self._parser = Parser(self._server.keyspace.arena.allocate)
@@ -331,9 +333,13 @@ class Session:
         before = self._promised.position if self._promised is not None else 0
         try:
             reply = execute(client, command)
-        except (Paused, Postponed):
-            self._postponed = command
+        except Postponed as postponed:
+            self._postponed, self._hold = command, postponed.hold or self._hold
             raise
+        except Paused:
+            self._postponed, self._hold = command, None
+            raise
+        self._hold = None
         if self._promised is not None:
             self._note_promise(self._promised, before)
         silent = client.silence != 0

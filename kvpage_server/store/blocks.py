@@ -13,7 +13,7 @@ import struct
 from kvpage_server.page import BlockShape, DType, Plane
 from kvpage_server.resp.reply import Piece
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Page
+from kvpage_server.store.entry import Page, is_cold
 from kvpage_server.store.extent import ExtentPage
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.index import Block
@@ -25,7 +25,7 @@ _GEOMETRY = struct.Struct("<5x2Bx2I")  # of a page header: dtype, kv_type, page_
 def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tuple[Piece, ...] | None:
     """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
 
-    It is in memory, or as a whole `lent`.
+    It is in memory, or as a whole `lent`; or the disk cannot be read, and it is a miss.
     """
     block = keyspace.block(req_id, page)
     shape = None if block is None else shape_of(keyspace, block)
@@ -35,8 +35,13 @@ def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tupl
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        return lent[slot].pieces([slot]) if type(slot) is Cold else (slot,)
-    return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in keyspace.pages_of(block)), b"\r\n")
+        if type(slot) is Cold:
+            return lent[slot].pieces([slot]) if slot in lent else None
+        return (slot,)
+    pages = keyspace.pages_of(block)
+    if any(map(is_cold, pages)):
+        return None
+    return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in pages), b"\r\n")
 
 
 def has_block(keyspace: Keyspace, req_id: bytes, page: int) -> bool:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NoReturn
 
 
 class Absent(Exception):
-    """Bytes are needed that have to be fetched first."""
+    """Bytes are used that were not fetched first. A command's `needs` see to it that this does not happen."""
 
-    def __init__(self, values: Sequence[Cold]) -> None:
-        super().__init__(f"{len(values)} values lie on disk")
-        self.values = values
+    def __init__(self, name: bytes) -> None:
+        super().__init__(f"{name!r} lies on disk")
 
 
 class Cold:
@@ -19,10 +17,11 @@ class Cold:
 
     `name` is what it is stored as. `header` is a page's, empty for other values. `unit` is the block that it belongs
     to, `expires` a unix time in milliseconds, 0 for never, and `used` a unix time in seconds, of its last use. `lent`
-    is how much had been lent before it was the last time, in bytes; -1 when it was not since it is cold.
+    is how much had been lent before it was the last time, in bytes; -1 when it was not since it is cold. `failing` is
+    why the disk could not be read for it the last time, empty when it could.
     """
 
-    __slots__ = ("expires", "header", "lent", "name", "size", "unit", "used")
+    __slots__ = ("expires", "failing", "header", "lent", "name", "size", "unit", "used")
 
     footprint = 0  # bytes of memory
 
@@ -36,21 +35,22 @@ class Cold:
         self.unit = unit
         self.used = used
         self.lent = -1
+        self.failing = ""
 
     @property
     def body(self) -> NoReturn:
         """Raises Absent."""
-        raise Absent([self])
+        raise Absent(self.name)
 
     @property
     def view(self) -> NoReturn:
         """Raises Absent."""
-        raise Absent([self])
+        raise Absent(self.name)
 
     def seal(self) -> NoReturn:
         """Raises Absent."""
-        raise Absent([self])
+        raise Absent(self.name)
 
     def part(self, start: int, stop: int) -> NoReturn:
         """Raises Absent."""
-        raise Absent([self])
+        raise Absent(self.name)

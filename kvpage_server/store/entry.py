@@ -55,6 +55,11 @@ def is_page(entry: Entry | None) -> TypeGuard[Page]:
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
 
 
+def is_cold(page: Page) -> bool:
+    """Whether the bytes of a page lie on disk alone."""
+    return type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
+
+
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
     """Whether the bytes of all of them lie on disk alone."""
     return {*map(type, entries)} == _COLD

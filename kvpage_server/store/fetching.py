@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from contextlib import suppress
+from functools import partial
 from itertools import compress, filterfalse
 from operator import attrgetter
 from typing import TypeAlias, cast
@@ -20,8 +22,10 @@ from kvpage_server.store.disk import Disk, Found, Outcome
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetch import Fetcher
+from kvpage_server.store.hold import Hold, Holds, TooMuch
 from kvpage_server.store.index import Block
-from kvpage_server.store.known import Known, unit_named
+from kvpage_server.store.known import Known, Needed, unit_named, unit_of
+from kvpage_server.store.lmdb_file import DiskError
 from kvpage_server.store.loan import Copies, Loan
 from kvpage_server.store.mapped import Mapped, MappedLoans
 from kvpage_server.store.memory import OutOfMemory
@@ -32,6 +36,7 @@ _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
 Lent: TypeAlias = dict[Cold, Loan]
+Start = Callable[[Callable[[], None]], None]  # of a wait: it is given what to do after
 
 log = logging.getLogger("kvpage")
 
@@ -48,9 +53,11 @@ class Fetching(Known):
         self._copied = Arena()  # what is lent small: for the moment, beside what memory has
         self._mapped: MappedLoans
         self._bytes_lent = 0  # so far
+        self.holds = Holds()
+        self._waiting: list[Callable[[], None]] = []  # for others to use what they hold
 
     def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Lent | None = None) -> None:
-        """Have values in memory, those at least that are intact; then call `then`. Raises MemoryError.
+        """Have values in memory, those at least that are intact and can be read; then call `then`. Raises MemoryError.
 
         Pages and blocks that memory need not have for others are in `lent` then.
         """
@@ -72,10 +79,40 @@ class Fetching(Known):
         for job in jobs:
             job.groups.append(group)
 
+    def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int) -> tuple[Hold, Start]:
+        """Begin to fetch what is cold of what is needed, and hold all of it: the hold, and what starts a wait for it.
+
+        What all who wait have fetched may be `most` bytes, 0 for no limit, or else one unit. Who has to let others go
+        before holds nothing meanwhile. Raises TooMuch, MemoryError: nothing has begun then.
+        """
+        size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
+        if 0 < most < size and len(units) > 1:
+            raise TooMuch(size)
+        if self.holds.bytes and (self._waiting or 0 < most < self.holds.bytes + size):
+            return self.holds.begin(()), self._waiting.append
+        hold = self.holds.begin(units)
+        self.fetch(cold, _nothing)
+        self.holds.grow(hold, size)
+        return hold, partial(self.fetch, cold)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether memory has more than it may; what came to it to be held does not count."""
+        return self.used_memory - self.holds.bytes > self.maxmemory > 0
+
+    def _after_a_hold(self) -> None:
+        """What was held counts again, and others may come."""
+        waiting, self._waiting = self._waiting, []
+        with suppress(OutOfMemory):
+            self.make_room()
+        for then in waiting:
+            then()
+
     def sweep(self, now: int, most: int) -> int:
         """See `Keyspace`."""
         self._copied.rest()
         self._mapped.call_in_old()
+        self.holds.end_old()
         return super().sweep(now, most)
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
@@ -89,15 +126,22 @@ class Fetching(Known):
     def _begin(self, values: Sequence[Cold]) -> _Job:
         """Values are about to be read by a thread; nobody else reads one of them meanwhile."""
         job = _Job(values)
+        for value in values:
+            value.failing = ""
         self._fetching.update(dict.fromkeys(values, job))
         return job
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
-        """Values were fetched, or lost: who waits may go on."""
+        """Values were fetched, or lost, or could not be read: who waits may go on."""
+        failing = ""
         for value, outcome in zip(job.values, outcomes, strict=True):
             del self._fetching[value]
-            if outcome is False or isinstance(outcome, Exception):
+            if isinstance(outcome, DiskError):
+                failing = value.failing = str(outcome)
+            elif outcome is False or isinstance(outcome, Exception):
                 self._lose(value, outcome)
+        if failing:
+            log.error("values cannot be read from disk: %s", failing)
         for group in job.groups:
             group.left -= 1
             if not group.left:
@@ -188,7 +232,7 @@ class Fetching(Known):
                 entries[place] = slot
             else:
                 cast(Extent, place).slot = slot
-            unit = value.unit if type(value.unit) is Block else value.name[1:]
+            unit = unit_of(value)
             grown[unit] = grown.get(unit, 0) + slot.footprint
             self.counts.fetched += 1
         for unit, size in grown.items():
@@ -221,6 +265,10 @@ class Fetching(Known):
         else:
             self._remove(place, "del")
         self.behind.note(value.name, Spoilt(), 0)
+
+
+def _nothing() -> None:
+    """Who waits is told otherwise."""
 
 
 class _Job:

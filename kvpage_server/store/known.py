@@ -8,14 +8,16 @@ less than a second.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias, cast
 
 import numpy as np
 
 from kvpage_server.store import sheet
+from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, are_cold, page_named
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, are_cold, is_page, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.index import Block
@@ -23,6 +25,9 @@ from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.ondisk import OnDisk
 from kvpage_server.store.record import Damaged, Record, footprint, name_of_block, name_of_key
 from kvpage_server.store.spelling import extent_of
+
+Body: TypeAlias = "Slot | Cold"
+Needed = tuple[Unit, Body]  # what has to be in memory, and what it goes from there with
 
 
 class DiskCounters:
@@ -208,10 +213,6 @@ class Known(Keyspace):
         slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
-    def cold_blocks_of(self, keys: Iterable[bytes]) -> list[Cold]:
-        """The blocks stored whole that have to be fetched before pages of theirs can change by themselves."""
-        return [cold for cold in self.cold_of(keys) if cold.name[:1] == b"b"]
-
     def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
         """The values that have to be fetched before a block can be read whole."""
         block = self.index.block(req_id, page)
@@ -221,9 +222,45 @@ class Known(Keyspace):
             return [block.extent.slot] if type(block.extent.slot) is Cold else []
         return self.cold_of(block.page_keys())
 
-    def cold_of_blocks(self, names: Iterable[tuple[bytes, int]]) -> list[Cold]:
-        """The values that have to be fetched before some blocks can be read whole."""
-        return [cold for name in names for cold in self.cold_of_block(*name)]
+    # -- what has to be in memory ----------------------------------------------------------------------------------
+
+    def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What has to be in memory for keys to be read."""
+        get = self._catalogue.get
+        for key in keys:
+            entry = get(key)
+            if entry is not None and type(entry) is not Text:
+                yield self._unit(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
+
+    def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What has to be in memory for keys to be written: the blocks stored whole that they name pages of.
+
+        There need not be such a page yet. It would be written into the block, which is split for that.
+        """
+        entries = self._catalogue.entries
+        names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
+        return self.extents_at((name.req_id, name.page) for name in names if name)
+
+    def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What has to be in memory for pages of some blocks to be written: the blocks, where they were stored whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+
+    def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What has to be in memory for blocks to be read whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+            elif block is not None:
+                yield from self.values_of(block.page_keys())
+
+
+def unit_of(value: Cold) -> Unit:
+    """What a value goes from memory with."""
+    return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def unit_named(unit: Unit) -> bytes:

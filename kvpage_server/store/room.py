@@ -69,9 +69,14 @@ class Room(Holdings):
             return [self._units.every, *(quota.units for quota in self._units.all)]
         return [self._units]
 
+    @property
+    def is_full(self) -> bool:
+        """Whether memory has more than it may."""
+        return self.used_memory > self.maxmemory > 0
+
     def make_room(self, *, may_evict: bool = True) -> None:
         """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
-        if not self.maxmemory or self.used_memory <= self.maxmemory:
+        if not self.is_full:
             return
         if self.policy == NO_EVICTION:
             raise OutOfMemory
@@ -83,7 +88,7 @@ class Room(Holdings):
             self.evict(unit)
             if self.arena.sparse:
                 self.gather()
-            if self.used_memory <= self.maxmemory:
+            if not self.is_full:
                 return
         if self.policy == VOLATILE_TTL:
             raise OutOfMemory

@@ -17,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 from kvpage_server.page import unix_ms
@@ -69,6 +70,7 @@ class Tiered(Fetching):
             self.disk, mode=mode, limit=limit, spell=change_of, stored=self._note_stored, make_room=self._give_up
         )
         self._fetcher = Fetcher(self.disk)
+        self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
         self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
 
     async def settle(self) -> None:
@@ -97,6 +99,7 @@ class Tiered(Fetching):
         await self.save()
         await self.behind.close()
         await self._fetcher.close()
+        self.holds.on_end = None
         self._mapped.call_in()
         self.disk.close()
 
@@ -259,18 +262,18 @@ class Tiered(Fetching):
 
         Raises OutOfMemory when there is nothing to drop and the policy forbids eviction.
         """
-        if not self.maxmemory or self.used_memory <= self.maxmemory:
+        if not self.is_full:
             return
         now, passed = unix_ms(), 0
         self.guards.settle(now)
         for unit in self._units.victims():
-            if self.guards.spares(unit, now) or not self._leaves(unit):
+            if unit in self.holds or self.guards.spares(unit, now) or not self._leaves(unit):
                 passed += 1
                 if passed == _MOST_PASSED:
                     break
             if self.arena.sparse:
                 self.gather()
-            if self.used_memory <= self.maxmemory:
+            if not self.is_full:
                 return
         self.behind.hurry()
         if self.policy in (NO_EVICTION, VOLATILE_TTL):
