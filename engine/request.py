@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import index
 from typing import Any, cast
 
 import mlx.core as mx
@@ -14,6 +15,8 @@ from engine.blocks import AgentBlocks, Arrays, KVBlock
 from engine.kvcache import Cache
 from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
+
+MOST = 2**32 - 1  # a token's id, as blocks are named
 
 
 class PromptError(ValueError):
@@ -34,6 +37,29 @@ class PromptTooLongError(PromptError):
 
 class UnknownTokenError(PromptError):
     """A prompt with an id that is not in the model's vocabulary."""
+
+
+def token_ids(tokens: Any) -> list[int]:
+    """`tokens` as a list of token ids. Raises UnknownTokenError for what is no run of whole numbers that can be ids."""
+    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
+        raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
+    found = list(tokens)
+    if not all(type(token) is int for token in found):
+        found = [_token_id(token) for token in found]
+    if found and not (min(found) >= 0 and max(found) <= MOST):
+        raise UnknownTokenError(f"token ids are 0 to {MOST}, got {next(t for t in found if not 0 <= t <= MOST)}")
+    return found
+
+
+def _token_id(token: Any) -> int:
+    """An array's scalar may be one. A truth value is a number only by accident."""
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return index(token)
+    except TypeError:
+        raise UnknownTokenError(f"token ids are whole numbers, got {token!r:.80}") from None
 
 
 def check_prompt(spec: ModelCacheSpec, tokens: Sequence[int]) -> None:

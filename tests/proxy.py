@@ -1,15 +1,53 @@
 """A proxy on the loopback that treats a server's answers badly: it cuts them off, holds them back, lets them drip,
-changes them."""
+changes them; in bad weather any of it, by chance, and what is asked likewise."""
 
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+
+
+@dataclass
+class Weather:
+    """What may happen to each piece that passes, and how often of a thousand."""
+
+    flips: int = 20  # a bit is turned over
+    cuts: int = 5  # the connection is closed
+    truncations: int = 5  # some bytes are left out, and the rest comes
+    delays: int = 20  # it comes late
+    longest: float = 0.05  # seconds
+    random: random.Random = field(default_factory=random.Random)
+    happened: Counter[str] = field(default_factory=Counter)
+
+    def pass_on(self, data: bytes, way: str) -> bytes:
+        """What becomes of a piece of the ``questions`` or ``answers``. Raises OSError for a cut."""
+        draw = self.random.randrange(1000)
+        for name, often in (("flip", self.flips), ("cut", self.cuts), ("gap", self.truncations), ("late", self.delays)):
+            if 0 <= draw < often:
+                self.happened[name] += 1
+                return self._happen(name, data)
+            draw -= often
+        return data
+
+    def _happen(self, name: str, data: bytes) -> bytes:
+        at = min(len(data) - 1, int(self.random.paretovariate(0.5)) - 1)  # frames come before bodies
+        if name == "flip":
+            changed = bytearray(data)
+            changed[at] ^= 1 << self.random.randrange(8)
+            return bytes(changed)
+        if name == "cut":
+            raise OSError("cut")
+        if name == "gap":
+            return data[:at] + data[at + self.random.randint(1, 8) :]
+        time.sleep(self.random.random() * self.longest)
+        return data
 
 
 @dataclass
@@ -26,6 +64,7 @@ class Proxy:
     flip_at: int | None = None  # the byte that comes with a bit turned over
     hold: float = 0  # seconds before every piece
     drip: float = 0  # seconds between single bytes
+    weather: Weather | None = None
     connections: int = 0  # that have been made so far
     _open: list[socket.socket] = field(default_factory=list)
     _passed: int = 0  # bytes on all connections together
@@ -44,7 +83,11 @@ class Proxy:
             if self._is_dead(0):
                 client.close()
                 continue
-            server = socket.create_connection(("127.0.0.1", self.target))
+            try:
+                server = socket.create_connection(("127.0.0.1", self.target))
+            except OSError:  # it is being restarted
+                client.close()
+                continue
             self._open += [client, server]
             threading.Thread(target=self._pass_on, args=(client, server), daemon=True).start()
             threading.Thread(target=self._answer, args=(server, client), daemon=True).start()
@@ -52,7 +95,7 @@ class Proxy:
     def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):
             while data := source.recv(1 << 20):
-                sink.sendall(data)
+                sink.sendall(self.weather.pass_on(data, "questions") if self.weather else data)
         self._close(source, sink)
 
     def _answer(self, source: socket.socket, sink: socket.socket) -> None:
@@ -72,6 +115,8 @@ class Proxy:
                     changed = bytearray(data)
                     changed[self.flip_at - passed] ^= 1
                     data = bytes(changed)
+                if self.weather:
+                    data = self.weather.pass_on(data, "answers")
                 passed += len(data)
                 if self._is_dead(len(data)):
                     break

@@ -255,18 +255,24 @@ async def test_after_a_call_was_cancelled_nothing_is_written_into_its_buffers(pr
         assert all(map(same, into, written[::-1]))
 
 
-async def test_a_call_that_is_cancelled_while_it_connects_gives_its_connection_back(
+async def test_a_call_that_is_cancelled_while_it_connects_ends_at_once_and_gives_its_connection_back(
     either_server: RunningServer,
 ) -> None:
+    """The connection, of which the pool has one, comes back when the thread that connects it gives up."""
     with start_proxy(either_server.port) as proxy:
         proxy.stall_after = 10
         async with AsyncPageClient(proxy.url, retry=NO_RETRY, max_connections=1) as pages:
             call = asyncio.create_task(pages.exists(key(0), deadline=0.5))
             await asyncio.sleep(0.1)
             call.cancel()
+            begun = time.monotonic()
             with pytest.raises(asyncio.CancelledError):
                 await call
+            assert time.monotonic() - begun < 0.2
+            with pytest.raises(Disconnected, match="Too many connections"):
+                await pages.exists(key(0))
             proxy.stall_after = None
+            await asyncio.sleep(0.6)
             assert not await pages.exists(key(0))
 
 

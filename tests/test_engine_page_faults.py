@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 import time
@@ -20,7 +21,7 @@ import mlx.core as mx
 from engine.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.tiers.breaker import FAILURES, SHORTEST, State
-from engine.tiers.manifest import block_names
+from engine.tiers.manifest import block_names, manifest_key
 from engine.tiers.pages import PageTier
 
 
@@ -307,18 +308,24 @@ def test_an_engine_computes_while_contexts_come_in(server: RunningServer, client
     tier.close()
 
 
-def test_a_manifest_of_an_older_version_is_a_miss_and_is_overwritten(
-    server: RunningServer, client: redis.Redis, pool: BlockPool
+def test_a_manifest_of_an_older_version_is_a_miss_and_goes_with_the_next(
+    client: redis.Redis, server: RunningServer, pool: BlockPool
 ) -> None:
     """The prompt's full blocks, which name themselves, are found all the same."""
     tier = PageTier(server.url, SPEC, pool)
     tier.save(context())
-    older = client.get("manifest:alice").replace(b'"format": 3', b'"format": 2')
-    client.set("manifest:alice", older)
+    key = manifest_key("alice", SPEC.fingerprint)
+    older = json.loads(client.get(key).partition(b" ")[2]) | {"format": 3}
+    client.delete(key)
+    client.set("manifest:alice", json.dumps(older))
     assert tier.load("alice") is None
     assert held(pool, tier.load("alice", TOKENS)) == 512
     assert tier.misses == {"manifest": 2}
     assert tier.save(context())
     assert held(pool, tier.load("alice", TOKENS)) == 700
-    assert client.get(f"refs:{block_names(TOKENS, SPEC)[0]}") == b"2"  # one is the unreadable manifest's, for ever
+    assert client.get(f"refs:{block_names(TOKENS, SPEC)[0]}") == b"1"
+    assert not client.exists("manifest:alice")
+    client.set("manifest:alice", json.dumps(older))
+    assert tier.delete("alice")
+    assert client.dbsize() == 0
     tier.close()

@@ -22,7 +22,7 @@ from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page
 from engine.pool import BlockPool
 from engine.prefix import chain_hashes
 from engine.spec import ModelCacheSpec, pages
-from engine.tiers.manifest import block_names
+from engine.tiers.manifest import _sealed, block_names, manifest_key
 from engine.tiers.pages import PageTier, Saved
 from kvpage_server.page import PageKey
 
@@ -31,6 +31,7 @@ SPEC = ModelCacheSpec.probe(MODEL, letter_tokenizer(), model_id="tiny")
 TOKENS = tuple(np.random.default_rng(4).integers(0, 96, 700).tolist())
 BLOCK = 256 * SPEC.token_nbytes
 ORDER = pages(SPEC.token_shapes(256))
+MANIFEST = manifest_key("alice", SPEC.fingerprint)
 
 
 @pytest.fixture
@@ -76,6 +77,11 @@ def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
         return 0
     pool.free(loaded.block_ids)
     return len(loaded)
+
+
+def resealed(manifest: Any) -> bytes:
+    """As somebody would have it who means harm."""
+    return _sealed(json.dumps(manifest).encode(), MANIFEST)
 
 
 def page_keys(name: str) -> list[bytes]:
@@ -277,7 +283,7 @@ def test_another_model_finds_nothing_of_ours(
     theirs = PageTier(server.url, other, pool)
     assert theirs.load("alice") is None
     assert theirs.load("bob", TOKENS) is None
-    assert theirs.misses == {"fingerprint": 1, "absent": 1}
+    assert theirs.misses == {"absent": 2}
     with pytest.raises(IncompatibleBlocksError):
         theirs.save(context())
     theirs.close()
@@ -286,21 +292,28 @@ def test_another_model_finds_nothing_of_ours(
 @pytest.mark.parametrize("damage", [
     lambda manifest: b"",
     lambda manifest: b"\xff\xfe",
-    lambda manifest: b"[]",
-    lambda manifest: b"{}",
-    lambda manifest: json.dumps({**manifest, "tokens": manifest["tokens"][:-1]}).encode(),
-    lambda manifest: json.dumps({**manifest, "tokens": [-1, *manifest["tokens"][1:]]}).encode(),
-    lambda manifest: json.dumps({**manifest, "tokens": ["a", *manifest["tokens"][1:]]}).encode(),
-    lambda manifest: json.dumps({**manifest, "chain": manifest["chain"][::-1]}).encode(),
-    lambda manifest: json.dumps({**manifest, "format": 99}).encode(),
-], ids=["empty", "no text", "a list", "nothing in it", "a token less", "a wrong token", "a letter for a token",
-        "another chain", "another format"])  # fmt: skip
+    lambda manifest: resealed([]),
+    lambda manifest: resealed({}),
+    lambda manifest: _sealed(b"[" * 100_000, MANIFEST),
+    lambda manifest: json.dumps(manifest).encode(),
+    lambda manifest: _sealed(json.dumps(manifest).encode(), manifest_key("alic", SPEC.fingerprint)),
+    lambda manifest: resealed({**manifest, "tokens": [float(token) for token in manifest["tokens"]]}),
+    lambda manifest: resealed({**manifest, "tokens": 5}),
+    lambda manifest: resealed({**manifest, "chain": None}),
+    lambda manifest: resealed({**manifest, "tokens": manifest["tokens"][:-1]}),
+    lambda manifest: resealed({**manifest, "tokens": [-1, *manifest["tokens"][1:]]}),
+    lambda manifest: resealed({**manifest, "tokens": ["a", *manifest["tokens"][1:]]}),
+    lambda manifest: resealed({**manifest, "chain": manifest["chain"][::-1]}),
+    lambda manifest: resealed({**manifest, "format": 99}),
+], ids=["empty", "no text", "a list", "nothing in it", "too deep", "no digest", "another agent's", "fractions",
+        "no tokens", "no chain", "a token less", "a wrong token", "a letter for a token", "another chain",
+        "another format"])  # fmt: skip
 def test_a_manifest_that_makes_no_sense_is_a_miss_and_is_overwritten(
     tier: PageTier, client: redis.Redis, pool: BlockPool, damage: Callable[[dict[str, Any]], bytes]
 ) -> None:
     whole = context()
     tier.save(whole)
-    client.set("manifest:alice", damage(json.loads(client.get("manifest:alice"))))
+    client.set(MANIFEST, damage(json.loads(client.get(MANIFEST).partition(b" ")[2])))
     assert tier.load("alice") is None
     assert tier.misses == {"manifest": 1}
     tier.save(whole)
@@ -329,7 +342,7 @@ def test_an_agent_id_that_cannot_name_pages_is_refused(tier: PageTier) -> None:
 
 def test_what_lies_on_the_server_can_be_looked_up_by_hand(tier: PageTier, client: redis.Redis) -> None:
     tier.save(context())
-    manifest = json.loads(client.get("manifest:alice"))
+    manifest = json.loads(client.get(MANIFEST).partition(b" ")[2])
     assert manifest["tokens"] == list(TOKENS)
     assert manifest["fingerprint"] == f"{SPEC.fingerprint:016x}"
     assert manifest["chain"][:2] == chain_hashes(SPEC.fingerprint, TOKENS, 256)

@@ -33,6 +33,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers import flush, loading
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.loading import Loaded
+from engine.tiers.manifest import manifest_key
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 
@@ -331,7 +332,10 @@ def test_a_file_fills_in_what_the_server_has_lost(
     first = stores(cold=cold)
     remember(first, pool, "alice", TOKENS[:50])
     first.close()
-    client.delete("manifest:alice", *(f"seal:{name}" for name in first._prefixes.names("alice", TOKENS)[2:]))
+    client.delete(
+        manifest_key("alice", SPEC.fingerprint),
+        *(f"seal:{name}" for name in first._prefixes.names("alice", TOKENS)[2:]),
+    )
     second = stores(cold=cold)
     assert recalled(second, pool, "alice", TOKENS) == ("cold", 50)
     third = stores()

@@ -17,6 +17,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import redis
+import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
@@ -339,10 +340,24 @@ def test_a_manifest_that_was_changed_is_an_error(store: PersistentStore, client:
 
 def test_deleting_an_instance_leaves_nothing(store: PersistentStore, client: redis.Redis) -> None:
     advance(simulator(store).make_executor("gone"), 2).save()
-    store.delete("gone")
+    assert store.delete("gone")
     assert client.dbsize() == 0
-    with pytest.raises(NoInstanceError):
-        store.delete("gone")
+    assert not store.delete("gone")
+    assert not store.delete("no instance's name")
+
+
+def test_an_instance_whose_manifest_is_damaged_can_be_deleted(store: PersistentStore, client: redis.Redis) -> None:
+    advance(simulator(store).make_executor("torn"), 1).save()
+    for manifest in (b"", b"torn", client.get("persistent:torn")[:-1], _digested(b"[]"), _digested(b"[" * 100_000)):
+        client.set("persistent:torn", manifest)
+        with pytest.raises(DamagedError):
+            simulator(store).resume("torn")
+        assert store.delete("torn")
+        assert not client.exists("persistent:torn")
+
+
+def _digested(text: bytes) -> bytes:
+    return xxhash.xxh3_64_hexdigest(text).encode() + b" " + text
 
 
 def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(

@@ -112,7 +112,13 @@ class Manifest:
         check, _, text = raw.partition(b" ")
         if xxhash.xxh3_64_hexdigest(text).encode() != check:
             raise DamagedError(f"instance {instance}: its manifest is not what was written")
-        stored = json.loads(text)
+        try:
+            return cls._of(json.loads(text), instance)
+        except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+            raise DamagedError(f"instance {instance}: its manifest makes no sense: {error!r:.80}") from error
+
+    @classmethod
+    def _of(cls, stored: Any, instance: str) -> Self:
         if stored["format"] != FORMAT:
             raise DamagedError(f"instance {instance}: format {stored['format']} is not supported, only {FORMAT}")
         return cls(

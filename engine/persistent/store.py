@@ -30,14 +30,13 @@ import mlx.core as mx
 import numpy as np
 import redis
 import xxhash
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
-from engine.persistent.errors import ConflictError, DamagedError, NoInstanceError, StoreError, WrongProgramError
+from engine.persistent.errors import ConflictError, DamagedError, StoreError, WrongProgramError
 from engine.persistent.manifest import Manifest, StoredLane, StoredTable
 from engine.persistent.memory import Memory
 from engine.persistent.table import Entry, Layout, Shape, Table
 from kvpage_server.client import Page, PageClient
+from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 
 CHUNK = 8 << 20  # bytes of pages in one command, at most, but for one page
@@ -71,15 +70,11 @@ class PersistentStore:
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
         """`url` as redis-py takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
-        self.pages = PageClient(url, deadline=deadline)
-        self.strings: Any = redis.Redis.from_url(
-            url, socket_timeout=deadline, socket_connect_timeout=deadline, retry=Retry(NoBackoff(), 0)
-        )
+        self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:
         """Close the connections."""
-        self.pages.close()
-        self.strings.close()
+        self.server.close()
 
     def instance(self, name: str, fingerprint: int) -> StoredInstance:
         """An instance by name, stored or not. Raises StoreError for a name that cannot be one."""
@@ -89,16 +84,22 @@ class PersistentStore:
 
     def manifest(self, instance: str) -> Manifest | None:
         """What is stored of an instance; None for nothing. Raises DamagedError for what is no manifest."""
-        raw = self.strings.get(_key(instance))
+        (raw,) = self.server.ask([_read(instance)])
         return None if raw is None else Manifest.parse(raw, instance)
 
-    def delete(self, instance: str) -> None:
-        """Forget an instance. Raises NoInstanceError when there is none."""
-        manifest = self.manifest(instance)
-        if manifest is None:
-            raise NoInstanceError(f"nothing is stored of instance {instance}")
-        self.strings.delete(_key(instance))
-        self.pages.delete_request(_request(instance, manifest.fingerprint))
+    def delete(self, instance: str) -> bool:
+        """Forget an instance; whether there was something. Pages of a damaged one, which nobody names, are evicted.
+
+        Raises redis.RedisError where the server does not answer: then it may still be there.
+        """
+        try:
+            manifest = self.manifest(instance)
+        except DamagedError:
+            manifest = None
+        (there,) = self.server.ask([Question(["DEL", _key(instance)], up_to(1))])
+        if manifest is not None:
+            self.server.delete_request(_request(instance, manifest.fingerprint))
+        return bool(there)
 
 
 class StoredInstance:
@@ -144,7 +145,7 @@ class StoredInstance:
         versions: dict[tuple[str, Entry], _Version] = {}
         written = [page for name, table in memory.tables.items() for page in self._changed(name, table, versions)]
         for run in _chunks(written):
-            self._store.pages.mset(run)
+            self._store.server.mset(run)
         manifest = self._known.successor(secrets.token_hex(8), steps)
         manifest.scalars = {name: _scalar(scalar.read()) for name, scalar in memory.scalars.items()}
         stale = list(self._stale)
@@ -157,7 +158,7 @@ class StoredInstance:
             table.dirty.clear()
         self._stale = stale
         with suppress(redis.RedisError):  # nothing refers to them; the next save tries again
-            self._store.pages.delete(stale)
+            self._store.server.delete(stale)
             self._stale = []
         return Saved(len(written), sum(memoryview(page.body).nbytes for page in written))
 
@@ -227,19 +228,14 @@ class StoredInstance:
 
     def _publish(self, manifest: Manifest) -> None:
         """Replace the manifest that is known here. Raises ConflictError where it is not the stored one any more."""
-        key = _key(self.name)
         self._attempt = manifest
-        with self._store.strings.pipeline() as pipeline:
-            pipeline.watch(key)
-            raw = pipeline.get(key)
+
+        def replace(raw: bytes | None) -> list[Question]:
             if (Manifest.parse(raw, self.name).token if raw is not None else "") != self._known.token:
                 raise ConflictError(f"instance {self.name} was saved by somebody else")
-            pipeline.multi()
-            pipeline.set(key, manifest.dump())
-            try:
-                pipeline.execute()
-            except redis.WatchError:
-                raise ConflictError(f"instance {self.name} was saved by somebody else") from None
+            return [Question(["SET", _key(self.name), manifest.dump()], ok)]
+
+        self._store.server.transaction([_key(self.name)], _read(self.name), replace)
         self._known, self._attempt = manifest, None
 
     # -- reading -------------------------------------------------------------------------------------------------------
@@ -274,7 +270,7 @@ class StoredInstance:
         for start in range(0, len(run), step):
             indices = run[start : start + step]
             keys = [self._page_key(lane.number, index, lane.slots[index]) for index in indices]
-            found = self._store.pages.mget_into(keys, list(rows[start : start + step]))
+            found = self._store.server.mget_into(keys, list(rows[start : start + step]))
             if not all(found):
                 lost = [*prefix, indices[found.index(False)]]
                 raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
@@ -291,6 +287,10 @@ class StoredInstance:
     def _page_key(self, lane: int, index: int, slot: int) -> PageKey:
         layer, head = divmod(lane, MAX_HEAD + 1)
         return PageKey(self._request, layer, head, index, slot)
+
+
+def _read(instance: str) -> Question:
+    return Question(["GET", _key(instance)], text)
 
 
 def _key(instance: str) -> str:

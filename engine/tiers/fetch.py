@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import takewhile
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,12 +16,13 @@ import numpy as np
 from engine.blocks import AgentBlocks, Arrays, KVBlock, in_memory
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import root_of
+from engine.request import token_ids
 from engine.spec import ModelCacheSpec, Shapes
 from engine.tiers.link import OUTAGES, Link
-from engine.tiers.manifest import Layout, Manifest, Miss, Place
+from engine.tiers.manifest import Layout, Manifest, Miss, Place, manifest_key, older_key
 from engine.tiers.plan import Offer, Plan
-from engine.tiers.refs import manifest_key
 from engine.tiers.worth import LEAST, Decision
+from kvpage_server.client.questions import Question, integer, texts, up_to
 
 
 class Fetch:
@@ -41,12 +41,14 @@ class Fetch:
         tokens: Sequence[int] | None,
         held: Sequence[KVBlock],
         over: Callable[[Fetch], None],
+        within: float,
     ) -> None:
-        """Starts at once. `over` is called when it has ended, on the tier's thread, before anybody is told.
+        """Starts at once, and takes `within` seconds at most. `over` is called when it has ended, on the tier's thread,
+        before anybody is told.
 
-        Raises ValueError when `held` are not blocks of the pool, or are more than `tokens` fill.
+        Raises ValueError when `held` are not blocks of the pool, or are more than `tokens` fill, and UnknownTokenError.
         """
-        prompt = () if tokens is None else tuple(tokens)
+        prompt = () if tokens is None else tuple(token_ids(tokens))
         if len(held) > (full := len(prompt) // spec.block_tokens):
             raise ValueError(f"held blocks are the first of {full} full ones, got {len(held)}")
         pool.share((block.block_id for block in held), agent_id)
@@ -74,6 +76,7 @@ class Fetch:
         self._over = threading.Event()
         self._ended = over
         self._callbacks: list[Callable[[Fetch], None]] = []
+        self._within = within
         self._dropped = False
         self._taken = False
         self._context: AgentBlocks | None = None
@@ -159,7 +162,7 @@ class Fetch:
             self.reasons.append(why)
 
     async def _run(self) -> None:
-        await self._link.attempt(self._load(), self._missed)
+        await self._link.attempt(self._load(), self._missed, self._within)
 
     async def _load(self) -> None:
         digests = await self._ask()
@@ -182,23 +185,26 @@ class Fetch:
     async def _ask(self) -> dict[str, str]:
         """What there is: the agent's manifest, which goes into the offer, and all digests a plan may need, by seal."""
         seals = [place.seal for place in self._offer.places]
+        keys = [manifest_key(self.agent_id, self._spec.fingerprint), older_key(self.agent_id)]
         begun = time.perf_counter()
-        raw, *found = await self._link.pipelined(
-            [["GET", manifest_key(self.agent_id)], *([["MGET", *seals]] if seals else [])]
-        )
+        (raw, older, *found) = await self._link.ask_one(texts(2 + len(seals)), "MGET", *keys, *seals)
         self._link.rates.asked(time.perf_counter() - begun)
-        digests = dict(zip(seals, found[0], strict=True)) if found else {}
+        digests = dict(zip(seals, found, strict=True))
         try:
             manifest = Manifest.parse(raw, self.agent_id, self._spec) if raw is not None else None
         except Miss as error:
             self._missed(str(error))
             manifest = None
+        if raw is None and older is not None:
+            self._missed("manifest")
         if manifest:
             wanted = manifest.tokens if self._tokens is None else self._offer.wanted
             self._offer = Offer(self._spec, wanted, manifest, root_of(self.agent_id))
             if more := [place.seal for place in self._offer.places if place.seal not in digests]:
-                digests |= dict(zip(more, await self._link.server.mget(more), strict=True))
-        return {seal: digest.decode() for seal, digest in digests.items() if digest} | self._sealed_in_memory
+                found = await self._link.ask_one(texts(len(more)), "MGET", *more)
+                digests |= dict(zip(more, found, strict=True))
+        there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
+        return there | self._sealed_in_memory
 
     # -- planning --------------------------------------------------------------------------------------------------
 
@@ -234,18 +240,18 @@ class Fetch:
         rate = self._link.rates.link_rate
         expected = self._layout.nbytes(*stored) / rate if rate else 0.0
         milliseconds = round(1000 * (self._link.deadline + 2 * expected))
-        counts = await self._link.pipelined(self._prefix(kind, milliseconds) for kind in kinds)
+        counts = await self._link.ask(self._prefix(kind, milliseconds) for kind in kinds)
         short = [i for i, kind in enumerate(kinds) if counts[i] < len(kind)]
         if short:  # perhaps because too much is leased already
-            again = await self._link.pipelined(self._prefix(kinds[i], 0) for i in short)
+            again = await self._link.ask(self._prefix(kinds[i], 0) for i in short)
             for i, count in zip(short, again, strict=True):
                 counts[i] = count
         return [place for kind, count in zip(kinds, counts, strict=True) for place in kind[count:]]
 
-    def _prefix(self, places: Sequence[Place], milliseconds: int) -> list[Any]:
+    def _prefix(self, places: Sequence[Place], milliseconds: int) -> Question:
         pages = self._layout.block(places[0]).pages
         names = [part for place in places for part in place.block]
-        return ["KVPAGEPREFIX", pages, milliseconds, len(places), *names]
+        return Question(["KVPAGEPREFIX", pages, milliseconds, len(places), *names], up_to(len(places)))
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -283,7 +289,6 @@ class Fetch:
         while not self._broken and (chunk := next(chunks, None)):
             try:
                 await self._take(*chunk, digests)
-                self._link.progressed()
                 self._reconsider()
             except Miss as error:
                 self._missed(str(error))
@@ -311,13 +316,14 @@ class Fetch:
         there = [True] * len(places)
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
-            there = await self._link.blocks.mget_blocks_into(names, self._layout.block(places[0]), bodies)
+            there = await self._link.server.mget_blocks_into(names, self._layout.block(places[0]), bodies)
+            self._link.progressed()  # what is done with them here is not the server's time
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, found in zip(places, memory, there, strict=True) if found]
         made = await self._link.beside(partial(_made, whole, digests, shapes))
         for place, found in zip(places, there, strict=True):
             if place not in made:
-                await self._link.server.delete(place.seal)
+                await self._link.ask_one(integer, "DEL", place.seal)
                 raise Miss("checksum" if found else "shape")
             self._arrays[place] = made[place]
             self.nbytes += nbytes

@@ -7,50 +7,43 @@ import threading
 from collections.abc import Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
-import redis
-import redis.asyncio
 import uvloop
-from redis.backoff import NoBackoff
-from redis.retry import Retry
 
 from engine.tiers.breaker import CircuitBreaker
 from engine.tiers.worth import Rates
-from kvpage_server.client import AsyncPageClient, PageClientError, Refused
+from kvpage_server.client import AsyncPageClient, DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
+from kvpage_server.client.questions import Question, Word
 
 T = TypeVar("T")
-OUTAGES = (redis.RedisError, PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
+OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the attempt that is under way
-AT_ONCE = 16  # things done at once, on three connections each; redis-py's pools end at a hundred
+AT_ONCE = 16  # things done at once, on up to `connections` connections each
 
 
 def reason(error: BaseException) -> str:
     """How an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an answer to no
     question of ours; ``full`` no memory left; ``refused`` another error for an answer."""
-    if isinstance(error, TimeoutError | redis.TimeoutError):
+    if isinstance(error, TimeoutError | DeadlineExceeded):
         return "slow"
-    if isinstance(error, redis.InvalidResponse):
+    if isinstance(error, WrongReply):
         return "garbled"
-    if isinstance(error, redis.OutOfMemoryError) or (isinstance(error, Refused) and error.code == "OOM"):
+    if isinstance(error, Refused) and error.code == "OOM":
         return "full"
-    gone = isinstance(error, redis.ConnectionError | OSError) and not isinstance(error, redis.AuthenticationError)
-    return "down" if gone else "refused"
+    return "down" if isinstance(error, Disconnected | OSError) else "refused"
 
 
 class Link:
-    """Blocks go through `blocks`, all else through `server`, both to be used on the link's own thread."""
+    """Everything that is said to the server goes through `server`, to be used on the link's own thread."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:
         """`deadline` in seconds, for a question or a chunk of blocks; `connections` to receive over at once.
 
         Raises ValueError for a URL that isn't one.
         """
-        self.blocks = AsyncPageClient(url, deadline=deadline)
-        self.server: Any = redis.asyncio.Redis.from_url(
-            url, retry=Retry(NoBackoff(), 0), socket_timeout=deadline, socket_connect_timeout=deadline
-        )
+        self.server = AsyncPageClient(url, deadline=deadline)
         self.deadline = deadline
         self.connections = connections
         self.breaker = CircuitBreaker()
@@ -88,22 +81,30 @@ class Link:
 
         return cancel_soon
 
-    async def attempt(self, work: Coroutine[Any, Any, T], missed: Callable[[str], object]) -> T | None:
-        """Do something when it is its turn, within the deadline, which `progressed` prolongs, unless the breaker is
-        open. For an outage None, and `missed` is told the reason."""
+    async def attempt(
+        self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
+    ) -> T | None:
+        """Do something when it is its turn, unless the breaker is open. For an outage None, and `missed` is told the
+        reason.
+
+        The server has the deadline to answer, from when it is asked, and anew whenever something `progressed`. All of
+        it, the waiting for a turn included, takes `within` seconds at most, which is nobody's failure: ``late``.
+        """
         try:
-            async with asyncio.timeout(self.deadline) as limit, self._turns:
-                _limit.set(limit)
+            async with asyncio.timeout(within) as whole, self._turns:
                 if not self.breaker.allows():
                     missed("open")
                     return None
-                done = await work
+                async with asyncio.timeout(self.deadline) as limit:
+                    _limit.set(limit)
+                    done = await work
         except OUTAGES as error:
-            why = reason(error)
+            late = whole.expired()
+            why = "late" if late else reason(error)
             missed(why)
             if why in FAILING:
                 self.breaker.failed()
-            else:
+            elif not late:
                 self.breaker.succeeded()
             return None
         finally:
@@ -121,14 +122,24 @@ class Link:
         if not limit.expired():
             limit.reschedule(self._loop.time() + self.deadline)
 
-    async def pipelined(self, commands: Iterable[Sequence[Any]]) -> list[Any]:
+    async def ask(self, questions: Iterable[Question]) -> list[Any]:
         """Ask several things at once. Raises what the first refusal of them is."""
-        pipeline = self.server.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        replies: list[Any] = await pipeline.execute()
+        answers = await self.server.ask(list(questions), deadline=self.deadline)
         self.progressed()
-        return replies
+        return answers
+
+    async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
+        """Ask one thing; the answer as `read` reads it."""
+        (answer,) = await self.ask([Question(words, read)])
+        return cast(T, answer)
+
+    async def transaction(
+        self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
+    ) -> list[Any]:
+        """Ask, and do what `change` makes of the answer before anybody changes one of the `keys`; its answers."""
+        answers = await self.server.transaction(keys, question, change, deadline=self.deadline)
+        self.progressed()
+        return answers
 
     def close(self) -> None:
         """Cancel what is under way, close the connections and end the thread."""
@@ -144,5 +155,4 @@ class Link:
         for task in others:
             task.cancel()
         await asyncio.gather(*others, return_exceptions=True)
-        await self.blocks.close()
-        await self.server.aclose()
+        await self.server.close()

@@ -3,21 +3,28 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import xxhash
 from typing_extensions import Buffer
 
 from engine.prefix import chain_hash, chain_hashes, root_of
+from engine.request import token_ids
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane
 
-FORMAT = 3  # of manifests and digests
+FORMAT = 4  # of manifests
+OLDER = 3  # one an agent, without a digest before it
+DIGESTS = 3  # the format of blocks' digests
 CHUNK = 8 << 20  # bytes of blocks that are asked for or sent in one go, a block at least
 MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
+
+
+_NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class Miss(Exception):
@@ -49,7 +56,7 @@ class Place:
 
     def digest(self, bodies: Iterable[Buffer]) -> str:
         """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
-        digest = xxhash.xxh3_64(f"{FORMAT}:{self.seal}".encode())
+        digest = xxhash.xxh3_64(f"{DIGESTS}:{self.seal}".encode())
         for body in bodies:
             digest.update(body)
         return digest.hexdigest()
@@ -145,30 +152,78 @@ class Manifest:
         """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec) for i in range(len(self.names))]
 
-    def dump(self, spec: ModelCacheSpec) -> str:
-        """The text that is stored. It does not name the agent: a fork's is the same."""
-        return json.dumps({
+    def dump(self, spec: ModelCacheSpec) -> bytes:
+        """What is stored: a digest, and JSON."""
+        text = json.dumps({
             "format": FORMAT,
             "fingerprint": f"{spec.fingerprint:016x}",
             "tokens": self.tokens,
             "chain": self.names,
         })  # fmt: skip
+        return _sealed(text.encode(), manifest_key(self.agent_id, spec.fingerprint))
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
-        """What `dump` made. Raises Miss for another model's and for one that contradicts itself."""
+        """What `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
+        stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
         try:
-            stored = json.loads(raw)
-            if stored["format"] != FORMAT:
-                raise Miss("manifest")
-            if stored["fingerprint"] != f"{spec.fingerprint:016x}":
-                raise Miss("fingerprint")
-            found = cls.of(agent_id, stored["tokens"], spec)
+            found = cls.of(agent_id, token_ids(stored["tokens"]), spec)
             if list(found.names) != stored["chain"]:
                 raise Miss("manifest")
         except (ValueError, KeyError, TypeError, OverflowError) as error:
             raise Miss("manifest") from error
         return found
+
+
+def manifest_key(agent_id: str, fingerprint: int) -> str:
+    """Where an agent's manifest for a model lies."""
+    return f"{older_key(agent_id)}:{fingerprint:016x}"
+
+
+def older_key(agent_id: str) -> str:
+    """Where earlier versions kept an agent's only one."""
+    return f"manifest:{agent_id}"
+
+
+def names_in(raw: bytes | None, key: str) -> set[str]:
+    """The blocks that the manifest at a key names, of whatever model; of one that makes no sense, none."""
+    try:
+        chain = _opened(raw, key)["chain"] if raw is not None else []
+        return {name for name in chain if _NAME.match(name)}
+    except (Miss, KeyError, TypeError):
+        return set()
+
+
+def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
+    """A manifest for another key than its own; None for one that makes no sense."""
+    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and names_in(raw, key) else None
+
+
+def _sealed(text: bytes, key: str) -> bytes:
+    """With a digest before it, of where it lies and of all that it says: a bit that was turned over, in it or in the
+    key that was asked for, gives nobody another one's context."""
+    return b"%b %b" % (_digest(text, key), text)
+
+
+def _opened(raw: bytes, key: str) -> Any:
+    """What a manifest says. Raises Miss."""
+    digest, _, text = raw.partition(b" ")
+    older = key.count(":") == 1
+    if not older and digest != _digest(text, key):
+        raise Miss("manifest")
+    try:
+        stored = json.loads(raw if older else text)
+        if stored["format"] != (OLDER if older else FORMAT):
+            raise Miss("manifest")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Miss("manifest") from error
+    return stored
+
+
+def _digest(text: bytes, key: str) -> bytes:
+    digest = xxhash.xxh3_64(key.encode())
+    digest.update(text)
+    return digest.hexdigest().encode()
 
 
 def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = "") -> tuple[str, ...]:

@@ -5,7 +5,7 @@ What lies where::
     kv:{chain hash}:{layer}:{head}:0:{kv_type}   the pages of a block
     kv:{chain hash}:{layer}:{head}:1:{kv_type}   those of the state after it, where layers carry one
     seal:{chain hash}, state:{chain hash}        the digest of either, written after it: it is complete
-    manifest:{agent}                             tokens and names, written last of all
+    manifest:{agent}:{fingerprint}               tokens and names, of one model, written last of all
     refs:{chain hash}                            how many manifests name it
     claim:{chain hash}                           who computes it at the moment
 
@@ -34,10 +34,12 @@ from engine.tiers import refs, saving
 from engine.tiers.breaker import CircuitBreaker
 from engine.tiers.fetch import Fetch
 from engine.tiers.link import Link
-from engine.tiers.manifest import Layout, Manifest, Miss, Place
+from engine.tiers.manifest import Layout, Manifest, Miss, Place, manifest_key
 from engine.tiers.worth import Rates
+from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
 T = TypeVar("T")
+RESTORE_WITHIN = 10.0  # seconds
 __all__ = ["Fetch", "PageTier", "Saved"]
 
 
@@ -56,20 +58,32 @@ class PageTier:
 
     With a server that is slow, full, wrong or gone, a load finds less or nothing and a save leaves what was there, and
     the reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they aren't
-    what was written; ``fingerprint`` another model's manifest; ``manifest`` an unreadable one; ``pool`` no blocks are
-    free; ``recompute`` it is computed sooner than fetched; ``slow`` not done in time; ``down`` no connection; ``full``
-    no memory left; ``garbled`` no sense in the answer; ``refused`` an error for an answer; ``open`` the server failed
-    so often lately that it was not asked.
+    what was written; ``manifest`` an unreadable one, or an earlier version's; ``pool`` no blocks are free;
+    ``recompute`` it is computed sooner than fetched; ``slow`` no answer in time; ``late`` not all of it in the time
+    that a load has; ``down`` no connection; ``full`` no memory left; ``garbled`` no sense in the answer; ``refused`` an
+    error for an answer; ``open`` the server failed so often lately that it was not asked.
     """
 
     def __init__(
-        self, url: str, spec: ModelCacheSpec, pool: BlockPool, *, deadline: float = 5.0, connections: int = 2
+        self,
+        url: str,
+        spec: ModelCacheSpec,
+        pool: BlockPool,
+        *,
+        deadline: float = 5.0,
+        restore_within: float | None = None,
+        connections: int = 2,
     ) -> None:
         """`url` as redis-py takes it; `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or a single
-        one. A load receives over up to `connections` connections at once.
+        one. `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
+        deadline if that is longer. A deadline of more than half of it is shortened to that. A load receives over up to
+        `connections` connections at once.
 
-        Raises ValueError for a URL that isn't one.
+        Raises ValueError for a URL that isn't one, and for a time that isn't more than 0.
         """
+        within = max(RESTORE_WITHIN, 2 * deadline) if restore_within is None else restore_within
+        if not min(deadline, within) > 0:
+            raise ValueError(f"a time must be more than 0 seconds, got {min(deadline, within)}")
         self.misses: Counter[str] = Counter()  # what loads did not find, by reason
         self.unsaved: Counter[str] = Counter()  # what was not written, by reason
         self.unasked: Counter[str] = Counter()  # all other questions that got no answer, by reason
@@ -77,7 +91,8 @@ class PageTier:
         self._spec = spec
         self._layout = Layout(spec)
         self._pool = pool
-        self._link = Link(url, deadline, connections)
+        self._within = within
+        self._link = Link(url, min(deadline, within / 2), connections)
         self._token = uuid.uuid4().hex  # whose claims are ours
 
     @property
@@ -96,14 +111,22 @@ class PageTier:
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
-    def fetch(self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()) -> Fetch:
+    def fetch(
+        self,
+        agent_id: str,
+        tokens: Sequence[int] | None = None,
+        *,
+        held: Sequence[KVBlock] = (),
+        within: float | None = None,
+    ) -> Fetch:
         """Begin to load; see `load`. What is asked of the result is asked of a `Fetch`.
 
         `held` are the first full blocks of `tokens`, which are in memory: they are not fetched but shared, and the
-        first blocks of the result.
+        first blocks of the result. `within` is how many seconds it takes at most, `restore_within` unless given.
         """
         check_agent_id(agent_id)
-        return Fetch(self._link, self._spec, self._layout, self._pool, agent_id, tokens, held, self._count)
+        within = self._within if within is None else within
+        return Fetch(self._link, self._spec, self._layout, self._pool, agent_id, tokens, held, self._count, within)
 
     def _count(self, fetch: Fetch) -> None:
         self.misses.update(fetch.reasons)
@@ -113,7 +136,8 @@ class PageTier:
     def load(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()
     ) -> AgentBlocks | None:
-        """The longest stored context that begins as `tokens` do, or, without `tokens`, all of the agent's own.
+        """The longest stored context that begins as `tokens` do, or, without `tokens`, all of the agent's own; what has
+        come of it within `restore_within` seconds.
 
         In its last block it may go on differently: the engine's submit compares tokens. Its blocks are allocated in
         the pool and the caller's to free. None when there is nothing usable.
@@ -147,10 +171,10 @@ class PageTier:
 
     async def _save(self, manifest: Manifest, parts: saving.Parts) -> Saved:
         saved = await self._write(parts)
-        await refs.replace(self._link.server, manifest.agent_id, manifest.dump(self._spec))
+        await refs.replace(self._link, manifest.agent_id, self._spec.fingerprint, manifest.dump(self._spec))
         again = await self._write(parts)  # what somebody deleted before this manifest held on to it
         if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
-            await refs.bury(self._link.server, manifest.names)
+            await refs.bury(self._link, manifest.names)
         return saved
 
     async def _write(self, parts: saving.Parts) -> Saved:
@@ -169,27 +193,31 @@ class PageTier:
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
-        return self._ask(refs.copy(self._link.server, agent_id, new_id)) or False
+        return self._ask(refs.copy(self._link, agent_id, new_id, self._spec.fingerprint)) or False
 
     def delete(self, agent_id: str) -> bool:
-        """Delete what is stored of the agent, but for blocks that others have too; whether there was something."""
-        return self._ask(refs.replace(self._link.server, check_agent_id(agent_id), None)) or False
+        """Delete what is stored of the agent, by whatever model, but for blocks that others have too; whether there was
+        something. Looks through all keys of the server."""
+        return self._ask(refs.delete(self._link, check_agent_id(agent_id))) or False
 
     def agents(self) -> list[str]:
-        """Whose contexts are here, of this model or of others."""
-        return self._ask(refs.agents(self._link.server)) or []
+        """Whose contexts of this model are here."""
+        return self._ask(refs.agents(self._link, self._spec.fingerprint)) or []
 
     def has(self, agent_id: str) -> bool:
-        """Whether there is a context of the agent, of this model or of another."""
-        return bool(self._ask(self._link.server.exists(refs.manifest_key(check_agent_id(agent_id)))))
+        """Whether there is a context of the agent, of this model."""
+        return bool(self._ask(self._link.ask_one(up_to(1), "EXISTS", self._key(agent_id))))
 
     def tokens_of(self, agent_id: str) -> int | None:
         """How many tokens are stored of the agent; None when there is nothing of this model."""
-        raw = self._ask(self._link.server.get(refs.manifest_key(check_agent_id(agent_id))))
+        raw = self._ask(self._link.ask_one(text, "GET", self._key(agent_id)))
         try:
             return len(Manifest.parse(raw, agent_id, self._spec).tokens) if raw is not None else None
         except Miss:
             return None
+
+    def _key(self, agent_id: str) -> str:
+        return manifest_key(check_agent_id(agent_id), self._spec.fingerprint)
 
     # -- who computes what -----------------------------------------------------------------------------------------
 
@@ -215,20 +243,18 @@ class PageTier:
         return self._ask(self._change_claim(_claim_key(name), 0)) or False
 
     async def _claim(self, key: str, milliseconds: int) -> bool:
-        return bool(await self._link.server.set(key, self._token, nx=True, px=milliseconds))
+        return await self._link.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
 
     async def _change_claim(self, key: str, milliseconds: int) -> bool:
         """Let our claim live for so long from now, 0 not at all. Whether it was ours."""
         ours = False
 
-        async def change(pipe: Any) -> None:
+        def change(holder: bytes | None) -> list[Question]:
             nonlocal ours
-            ours = await pipe.get(key) == self._token.encode()
-            pipe.multi()
-            if ours:
-                pipe.pexpire(key, milliseconds)
+            ours = holder == self._token.encode()
+            return [Question(["PEXPIRE", key, milliseconds], up_to(1))] if ours else []
 
-        await self._link.server.transaction(change, key)
+        await self._link.transaction([key], Question(["GET", key], text), change)
         return ours
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T | None:

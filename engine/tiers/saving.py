@@ -12,6 +12,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.link import Link
 from engine.tiers.manifest import Layout, Manifest, Place
 from kvpage_server.client.buffers import readable
+from kvpage_server.client.questions import Question, ok, up_to
 
 Parts = Mapping[Place, Sequence[Buffer]]  # what belongs where: the arrays, in canonical order
 
@@ -32,13 +33,13 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 async def missing(link: Link, layout: Layout, places: Sequence[Place]) -> list[Place]:
     """Those that are not complete, or not sealed."""
-    found = iter(await link.pipelined(question for place in places for question in _questions(place, layout)))
+    found = iter(await link.ask(question for place in places for question in _questions(place, layout)))
     return [place for place in places if [next(found) for _ in _questions(place, layout)].count(0)]
 
 
-def _questions(place: Place, layout: Layout) -> list[list[str | bytes | int]]:
-    sealed: list[list[str | bytes | int]] = [["EXISTS", place.seal]]
-    return [*sealed, ["KVBLOCKEXISTS", *place.block]] if layout.nbytes(place) else sealed
+def _questions(place: Place, layout: Layout) -> list[Question]:
+    sealed = [Question(["EXISTS", place.seal], up_to(1))]
+    return [*sealed, Question(["KVBLOCKEXISTS", *place.block], up_to(1))] if layout.nbytes(place) else sealed
 
 
 async def write(link: Link, layout: Layout, parts: Parts, places: Sequence[Place]) -> None:
@@ -46,6 +47,6 @@ async def write(link: Link, layout: Layout, parts: Parts, places: Sequence[Place
     for chunk in layout.chunks(places):
         if layout.nbytes(chunk[0]):
             names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
-            await link.blocks.mset_blocks(names, layout.block(chunk[0]), bodies)
-        await link.server.mset({place.seal: place.digest(parts[place]) for place in chunk})
-        link.progressed()
+            await link.server.mset_blocks(names, layout.block(chunk[0]), bodies)
+        seals = [word for place in chunk for word in (place.seal, place.digest(parts[place]))]
+        await link.ask_one(ok, "MSET", *seals)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections import Counter
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -23,9 +25,11 @@ from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, PageClientError
 from kvpage_server.client.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.client.page import BlockBody, BlockName, Page
+from kvpage_server.client.questions import Question, Word, ask, commit, watch
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
+AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
 
 
 class AsyncPageClient:
@@ -43,6 +47,8 @@ class AsyncPageClient:
         self._pool = page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
+        self._openers = ThreadPoolExecutor(AT_ONCE, "kvpage-connect")
+        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # what a thread is connecting, or has connected
 
     async def __aenter__(self) -> Self:
         return self
@@ -60,6 +66,7 @@ class AsyncPageClient:
     async def close(self) -> None:
         """Close the connections."""
         self._pool.disconnect()
+        self._openers.shutdown(wait=False, cancel_futures=True)
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -157,6 +164,39 @@ class AsyncPageClient:
         """Protect a request, or the blocks of it with these page ids, from eviction for a while; how many blocks."""
         return await self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
+    # -- anything else ---------------------------------------------------------------------------------------------
+
+    async def ask(self, questions: Sequence[Question], *, deadline: float | None = None) -> list[Any]:
+        """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
+        when the connection broke may have been done. Raises what the first refusal is."""
+        end = Deadline(self._deadline if deadline is None else deadline)
+        async with self._lent() as connection:
+            await self._open(connection, end)
+            return await _ask(connection, ask(questions), end)
+
+    async def transaction(
+        self,
+        keys: Sequence[Word],
+        question: Question,
+        change: Callable[[Any], Sequence[Question]],
+        *,
+        deadline: float | None = None,
+    ) -> list[Any]:
+        """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
+        somebody else has changed one of the `keys` in between."""
+        end = Deadline(self._deadline if deadline is None else deadline)
+        async with self._lent() as connection:
+            await self._open(connection, end)
+            try:
+                while True:
+                    found = await _ask(connection, watch(keys, question), end)
+                    answers = await _ask(connection, commit(change(found)), end)
+                    if answers is not None:
+                        return answers
+            except BaseException:
+                connection.close_unless(over=False)  # it may still be watching
+                raise
+
     # -- doing -----------------------------------------------------------------------------------------------------
 
     async def _do(self, call: Call[T], deadline: float | None) -> T:
@@ -184,33 +224,42 @@ class AsyncPageClient:
         return self._dialect
 
     async def _converse(self, request: Request[T], end: Deadline) -> T:
-        connection = lend(self._pool)
-        try:
+        async with self._lent() as connection:
             failures = 0
             while True:
                 try:
-                    await _open(connection, end)
+                    await self._open(connection, end)
                     return await _ask(connection, request, end)
                 except Disconnected as error:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
+
+    @asynccontextmanager
+    async def _lent(self) -> AsyncIterator[PageConnection]:
+        """A connection of the pool. One that a thread is still connecting goes back when the thread is done with it:
+        it can't be interrupted, and nobody is to wait for it."""
+        connection = lend(self._pool)
+        try:
+            yield connection
         finally:
-            self._pool.release(connection)  # type: ignore[arg-type]
+            opening = self._openings.pop(connection, None)
+            if opening and not opening.done():
+                opening.add_done_callback(partial(self._opened_in_vain, connection))
+            else:
+                self._pool.release(connection)  # type: ignore[arg-type]
 
+    async def _open(self, connection: PageConnection, end: Deadline) -> None:
+        """Connect, unless it is connected."""
+        if not connection.is_ready:
+            opening = asyncio.get_running_loop().run_in_executor(self._openers, connection.open, end)
+            self._openings[connection] = opening
+            await asyncio.shield(opening)
 
-async def _open(connection: PageConnection, end: Deadline) -> None:
-    """Connect, unless it is connected. A thread that is at it can't be cancelled, only waited for."""
-    if connection.is_ready:
-        return
-    opening = asyncio.ensure_future(asyncio.to_thread(connection.open, end))
-    try:
-        await asyncio.shield(opening)
-    except asyncio.CancelledError:
-        while not opening.done():
-            with suppress(asyncio.CancelledError):
-                await asyncio.wait([opening])
-        opening.exception()
-        raise
+    def _opened_in_vain(self, connection: PageConnection, opening: asyncio.Future[None]) -> None:
+        if not opening.cancelled():
+            opening.exception()  # nobody else will look at it
+        connection.close_unless(over=False)
+        self._pool.release(connection)  # type: ignore[arg-type]
 
 
 async def _ask(connection: PageConnection, request: Request[T], end: Deadline) -> T:
@@ -218,11 +267,11 @@ async def _ask(connection: PageConnection, request: Request[T], end: Deadline) -
     try:
         async with asyncio.timeout(end.left()):
             await _pass_through(conversation)
+        return conversation.result()
     except TimeoutError:
         raise end.exceeded() from None
     finally:
         connection.close_unless(conversation.over)
-    return conversation.result()
 
 
 async def _pass_through(conversation: Conversation[Any]) -> None:

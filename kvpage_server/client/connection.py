@@ -22,11 +22,12 @@ from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
 from kvpage_server.client.deadline import Deadline
-from kvpage_server.client.errors import Disconnected, PageClientError
+from kvpage_server.client.errors import Disconnected, PageClientError, WrongReply
 from kvpage_server.client.exchange import Conversation, Request
 from kvpage_server.client.reply import Values, only
 
 T = TypeVar("T")
+NONSENSE = (AttributeError, LookupError, TypeError, ValueError)  # of redis-py's handshake, for what it can't read
 
 
 class PageConnection(AbstractConnection):
@@ -75,6 +76,9 @@ class PageConnection(AbstractConnection):
         except redis.RedisError as error:
             deadline.left()
             raise Disconnected(str(error)) from error
+        except NONSENSE as error:
+            self.disconnect()  # type: ignore[no-untyped-call]
+            raise WrongReply(f"the server's greeting makes no sense: {error!r}") from error
         finally:
             self.socket_timeout, self.socket_connect_timeout = timeouts
 
@@ -89,22 +93,23 @@ class PageConnection(AbstractConnection):
 
     def read_response(self, *args: Any, **options: Any) -> Any:
         """The answer to what was sent last."""
-        return self._converse(Request(lambda: iter(self._unsent), Values, only), self._deadline)
+        return self.converse(Request(lambda: iter(self._unsent), Values, only), self._deadline)
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request[T], deadline: Deadline) -> T:
         """What the server answers. Raises any PageClientError; after all but Refused the connection is closed."""
         self.open(deadline)
-        return self._converse(request, deadline)
+        return self.converse(request, deadline)
 
-    def _converse(self, request: Request[T], deadline: Deadline) -> T:
+    def converse(self, request: Request[T], deadline: Deadline) -> T:
+        """The same, on the connection as it is."""
         conversation = self.conversation(request)
         try:
             wait_through(conversation, deadline)
+            return conversation.result()
         finally:
             self.close_unless(conversation.over)
-        return conversation.result()
 
     def conversation(self, request: Request[T]) -> Conversation[T]:
         """A request on the open connection."""

@@ -151,5 +151,10 @@ class Conversation(Generic[T]):
         return self._outgoing.done and self._receiver.done and not self._broken
 
     def result(self) -> T:
-        """What was answered. Raises Refused."""
-        return self._read(self._receiver.result())
+        """What was answered. Raises Refused; and WrongReply for what is no answer, after which it is not `over`."""
+        answer = self._receiver.result()
+        try:
+            return self._read(answer)
+        except BaseException:
+            self._broken = True
+            raise

@@ -92,9 +92,9 @@ class Values:
         try:
             next(self._steps)
         except StopIteration:
-            self.done = True
             if self._pos < len(self._data):
                 raise WrongReply("there are bytes after the reply") from None
+            self.done = True
 
     def result(self) -> list[Any]:
         """The replies. Raises Refused."""
@@ -158,7 +158,7 @@ class Values:
             self._pos = end + 2
             return text
         taken = len(self._data) - self._pos
-        room = np.empty(size + 2, np.uint8).data
+        room = _memory(size + 2)
         room[:taken] = memoryview(self._data)[self._pos :]
         self._pos += taken
         self._room, self._filled = room, taken
@@ -170,6 +170,13 @@ class Values:
         if bytes(room[-2:]) != b"\r\n":
             raise WrongReply("a bulk string is not terminated by CRLF")
         return room[:-2]
+
+
+def _memory(nbytes: int) -> memoryview:
+    try:
+        return np.empty(nbytes, np.uint8).data
+    except MemoryError as error:
+        raise WrongReply(f"there is no memory for a bulk string of {nbytes} bytes") from error
 
 
 def _mapping(items: list[Any]) -> dict[Any, Any]:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -13,11 +14,12 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.connection import lend, page_pool, pause_before_retry
+from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected
 from kvpage_server.client.exchange import Request
 from kvpage_server.client.page import BlockBody, BlockName, Page
+from kvpage_server.client.questions import Question, Word, ask, commit, watch
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
@@ -189,6 +191,36 @@ class PageClient:
         """
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
+    # -- anything else ---------------------------------------------------------------------------------------------
+
+    def ask(self, questions: Sequence[Question], *, deadline: float | None = None) -> list[Any]:
+        """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
+        when the connection broke may have been done. Raises what the first refusal is."""
+        with self._lent() as connection:
+            return connection.ask(ask(questions), Deadline(self._deadline if deadline is None else deadline))
+
+    def transaction(
+        self,
+        keys: Sequence[Word],
+        question: Question,
+        change: Callable[[Any], Sequence[Question]],
+        *,
+        deadline: float | None = None,
+    ) -> list[Any]:
+        """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
+        somebody else has changed one of the `keys` in between."""
+        end = Deadline(self._deadline if deadline is None else deadline)
+        with self._lent() as connection:
+            try:
+                while True:
+                    found = connection.ask(watch(keys, question), end)
+                    answers = connection.converse(commit(change(found)), end)
+                    if answers is not None:
+                        return answers
+            except BaseException:
+                connection.close_unless(over=False)  # it may still be watching
+                raise
+
     # -- doing -----------------------------------------------------------------------------------------------------
 
     def _do(self, call: Call[T], deadline: float | None) -> T:
@@ -213,8 +245,7 @@ class PageClient:
         return self._dialect
 
     def _converse(self, request: Request[T], end: Deadline) -> T:
-        connection = lend(self._pool)
-        try:
+        with self._lent() as connection:
             failures = 0
             while True:
                 try:
@@ -222,5 +253,11 @@ class PageClient:
                 except Disconnected as error:
                     failures += 1
                     time.sleep(pause_before_retry(connection, failures, end, error))
+
+    @contextmanager
+    def _lent(self) -> Iterator[PageConnection]:
+        connection = lend(self._pool)
+        try:
+            yield connection
         finally:
             self._pool.release(connection)  # type: ignore[arg-type]

@@ -1,0 +1,128 @@
+"""Any command at all, as a question: its words, and what its answer may be.
+
+What comes over the wire may be anything: an answer is read before anybody works with it, and where it is not of the
+kind that the question has, WrongReply is raised and the connection closed, as the next answer may be another's, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from kvpage_server.client.errors import Refused, WrongReply
+from kvpage_server.client.exchange import Request
+from kvpage_server.client.reply import Values
+
+Word = str | bytes | int
+
+
+class Question(NamedTuple):
+    """A command and the reader of its answer, which raises WrongReply."""
+
+    words: Sequence[Word]
+    read: Callable[[Any], Any]
+
+
+def ask(questions: Sequence[Question]) -> Request[list[Any]]:
+    """Several questions at once; the answers as they were read. Raises what the first refusal of them is."""
+    return _request([question.words for question in questions], lambda values: _read(questions, values))
+
+
+def watch(keys: Sequence[Word], question: Question) -> Request[Any]:
+    """Watch keys and ask about them."""
+    return _request([["WATCH", *keys], question.words], lambda values: _read([Question((), ok), question], values)[1])
+
+
+def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
+    """Do all of it together; the answers, None when a watched key was changed and nothing was done."""
+
+    def read(values: list[Any]) -> list[Any] | None:
+        opened, *queued, answers = values
+        ok(opened)
+        for value in queued:
+            _expect(value == b"QUEUED", "QUEUED", value)
+        return None if answers is None else _read(questions, array(len(questions))(answers))
+
+    return _request([["MULTI"], *(question.words for question in questions), ["EXEC"]], read)
+
+
+def command(words: Sequence[Word]) -> bytes:
+    """As it goes over the wire."""
+    texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
+    return b"*%d\r\n%b" % (len(texts), b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts]))
+
+
+def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any]) -> Request[Any]:
+    text = b"".join(map(command, commands))
+    return Request(lambda: iter((text,)), lambda: Values(len(commands)), read)
+
+
+def _read(questions: Sequence[Question], values: Sequence[Any]) -> list[Any]:
+    if refused := next((value for value in values if isinstance(value, Refused)), None):
+        raise refused
+    return [question.read(value) for question, value in zip(questions, values, strict=True)]
+
+
+# -- readers -----------------------------------------------------------------------------------------------------------
+
+
+def _expect(so: bool, wanted: str, value: Any) -> None:
+    if not so:
+        raise WrongReply(f"instead of {wanted} came {value!r:.80}")
+
+
+def ok(value: Any) -> None:
+    """OK."""
+    _expect(value == b"OK", "OK", value)
+
+
+def ok_or_not(value: Any) -> bool:
+    """OK or nothing; whether it was OK."""
+    _expect(value in (b"OK", None), "OK or nothing", value)
+    return value is not None
+
+
+def integer(value: Any) -> int:
+    """A number."""
+    _expect(isinstance(value, int), "a number", value)
+    return int(value)
+
+
+def up_to(most: int) -> Callable[[Any], int]:
+    """A number from 0 to `most`."""
+
+    def read(value: Any) -> int:
+        _expect(isinstance(value, int) and 0 <= value <= most, f"a number from 0 to {most}", value)
+        return int(value)
+
+    return read
+
+
+def text(value: Any) -> bytes | None:
+    """A string, or None where there is none."""
+    _expect(value is None or isinstance(value, bytes | memoryview), "a string", value)
+    return None if value is None else bytes(value)
+
+
+def array(length: int) -> Callable[[Any], list[Any]]:
+    """So many answers of any kind."""
+
+    def read(value: Any) -> list[Any]:
+        _expect(isinstance(value, list) and len(value) == length, f"an array of {length}", value)
+        return list(value)
+
+    return read
+
+
+def texts(length: int) -> Callable[[Any], list[bytes | None]]:
+    """So many strings, None for each that is not there."""
+    several = array(length)
+    return lambda value: [text(one) for one in several(value)]
+
+
+def scanned(value: Any) -> tuple[bytes, list[bytes]]:
+    """Of SCAN: from where to go on, and keys."""
+    cursor, keys = array(2)(value)
+    _expect(isinstance(cursor, bytes) and cursor.isdigit(), "a cursor", cursor)
+    _expect(isinstance(keys, list) and all(isinstance(key, bytes) for key in keys), "keys", keys)
+    return cursor, keys
