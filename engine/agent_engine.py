@@ -23,7 +23,7 @@ from typing import Any, TypeVar
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.blocks import AgentBlocks
-from engine.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
+from engine.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver, token_ids
 from engine.singly import Sampler
 from engine.tiers.claim import Claim
 from engine.tiers.loading import Loaded, Loading
@@ -151,8 +151,9 @@ class AgentEngine:
         with, PoolExhaustedError only when the answer may need more than the whole pool: what has no room now waits.
         """
         options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
-        job = _Job(next(self._uids), agent_id, tuple(map(int, tokens)), options, keep, on_token, on_done, on_error)
+        job = _Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
         try:
+            job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
             if self._closed:
                 raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
             self._batch.check(agent_id, job.tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
@@ -225,7 +226,10 @@ class AgentEngine:
                 job.stage = _Stage.READY
             elif ahead < AHEAD and (self._ended >= job.not_before or not self._batch.running):
                 job.stage = _Stage.LOADING
-                job.loading = self._store.begin_load(job.agent_id, job.tokens)
+                # What it loads again, because another has computed it meanwhile, is on the same time.
+                job.loading = self._store.begin_load(
+                    job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
+                )
                 job.loading.add_done_callback(self.wake)
                 ahead += 1
 

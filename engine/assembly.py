@@ -20,7 +20,7 @@ from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.pages import PageTier
+from engine.tiers.pages import RESTORE_WITHIN, PageTier
 from engine.tiers.store import AgentCacheStore
 
 CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
@@ -36,6 +36,7 @@ class Options:
     cold: Path | None = None  # a directory for contexts in files
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
+    restore_within: float = RESTORE_WITHIN  # seconds that loading a context takes at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +64,10 @@ class Engine:
             model, tokenizer, model_id=model_name(options.model), cache=quantised if options.kv_bits else None
         )
         pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
-        pages = PageTier(options.store, spec, pool) if options.store else None
+        within = options.restore_within
+        pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
-        store = AgentCacheStore(spec, pool, pages=pages, cold=cold)
+        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, restore_within=within)
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool, wait_for_blocks=True)
         agents = AgentEngine(batch, store)
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)

@@ -18,12 +18,13 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from itertools import count, pairwise
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
@@ -48,10 +49,14 @@ from engine.request import (
     TokenReceiver,
     UnknownTokenError,
     check_prompt,
+    token_ids,
 )
 from engine.resuming import ResumingGenerator
+from engine.sampling import Guarded
 from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
+
+log = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 512  # tokens of a prompt computed between two tokens of an answer
 
@@ -97,7 +102,8 @@ class BlockPoolBatchEngine:
         self._keeper = BlockKeeper(spec, pool, state_budget)
         self.wait_for_blocks = wait_for_blocks
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self._generator = _generator(model, spec, self._tokenizer.eos_token_ids, prefill_chunk)
+        self._prefill_chunk = prefill_chunk
+        self._generator = self._new_generator()
         self._uids = count()
         self._waiting: deque[Request] = deque()  # for blocks
         self._running: dict[int, Request] = {}  # by the generator's uid
@@ -150,8 +156,8 @@ class BlockPoolBatchEngine:
         `on_token` is called with each token as it comes; with `logprobs` above 0, it has its log-probability and those
         of as many of the likeliest. `on_prompt` is called once, with the full blocks of the prompt up to its last token
         but one, as soon as that is computed: the answer's context will share them. They are lent: who keeps them takes
-        a reference of its own in the pool. What either raises ends this answer alone, with the reason "error" and no
-        context; it may submit and cancel.
+        a reference of its own in the pool. They may submit and cancel. What one of them raises, or the sampler, or
+        what a sampler gives that is no token, ends this answer alone, with the reason "error" and no context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
         IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1,
@@ -162,7 +168,7 @@ class BlockPoolBatchEngine:
         if self._closed:
             raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
         submitted = time.perf_counter()
-        tokens = self.encode(prompt) if isinstance(prompt, str) else list(map(int, prompt))
+        tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, self.spec.vocab_size)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
         max_tokens = self._room_for_answer(tokens, max_tokens)
@@ -176,7 +182,7 @@ class BlockPoolBatchEngine:
             cache=self._reconstruct_cache(cache, reused) if cache and reused else self._empty_cache(),
             shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
             checkpoints=self._keeper.checkpoints(reused, len(tokens)),
-            sampler=sampler,
+            sampler=Guarded(sampler) if sampler else None,
             text=AnswerText(self._tokenizer.detokenizer, stop),
             submitted=submitted,
             on_token=on_token,
@@ -246,9 +252,12 @@ class BlockPoolBatchEngine:
         self._admit_waiting()
         if not self._running:
             return []
-        prompts, responses = self._generator.next()
-        ends = [self._progress(prompt) for prompt in prompts]
-        ends += [self._advance(response) for response in responses]
+        try:
+            prompts, responses = self._generator.next()
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to all whose step it was
+            return self._begin_anew(error)
+        ends = [self._alone(self._progress, prompt) for prompt in prompts]
+        ends += [self._alone(self._advance, response) for response in responses]
         return [done for done in ends if done]
 
     def drain(self) -> Iterator[CompletedGeneration]:
@@ -298,6 +307,22 @@ class BlockPoolBatchEngine:
         self._running[uid] = request
         request.started = time.perf_counter()
 
+    def _alone(self, work: Callable[[Any], CompletedGeneration | None], response: Any) -> CompletedGeneration | None:
+        """Do something with what became of one request, its receivers and its sampler included: what that raises is the
+        end of its answer, and of no other."""
+        try:
+            return work(response)
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            return self._fail(response.uid, error) if response.uid in self._running else None
+
+    def _begin_anew(self, error: Exception) -> list[CompletedGeneration]:
+        """A step of the model has failed, and with it all that was in the batch: nobody knows how far that came."""
+        log.error("a step of the model failed", exc_info=error)
+        with suppress(Exception):
+            self._generator.close()
+        self._generator = self._new_generator()
+        return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
+
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
         """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
         tell if it is at its last token but one."""
@@ -317,20 +342,19 @@ class BlockPoolBatchEngine:
         if not computed or not request.on_prompt:
             return None
         on_prompt, request.on_prompt = request.on_prompt, None
-        return self._tell(prompt.uid, on_prompt, request.full_blocks(self.spec))
+        on_prompt(request.full_blocks(self.spec))
+        return None
 
     def _has_more(self, request: Request) -> bool:
         """Whether somebody waits for full blocks of the prompt that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
         return request.on_prompt is not None and full > len(request.shared) and not self.spec.refusal
 
-    def _tell(self, uid: int, receiver: Callable[[_Told], None], told: _Told) -> CompletedGeneration | None:
-        """Call a receiver of the request's; the end of the answer if that fails."""
-        try:
-            receiver(told)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
-            return self._fail(uid, error) if uid in self._running else None
-        return None
+    def _new_generator(self) -> Any:
+        """mlx-lm's batches, where they are right."""
+        kind = ResumingGenerator if self.spec.batches else SingleGenerator
+        stop = self._tokenizer.eos_token_ids
+        return kind(self._model, stop_tokens=stop, prefill_step_size=self._prefill_chunk)
 
     def _empty_cache(self) -> Cache:
         return make_prompt_cache(self._model) if self.spec.refusal else kvcache.empty(self.spec)
@@ -344,13 +368,13 @@ class BlockPoolBatchEngine:
         if not request:
             return None
         ends_text = response.finish_reason == "stop"
+        if isinstance(request.sampler, Guarded):
+            request.sampler.check(response.token)
         request.add(response.token, ends=ends_text)
         if response.finish_reason or request.text.stopped:
             request.text.finish()
         if request.on_token:
-            token = request.told(response, ends_text=ends_text)
-            if failed := self._tell(response.uid, request.on_token, token):
-                return failed
+            request.on_token(request.told(response, ends_text=ends_text))
         if response.uid not in self._running:
             return None
         if response.finish_reason:
@@ -368,19 +392,22 @@ class BlockPoolBatchEngine:
         if not not_kept:
             try:
                 blocks = self._keeper.make_context(request, cache, tokens)
-            except (ValueError, RuntimeError, MemoryError) as error:  # no reason to lose the answer, or the others'
+            except Exception as error:  # noqa: BLE001 - no reason to lose the answer, or the others'
                 not_kept = str(error)
         if not blocks:
             self._keeper.release(request)
         return self._completion(request, "stop" if request.text.stopped else reason, blocks, not_kept)
 
     def _fail(self, uid: int, error: Exception) -> CompletedGeneration:
-        """What a request's receiver raised is the end of it, and of nobody else."""
+        """What a request's receiver or sampler raised is the end of it, and of nobody else."""
         self._generator.remove([uid])
-        request = self._running.pop(uid)
-        request.text.finish()
+        return self._failed(self._running.pop(uid), error)
+
+    def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
+        with suppress(Exception):  # it may be the tokenizer that failed
+            request.text.finish()
         self._keeper.release(request)
-        return self._completion(request, "error", None, f"a receiver raised {error!r}", error)
+        return self._completion(request, "error", None, f"the answer failed: {error!r}", error)
 
     def _completion(
         self,
@@ -404,15 +431,6 @@ class BlockPoolBatchEngine:
             not_kept=not_kept,
             error=error,
         )
-
-
-_Told = TypeVar("_Told", Token, AgentBlocks)
-
-
-def _generator(model: nn.Module, spec: ModelCacheSpec, stop_tokens: Collection[int], prefill_chunk: int) -> Any:
-    """mlx-lm's batches, where they are right."""
-    kind = ResumingGenerator if spec.batches else SingleGenerator
-    return kind(model, stop_tokens=stop_tokens, prefill_step_size=prefill_chunk)
 
 
 __all__ = [

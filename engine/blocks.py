@@ -30,8 +30,10 @@ class IncompatibleBlocksError(BlockError):
 
 def check_agent_id(agent_id: str) -> str:
     """`agent_id` when it can name pages and files: 1 to 128 of ``A-Z a-z 0-9 . _ @ + = -``, no dot first."""
-    if not _AGENT_ID.match(agent_id):
-        raise BlockError(f"an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot, got {agent_id!r}")
+    if not isinstance(agent_id, str) or not _AGENT_ID.match(agent_id):
+        raise BlockError(
+            f"an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot, got {agent_id!r:.200}"
+        )
     return agent_id
 
 

@@ -16,7 +16,7 @@ from engine.kvcache import Cache
 from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
 
-MOST = 2**32 - 1  # a token's id, as blocks are named
+MOST = 2**32  # token ids, as blocks are named
 
 
 class PromptError(ValueError):
@@ -39,16 +39,17 @@ class UnknownTokenError(PromptError):
     """A prompt with an id that is not in the model's vocabulary."""
 
 
-def token_ids(tokens: Any) -> list[int]:
-    """`tokens` as a list of token ids. Raises UnknownTokenError for what is no run of whole numbers that can be ids."""
+def token_ids(tokens: Any, vocabulary: int = MOST) -> list[int]:
+    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for what is no run of such numbers."""
     tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
     if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
         raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
     found = list(tokens)
     if not all(type(token) is int for token in found):
         found = [_token_id(token) for token in found]
-    if found and not (min(found) >= 0 and max(found) <= MOST):
-        raise UnknownTokenError(f"token ids are 0 to {MOST}, got {next(t for t in found if not 0 <= t <= MOST)}")
+    if found and not (min(found) >= 0 and max(found) < vocabulary):
+        wrong = next(token for token in found if not 0 <= token < vocabulary)
+        raise UnknownTokenError(f"token ids are 0 to {vocabulary - 1}, got {wrong}")
     return found
 
 
@@ -69,8 +70,7 @@ def check_prompt(spec: ModelCacheSpec, tokens: Sequence[int]) -> None:
     context = spec.context
     if context and len(tokens) >= context:
         raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
-    if wrong := [token for token in tokens if not 0 <= token < spec.vocab_size]:
-        raise UnknownTokenError(f"token ids are 0 to {spec.vocab_size - 1}, got {wrong[0]}")
+    token_ids(tokens, spec.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,14 +97,14 @@ class CompletedGeneration:
     agent_id: str
     text: str
     tokens: tuple[int, ...]  # what was generated, the end-of-text token left out
-    finish_reason: str  # "stop" or "length"; "error" when a receiver raised `error`
+    finish_reason: str  # "stop" or "length"; "error" when `error` was raised
     blocks: AgentBlocks  # prompt and answer with its end-of-text token; the receiver's to free; empty when not kept
     prompt_tokens: int
     tokens_reused: int  # of the prompt, taken from `cache`
     time_to_first_token: float  # seconds since submit
     prefill_seconds: float  # of them, those since it was admitted to the batch
     not_kept: str | None = None  # why there is no context to go on from
-    error: Exception | None = None  # what `on_token` or `on_prompt` raised, which ended the answer
+    error: Exception | None = None  # what a receiver, the sampler or the model raised, which ended the answer
 
 
 @dataclass(slots=True)

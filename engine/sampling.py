@@ -7,11 +7,13 @@ Here an answer with a seed is the same whoever runs beside it.
 from __future__ import annotations
 
 import os
+from collections import deque
+from typing import cast
 
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_top_p
 
-from engine.singly import Sampler
+from engine.singly import Sampler, likeliest
 
 COLD = 1e-5  # from here on down logprobs divided by a temperature overflow
 
@@ -38,3 +40,36 @@ def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> 
         return mx.random.categorical(likely * (1 / temperature), key=drawn_with)
 
     return draw
+
+
+class SamplerError(ValueError):
+    """What a sampler gave is no token."""
+
+
+class Guarded:
+    """A caller's sampler, in a batch with others: what it raises, or gives that is no token, is kept until its own
+    answer is told, and the batch goes on with a token that nobody will see."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._drawn: deque[mx.array | Exception] = deque()  # a token ahead of what was told, two at most
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Token ids ``[1]`` from log-probabilities ``[1, vocabulary]``; always ones that the model has."""
+        try:
+            drawn = self._sampler(logprobs)
+            if not isinstance(drawn, mx.array) or drawn.shape != (1,) or not mx.issubdtype(drawn.dtype, mx.integer):
+                raise SamplerError(f"a sampler gives token ids [1], one of whole numbers, got {drawn!r:.80}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            self._drawn.append(error)
+            return likeliest(logprobs)
+        self._drawn.append(drawn)
+        return mx.clip(drawn, 0, logprobs.shape[-1] - 1)
+
+    def check(self, token: int) -> None:
+        """Raise what became of the next token that is told, which was `token` in the batch."""
+        drawn = self._drawn.popleft()
+        if isinstance(drawn, Exception):
+            raise drawn
+        if (given := cast(int, drawn.item())) != token:
+            raise SamplerError(f"a sampler gave the token {given}, which the model does not have")

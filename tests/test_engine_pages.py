@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -286,6 +287,31 @@ def test_another_model_finds_nothing_of_ours(
     assert theirs.misses == {"absent": 2}
     with pytest.raises(IncompatibleBlocksError):
         theirs.save(context())
+    theirs.close()
+
+
+def test_an_agent_has_a_context_of_every_model_that_answers_it(
+    server: RunningServer, client: redis.Redis, tier: PageTier, pool: BlockPool
+) -> None:
+    """Two models on one store, which save in turns. Forks and lists are each one's own; deleting is for good."""
+    other = ModelCacheSpec.probe(tiny_llama(seed=8), letter_tokenizer())
+    theirs = PageTier(server.url, other, pool)
+    for count in (300, 700):
+        ours = context(TOKENS[:count])
+        assert tier.save(ours)
+        assert theirs.save(replace(ours, fingerprint=other.fingerprint))
+        assert same(loaded := tier.load("alice"), ours, count)
+        assert held(pool, loaded) == held(pool, theirs.load("alice")) == count
+    assert theirs.fork("alice", "twin")
+    assert (tier.agents(), theirs.agents()) == (["alice"], ["alice", "twin"])
+    assert (tier.has("twin"), theirs.has("twin")) == (False, True)
+    assert [one.tokens_of("alice") for one in (tier, theirs)] == [700, 700]
+    assert tier.delete("alice")
+    assert theirs.load("alice") is None
+    assert held(pool, theirs.load("twin")) == 700
+    assert theirs.delete("twin")
+    assert client.dbsize() == 0
+    assert not tier.misses
     theirs.close()
 
 

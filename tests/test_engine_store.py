@@ -17,6 +17,7 @@ from typing import Any
 
 from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
 from engine_models import letter_tokenizer, tiny
+from proxy import start_proxy
 from servers import RunningServer, free_port, resident, start_server
 from test_engine_cold import computed
 
@@ -741,3 +742,40 @@ def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
     store.close()
     pool.check_empty()
     assert client.dbsize() > 0
+
+
+# -- how long a load may take ------------------------------------------------------------------------------------------
+
+
+def test_a_load_waits_for_no_server_and_no_file_longer_than_it_may(
+    server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path
+) -> None:
+    """The server answers, too slowly, and opening the file takes for ever: it is a pipe that nobody writes to. What is
+    in memory is of use, and the engine computes the rest."""
+    cold = SafetensorsCacheAdapter(SPEC, pool, tmp_path)
+    os.mkfifo(tmp_path / "alice.safetensors")
+    with start_proxy(server.port) as proxy:
+        pages = PageTier(proxy.url, SPEC, pool)
+        store = AgentCacheStore(SPEC, pool, pages=pages, cold=cold, restore_within=1.0)
+        context = made(pool, "bob", TOKENS[:24])
+        store.publish(context)
+        pool.free(context.block_ids, "bob")
+        proxy.hold = 0.7
+        begun = time.monotonic()
+        loaded = store.load("alice", TOKENS)
+        assert 0.9 < time.monotonic() - begun < 1.5
+        assert loaded
+        assert (loaded.tier, loaded.reach, loaded.why) == ("prefix", 24, "late")
+        assert taken(pool, loaded) == 24
+        assert pages.breaker.state == "closed"
+        proxy.hold = 0
+        with (tmp_path / "alice.safetensors").open("wb"):
+            store.close()
+
+
+def test_what_is_loaded_again_is_on_the_same_time(pool: BlockPool) -> None:
+    store = AgentCacheStore(SPEC, pool, restore_within=1.0)
+    assert store.begin_load("alice", TOKENS, within=-0.5).done()
+    with pytest.raises(ValueError, match="restore_within must be more than 0 seconds, got 0"):
+        AgentCacheStore(SPEC, pool, restore_within=0)
+    store.close()

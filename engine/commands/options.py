@@ -37,6 +37,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     add("--cold", type=Path, metavar="DIR", help="keep contexts in files there, too")
     add("--kv-bits", type=int, choices=[4, 8], help="keep keys and values in so many bits; prompts then run in turns")
     add("--memory", type=size, metavar="SIZE", help="for contexts, such as 4gb (default: a quarter of the machine's)")
+    add(
+        "--restore-within",
+        type=seconds,
+        default=10.0,
+        metavar="S",
+        help="how long a prompt waits for its context; what has not come then is computed (default: %(default)g)",
+    )
 
 
 def options(args: argparse.Namespace) -> Options:
@@ -44,7 +51,7 @@ def options(args: argparse.Namespace) -> Options:
     import_engine()
     from engine.assembly import Options
 
-    return Options(args.model, args.store, args.cold, args.kv_bits, args.memory)
+    return Options(args.model, args.store, args.cold, args.kv_bits, args.memory, args.restore_within)
 
 
 def open_engine(args: argparse.Namespace) -> Engine:

@@ -60,11 +60,14 @@ class Loading:
     The page server is asked for what memory lacks. The agent's file is looked at beside that: if it has more than the
     server, or the server has not delivered after HEDGE_AFTER seconds, it is read, and the first that is there is
     taken. The other is given up, and what it had taken is free. When memory has most of the prompt, the server is
-    waited for no longer than that.
+    waited for no longer than that. After so many seconds that a load may take nobody is waited for: what has come is
+    taken, and the rest is for the engine to compute.
     """
 
-    def __init__(self, ways: Ways, agent_id: str, tokens: Sequence[int] | None, memory: Found, *, enough: bool) -> None:
-        """`enough`: nothing but `memory` is asked."""
+    def __init__(
+        self, ways: Ways, agent_id: str, tokens: Sequence[int] | None, memory: Found, *, enough: bool, within: float
+    ) -> None:
+        """`enough`: nothing but `memory` is asked. `within` is how many seconds it may take."""
         self._ways = ways
         self._agent_id = agent_id
         self._tokens = tokens
@@ -77,7 +80,9 @@ class Loading:
         self._cancelled = False
         self._lock = threading.Lock()  # of all below
         self._over = False  # settled or cancelled
+        self._within = within
         self._late = False  # HEDGE_AFTER has passed
+        self._overdue = False  # all of its time has
         self._fetch: Fetch | None = None
         self._on_file: int | None = None if ways.cold and not enough else 0  # tokens; None: not known yet
         self._reading = False
@@ -85,8 +90,7 @@ class Loading:
         self._was_read = not ways.cold or enough
         self._from_file: AgentBlocks | None = None
         self._why: str | None = None
-        self._timer = threading.Timer(HEDGE_AFTER, self._be_late)
-        self._timer.daemon = True
+        self._timers = [threading.Timer(HEDGE_AFTER, self._be_late), threading.Timer(within, self._be_overdue)]
         if not enough:
             self._begin()
         self._go_on()
@@ -126,7 +130,7 @@ class Loading:
             settled, self._over = self._over, True
             self._cancelled = True
             self._release(self._memory.blocks, self._from_file)
-        self._timer.cancel()
+        self._stop_timers()
         if self._fetch:
             self._fetch.cancel()
         if not settled:
@@ -139,15 +143,26 @@ class Loading:
         if ways.pages:
             blocks = self._memory.blocks.blocks if self._memory.blocks else ()
             held = blocks[: self._memory.reach // ways.spec.block_tokens]
-            self._fetch = ways.pages.fetch(self._agent_id, self._tokens, held=held)
+            self._fetch = ways.pages.fetch(self._agent_id, self._tokens, held=held, within=self._within)
             self._fetch.add_done_callback(lambda _: self._go_on())
-            self._timer.start()
+        for timer in self._timers:
+            timer.daemon = True
+            timer.start()
         if ways.cold:
             ways.readers.submit(self._look)
 
     def _be_late(self) -> None:
         self._late = True
         self._go_on()
+
+    def _be_overdue(self) -> None:
+        """The fetch has the same time, and ends now by itself, with what has come; a file is not waited for."""
+        self._overdue = True
+        self._go_on()
+
+    def _stop_timers(self) -> None:
+        for timer in self._timers:
+            timer.cancel()
 
     def _look(self) -> None:
         """On a reader's thread: how much is in the file."""
@@ -179,7 +194,7 @@ class Loading:
                 return
             self._over = True
             self._seconds = time.perf_counter() - self._started
-        self._timer.cancel()
+        self._stop_timers()
         self._settled.set_result(None)
 
     def _decide(self) -> bool:
@@ -187,7 +202,7 @@ class Loading:
         fetched = self._fetch is None or self._fetch.done()
         in_vain = self._late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
         best = max(self._memory.reach, self._fetch.reach if self._fetch and fetched else 0)
-        if self._from_file:
+        if self._from_file or (self._overdue and fetched):
             return True
         if self._was_read:
             return fetched or in_vain
@@ -217,7 +232,7 @@ class Loading:
             fetch.cancel()
         if self._hedged:
             self._ways.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
-        self._why = (fetch.why if fetch and fetch.done() else None) or self._why
+        self._why = (fetch.why if fetch and fetch.done() else None) or self._why or ("late" if self._overdue else None)
         return best
 
     def _release(self, *contexts: AgentBlocks | None) -> None:

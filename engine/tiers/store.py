@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from engine.blocks import AgentBlocks, BlockError, check_agent_id
 from engine.pool import BlockPool
 from engine.prefix import root_of
+from engine.request import token_ids
 from engine.shared import SharedPrefixCache
 from engine.spec import ModelCacheSpec
 from engine.tiers.claim import Claim, Claims
@@ -30,7 +31,7 @@ from engine.tiers.flush import Flusher
 from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
-from engine.tiers.pages import PageTier
+from engine.tiers.pages import RESTORE_WITHIN, PageTier
 from kvpage_server import malloc
 
 MAX_HOT_AGENTS = 8
@@ -74,13 +75,17 @@ class AgentCacheStore:
         hot_bytes: int | None = None,
         queue_bytes: int | None = None,
         prefix_bytes: int | None = None,
+        restore_within: float = RESTORE_WITHIN,
     ) -> None:
         """`pages` and `cold` are the store's own from now on.
 
         Of contexts in memory there are at most `max_hot_agents`, of `hot_bytes` (half of the pool). `queue_bytes` (a
         quarter, a GiB at most) may have been evicted and wait to be written, and `prefix_bytes` (an eighth, a GiB at
-        most) of full blocks are kept for others. Raises ValueError for a limit below 0.
+        most) of full blocks are kept for others. A load takes `restore_within` seconds at most, and what has not come
+        then is for the engine to compute. Raises ValueError for a limit below 0, or for no time at all.
         """
+        if not restore_within > 0:
+            raise ValueError(f"restore_within must be more than 0 seconds, got {restore_within}")
         if wrong := [limit for limit in (max_hot_agents, hot_bytes, queue_bytes, prefix_bytes) if limit and limit < 0]:
             raise ValueError(f"a limit is at least 0, got {wrong[0]}")
         block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
@@ -100,26 +105,30 @@ class AgentCacheStore:
         self.claims = Claims(spec, pages)
         self._readers = ThreadPoolExecutor(READERS, "kvpage-read")
         self._ways = Ways(spec, pool, pages, cold, self._readers, self._tally, self._make_room_for, self._came)
+        self.restore_within = restore_within
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
         """The longest stored context that begins as `tokens` do, or without `tokens` the agent's own. Waits for it.
 
         Its blocks are the caller's to free, under the agent's name. None when there is nothing usable.
-        Raises BlockError for an agent's id that is none.
+        Raises BlockError for an agent's id that is none, UnknownTokenError for tokens that are none.
         """
         loaded = self.begin_load(agent_id, tokens).result()
         return loaded if loaded.blocks else None
 
-    def begin_load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loading:
-        """The same, without waiting: what memory has is found at once, the rest on its way."""
+    def begin_load(self, agent_id: str, tokens: Sequence[int] | None = None, *, within: float | None = None) -> Loading:
+        """The same, without waiting: what memory has is found at once, the rest on its way, for `within` seconds at
+        most, `restore_within` unless given."""
         check_agent_id(agent_id)
+        tokens = None if tokens is None else token_ids(tokens)
+        within = self.restore_within if within is None else within
         with self._changed:
             memory = self._in_memory(agent_id, tokens)
             own = self._hot.look(agent_id)
             enough = bool(own and (own.whole if tokens is None else not self._missing(tokens, memory.reach)))
-        enough = enough or not (self._pages or self._cold)
-        loading = Loading(self._ways, agent_id, tokens, memory, enough=enough)
+        enough = enough or not (self._pages or self._cold) or within <= 0
+        loading = Loading(self._ways, agent_id, tokens, memory, enough=enough, within=within)
         self._loadings.add(loading)
         return loading
 
@@ -365,7 +374,7 @@ class AgentCacheStore:
 
     def _pin(self, agent_id: str, pinned: bool) -> bool:
         with self._changed:
-            entry = self._hot.use(agent_id)
+            entry = self._hot.use(check_agent_id(agent_id))
             if entry:
                 entry.pinned = pinned
                 self._hot.trim(self._flusher.stuck)
