@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,11 +56,17 @@ class Engine:
     agents: AgentEngine
 
     @classmethod
-    def open(cls, options: Options) -> Self:
-        """Load and connect. Raises UnknownModelError, UnsupportedCacheError, ValueError for a URL that isn't one, and
-        OSError for a directory that can't be used. A page server that doesn't answer is no error."""
+    def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
+        """Load and connect, and tell what takes long before it does.
+
+        Raises UnknownModelError, UnsupportedCacheError, ValueError for a URL that isn't one, and OSError for a
+        directory that can't be used. A page server that doesn't answer is no error.
+        """
         directory = _directory(options.model)
+        begun = time.monotonic()
+        tell(f"loading the weights of {options.model}, {_megabytes(directory)} MB")
         model, tokenizer = load(directory)
+        tell("hashing them, and trying how the model keeps its cache")
         quantised = [QuantizedKVCache(KV_GROUP_SIZE, options.kv_bits) for _ in make_prompt_cache(model)]
         spec = ModelCacheSpec.probe(
             model, tokenizer, model_id=model_name(options.model), cache=quantised if options.kv_bits else None
@@ -70,6 +78,7 @@ class Engine:
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, restore_within=within)
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool, wait_for_blocks=True)
         agents = AgentEngine(batch, store)
+        tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
 
     def close(self) -> None:
@@ -94,6 +103,10 @@ def _directory(model: str) -> Path:
             "`kvpage-engine fetch-model smollm2` gets a small one"
         )
     return Path(model)
+
+
+def _megabytes(directory: Path) -> int:
+    return round(sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 1e6)
 
 
 def _physical_memory() -> int:

@@ -9,7 +9,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -46,16 +46,24 @@ class _Uvicorn(uvicorn.Server):
 
 
 def run(
-    options: Options, listener: socket.socket, tokens: Tokens, limits: Limits, *, name: str | None, grace: float
+    options: Options,
+    listener: socket.socket,
+    tokens: Tokens,
+    limits: Limits,
+    *,
+    name: str | None,
+    grace: float,
+    tell: Callable[[str], object],
 ) -> int:
-    """Serve until a signal asks for an end; 0 when everything was kept, 1 when the engine failed.
+    """Serve until a signal asks for an end; 0 when everything was kept, 1 when the engine failed. What takes long while
+    it loads is told.
 
     The first one ends listening; what runs has `grace` seconds to finish. A second one ends the process at once.
     Raises ServeError when the engine can't be put together.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL)
-    worker = EngineThread(lambda: Engine.open(options))
+    worker = EngineThread(lambda: Engine.open(options, tell))
     service = Service(worker, name or model_name(options.model), tokens, limits)
     config = uvicorn.Config(
         make_app(service),

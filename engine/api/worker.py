@@ -126,8 +126,8 @@ class EngineThread:
         self._thread.start()
 
     async def loaded(self) -> Engine:
-        """What was made, once it is. Raises what making it raised."""
-        return await asyncio.wrap_future(self._made)
+        """What was made, once it is. Raises what making it raised. Whoever gives up waiting stops nothing."""
+        return await asyncio.shield(asyncio.wrap_future(self._made))
 
     def generate(self, prompt: Prompt) -> Generation:
         """Have a prompt answered. What the engine has against it is raised by the iteration."""

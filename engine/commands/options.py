@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,18 +56,20 @@ def options(args: argparse.Namespace) -> Options:
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
-    """In this thread. Raises Failure."""
+    """In this thread, saying what takes long. Raises Failure."""
     wanted = options(args)
     from engine.assembly import CANNOT_OPEN, Engine
 
     try:
-        return Engine.open(wanted)
+        return Engine.open(wanted, tell)
     except CANNOT_OPEN as error:
         raise Failure(str(error)) from error
 
 
 def import_engine() -> None:
     """MLX and what comes with it, which takes seconds."""
+    if "mlx_lm" not in sys.modules:
+        tell("importing MLX and mlx-lm")
     from engine.open_files import import_mlx_lm
 
     import_mlx_lm()
@@ -78,6 +81,11 @@ def store_url(text: str) -> str:
         return with_credentials(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def tell(what: str) -> None:
+    """Say on the standard error what is done; answers go to the standard output."""
+    print(f"kvpage-engine: {what}", file=sys.stderr, flush=True)
 
 
 def size(text: str) -> int:

@@ -5,13 +5,14 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import signal
 import socket
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.commands import Failure
-from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size
+from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
 
 
 def add_to(commands: Any) -> None:
@@ -33,6 +34,7 @@ def add_to(commands: Any) -> None:
 
 def serve(args: argparse.Namespace) -> NoReturn:
     """Until a signal says otherwise; ends the process."""
+    signal.signal(signal.SIGTERM, _stop_at_once)  # until there is something to keep, which has its own way to stop
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
@@ -43,13 +45,17 @@ def serve(args: argparse.Namespace) -> NoReturn:
         limits = Limits(args.max_body, args.max_queue, args.timeout, args.max_tokens)
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
-            code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace)
+            code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace, tell=tell)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
     # All is written. MLX's threads, which belong to a thread that has ended, now and then abort an ordinary exit.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _stop_at_once(*_: object) -> NoReturn:
+    os._exit(0)
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -1,0 +1,72 @@
+"""An engine that is loading says what it does, and may be told to stop at any moment."""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from api_engines import SMOLLM2, write_tiny
+
+WITHIN = 60.0  # seconds
+
+
+@contextmanager
+def serving(model: Path) -> Iterator[subprocess.Popen[bytes]]:
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def read_until(process: subprocess.Popen[bytes], text: str) -> str:
+    """What it says up to a line with that text, or to its end."""
+    assert process.stdout
+    said, end = b"", time.monotonic() + WITHIN
+    with selectors.DefaultSelector() as selector:
+        selector.register(process.stdout, selectors.EVENT_READ)
+        while text.encode() not in said and selector.select(end - time.monotonic()):
+            if not (more := os.read(process.stdout.fileno(), 1 << 16)):
+                break
+            said += more
+    return said.decode()
+
+
+@pytest.mark.model
+@pytest.mark.parametrize(
+    ("after", "seconds"),
+    [("importing MLX", 0.3), ("loading the weights", 0.0), ("hashing them", 0.3)],
+)
+def test_a_signal_while_the_model_loads_ends_the_engine_well(after: str, seconds: float) -> None:
+    """Nothing is to be kept yet: it is not waited for."""
+    with serving(SMOLLM2) as process:
+        said = read_until(process, after)
+        assert after in said
+        time.sleep(seconds)
+        process.send_signal(signal.SIGTERM)
+        begun = time.monotonic()
+        said += read_until(process, "never said")
+        assert process.wait(WITHIN) == 0, said
+        assert time.monotonic() - begun < 10
+        assert "Traceback" not in said
+        assert "is served on" not in said or seconds
+
+
+def test_loading_says_what_takes_long(tmp_path: Path) -> None:
+    with serving(write_tiny(tmp_path / "tiny")) as process:
+        said = read_until(process, "is served on")
+        lines = ["importing MLX", "loading the weights of ", "hashing them", "tiny was loaded in ", "is served on"]
+        places = [said.find(line) for line in lines]
+        assert places == sorted(places)
+        assert min(places) >= 0, said
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(WITHIN) == 0
