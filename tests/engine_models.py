@@ -12,10 +12,12 @@ import mlx.core as mx
 from mlx.utils import tree_map
 from mlx_lm.models import llama
 from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
+from mlx_lm.tuner.lora import LoRALinear
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
+ADAPTERS = [0.5, 2.0, 4.0]  # scales of one
 
 
 def tiny_llama(seed: int = 7, dtype: mx.Dtype = mx.float32, **changes: object) -> llama.Model:
@@ -41,6 +43,26 @@ def tiny_llama(seed: int = 7, dtype: mx.Dtype = mx.float32, **changes: object) -
     model.update(tree_map(lambda weight: random_weight(weight).astype(dtype), model.parameters()))
     mx.eval(model.parameters())
     return model
+
+
+def adapted_llama() -> llama.Model:
+    """The same with LoRA layers, whose adapter `adapt` chooses."""
+    model = tiny_llama()
+    mx.random.seed(11)
+    for layer in model.model.layers:
+        for name in ("q_proj", "v_proj"):
+            lora = LoRALinear.from_base(layer.self_attn[name], r=4)
+            lora.lora_b = mx.random.normal(lora.lora_b.shape, scale=0.2)
+            layer.self_attn[name] = lora
+    adapt(model, 0)
+    mx.eval(model.parameters())
+    return model
+
+
+def adapt(model: llama.Model, adapter: int) -> None:
+    """Switch an adapted model to one of ADAPTERS: the scale of its layers, which is no parameter."""
+    for layer in model.model.layers:
+        layer.self_attn.q_proj.scale = layer.self_attn.v_proj.scale = ADAPTERS[adapter]
 
 
 def random_weight(like: mx.array) -> mx.array:

@@ -1,9 +1,11 @@
 """An engine with its store, as a process: prompts come as lines of JSON on stdin, answers go as lines to stdout.
 
-Run as ``python engine_process.py MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, or ``tiny``. It is told:
+Run as ``python engine_process.py MODEL STORE_URL [COLD_DIRECTORY]``; MODEL is a directory, ``tiny`` or ``adapted``; a
+load takes RESTORE_WITHIN seconds at most, from the environment. It is told:
 
     {"id": 1, "agent": "alice", "tokens": [...], "max_tokens": 8}   to be answered; each token is told, too
     {"flush": true}                                                 all that is dirty is written
+    {"adapter": 1}                                                  what runs is answered, then the model is another
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,7 +28,7 @@ WITHIN = 60.0  # seconds, for anything that is asked of it
 
 def main() -> None:
     """Answer until the input ends."""
-    from engine_models import letter_tokenizer, tiny_llama
+    from engine_models import adapt, adapted_llama, letter_tokenizer, tiny_llama
 
     # isort: split
     from engine import model as models
@@ -39,47 +41,67 @@ def main() -> None:
     from engine.tiers.store import AgentCacheStore
 
     name, url, *directories = sys.argv[1:]
-    model, tokenizer = (tiny_llama(), letter_tokenizer()) if name == "tiny" else models.load(name)
-    if name == "tiny":
+    within = float(os.environ.get("RESTORE_WITHIN", 10))
+    made = {"tiny": tiny_llama, "adapted": adapted_llama}.get(name)
+    model, tokenizer = (made(), letter_tokenizer()) if made else models.load(name)
+    if made:
         tokenizer.eos_token_ids = []
-    spec = ModelCacheSpec.probe(model, tokenizer)
-    pool = BlockPool(256)
-    pages = PageTier(url, spec, pool)
-    cold = SafetensorsCacheAdapter(spec, pool, Path(directories[0])) if directories else None
-    store = AgentCacheStore(spec, pool, pages=pages, cold=cold)
-    engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, pool), store)
     told: deque[dict[str, Any]] = deque()
     ended = threading.Event()
-
-    def listen() -> None:
-        for line in sys.stdin:
-            told.append(json.loads(line))
-            engine.wake()
-        ended.set()
-        engine.wake()
 
     def say(**what: Any) -> None:
         print(json.dumps(what), flush=True)
 
-    def submit(asked: dict[str, Any]) -> None:
-        number = asked["id"]
-        engine.submit(
-            asked["agent"],
-            asked["tokens"],
-            max_tokens=asked["max_tokens"],
-            on_token=lambda token: say(id=number, token=token.token),
-            on_done=lambda answer: say(
-                id=number,
-                text=answer.text,
-                tokens=answer.tokens,
-                tier=answer.reuse.tier,
-                reused=answer.reuse.tokens,
-                why=answer.reuse.why,
-                waited=answer.reuse.waited_seconds,
-                not_kept=answer.not_kept,
-            ),
-            on_error=lambda error: say(id=number, error=repr(error)),
-        )
+    class Life:
+        """The engine, from one switch of the adapter to the next."""
+
+        def __init__(self) -> None:
+            spec = ModelCacheSpec.probe(model, tokenizer)
+            self.pool = BlockPool(256)
+            self.pages = PageTier(url, spec, self.pool, restore_within=within)
+            cold = SafetensorsCacheAdapter(spec, self.pool, Path(directories[0])) if directories else None
+            self.store = AgentCacheStore(spec, self.pool, pages=self.pages, cold=cold, restore_within=within)
+            self.engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, self.pool), self.store)
+
+        def submit(self, asked: dict[str, Any]) -> None:
+            number = asked["id"]
+            self.engine.submit(
+                asked["agent"],
+                asked["tokens"],
+                max_tokens=asked["max_tokens"],
+                on_token=lambda token: say(id=number, token=token.token),
+                on_done=lambda answer: say(
+                    id=number,
+                    text=answer.text,
+                    tokens=answer.tokens,
+                    tier=answer.reuse.tier,
+                    reused=answer.reuse.tokens,
+                    why=answer.reuse.why,
+                    restored=answer.reuse.restore_seconds,
+                    waited=answer.reuse.waited_seconds,
+                    not_kept=answer.not_kept,
+                ),
+                on_error=lambda error: say(id=number, error=repr(error)),
+            )
+
+        def end(self) -> None:
+            self.engine.drain()
+            self.close()
+
+        def close(self) -> None:
+            self.engine.shutdown()
+            self.store.close()
+            self.pages.close()
+            self.pool.check_empty()
+
+    life = Life()
+
+    def listen() -> None:
+        for line in sys.stdin:
+            told.append(json.loads(line))
+            life.engine.wake()
+        ended.set()
+        life.engine.wake()
 
     threading.Thread(target=listen, daemon=True).start()
     say(ready=True)
@@ -87,15 +109,17 @@ def main() -> None:
         while told:
             asked = told.popleft()
             if "flush" in asked:
-                store.flush_dirty()
+                life.store.flush_dirty()
                 say(flushed=True)
+            elif "adapter" in asked:
+                life.end()
+                adapt(model, asked["adapter"])
+                life = Life()
+                say(adapted=True)
             else:
-                submit(asked)
-        engine.step(timeout=1.0)
-    engine.shutdown()
-    store.close()
-    pages.close()
-    pool.check_empty()
+                life.submit(asked)
+        life.engine.step(timeout=1.0)
+    life.close()
 
 
 @dataclass
@@ -134,9 +158,26 @@ class EngineProcess:
 
     def flush(self) -> None:
         """Have all that is dirty written; waits."""
-        self._tell(flush=True)
-        while not self._said or "flushed" not in self._said[-1]:
+        self._have_done("flushed", flush=True)
+
+    def adapt(self, adapter: int) -> None:
+        """Have the model switched to another adapter; waits."""
+        self._have_done("adapted", adapter=adapter)
+
+    def wait_until_ready(self) -> None:
+        """It takes prompts then."""
+        while not self._said:
             self._hear()
+
+    def close(self) -> None:
+        """However it has ended, or not."""
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            if pipe and not pipe.closed:
+                with suppress(BrokenPipeError):
+                    pipe.close()
 
     def kill(self) -> None:
         """As a power failure would."""
@@ -148,6 +189,12 @@ class EngineProcess:
         assert self.process.stdin
         self.process.stdin.close()
         assert self.process.wait(WITHIN) == 0
+
+    def _have_done(self, done: str, **what: Any) -> None:
+        self._tell(**what)
+        while not self._said or done not in self._said[-1]:
+            self._hear()
+        self._said.clear()
 
     def _tell(self, **what: Any) -> None:
         assert self.process.stdin
@@ -171,27 +218,28 @@ def start_engines(
     count: int, url: str, directory: Path | None = None, model: str = "tiny"
 ) -> Iterator[list[EngineProcess]]:
     """So many engines on one server; those that have not been stopped or killed are stopped, and must end well."""
-    command = [sys.executable, __file__, model, url, *([str(directory)] if directory else [])]
-    environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ}
-    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    processes = [subprocess.Popen(command, env=environment, **pipes) for _ in range(count)]
+    engines: list[EngineProcess] = []
     try:
-        engines = [EngineProcess(process) for process in processes]
+        engines += [start_process(url, directory, model) for _ in range(count)]
         for engine in engines:
-            while not engine._said:
-                engine._hear()
+            engine.wait_until_ready()
         yield engines
         for engine in engines:
             if engine.process.poll() is None:
                 engine.stop()
     finally:
-        for process in processes:
-            if process.poll() is None:
-                process.kill()
-            process.wait()
-            for pipe in (process.stdin, process.stdout):
-                if pipe and not pipe.closed:
-                    pipe.close()
+        for engine in engines:
+            engine.close()
+
+
+def start_process(
+    url: str, directory: Path | None = None, model: str = "tiny", errors: int | None = None, **environment: str
+) -> EngineProcess:
+    """One, without waiting for it. `errors` is a file descriptor, for what it says on the standard error."""
+    command = [sys.executable, __file__, model, url, *([str(directory)] if directory else [])]
+    environment = {"OPENBLAS_NUM_THREADS": "1", **os.environ, **environment}
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    return EngineProcess(subprocess.Popen(command, env=environment, stderr=errors, **pipes))
 
 
 if __name__ == "__main__":
