@@ -89,11 +89,11 @@ def live(soak: Soak, number: int) -> None:
         engine = start(soak, number, errors.fileno())
         while not soak.over:
             draw = rng.random()
-            if draw < 0.03:
+            if draw < 0.08:
                 adapter = rng.randrange(len(ADAPTERS))
                 engine.adapt(adapter)
                 soak.happened["adapter"] += 1
-            elif draw < 0.06:
+            elif draw < 0.14:
                 ask(soak, engine, rng, adapter)
                 time.sleep(rng.random() * 0.2)
                 engine.kill()
@@ -201,5 +201,7 @@ def test_whatever_happens_every_answer_is_right_and_in_time(tmp_path: Path, seco
         assert "Traceback" not in said, said
     assert soak.longest_restore < RESTORE_WITHIN + SLACK
     assert soak.longest_answer < ANSWER_WITHIN
-    assert happened["answers"] > seconds
+    assert happened["answers"] > seconds / 5
     assert happened["from page"] + happened["from cold"] + happened["from hot"] + happened["from prefix"]
+    for what in ("store killed", "engine killed", "adapter"):
+        assert happened[what] or seconds < 100
