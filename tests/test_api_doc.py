@@ -32,7 +32,7 @@ def test_every_curl_line_answers_as_shown(engine: RunningEngine) -> None:
     for typed, shown in [*commands("docs/api.md"), *commands("docs/engine.md")]:
         program, *words = shlex.split(typed)
         if words[:1] == ["serve"]:
-            assert shown == engine.log.splitlines()[0].replace(engine.url, "http://127.0.0.1:8000")
+            assert shown in engine.log.replace(engine.url, "http://127.0.0.1:8000").splitlines()
             assert words[0] in run([*entry_point(program), *words[:1], "--help"])
             continue
         if program != "curl":
