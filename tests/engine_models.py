@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
-ADAPTERS = [0.5, 2.0, 4.0]  # scales of one
+ADAPTERS = [(11, 0.5), (12, 2.0)]  # the seed of an adapter's matrices, and its scale
 
 
 def tiny_llama(seed: int = 7, dtype: mx.Dtype = mx.float32, **changes: object) -> llama.Model:
@@ -48,21 +48,23 @@ def tiny_llama(seed: int = 7, dtype: mx.Dtype = mx.float32, **changes: object) -
 def adapted_llama() -> llama.Model:
     """The same with LoRA layers, whose adapter `adapt` chooses."""
     model = tiny_llama()
-    mx.random.seed(11)
     for layer in model.model.layers:
         for name in ("q_proj", "v_proj"):
-            lora = LoRALinear.from_base(layer.self_attn[name], r=4)
-            lora.lora_b = mx.random.normal(lora.lora_b.shape, scale=0.2)
-            layer.self_attn[name] = lora
+            layer.self_attn[name] = LoRALinear.from_base(layer.self_attn[name], r=4)
     adapt(model, 0)
-    mx.eval(model.parameters())
     return model
 
 
 def adapt(model: llama.Model, adapter: int) -> None:
-    """Switch an adapted model to one of ADAPTERS: the scale of its layers, which is no parameter."""
+    """Switch an adapted model to one of ADAPTERS."""
+    seed, scale = ADAPTERS[adapter]
+    mx.random.seed(seed)
     for layer in model.model.layers:
-        layer.self_attn.q_proj.scale = layer.self_attn.v_proj.scale = ADAPTERS[adapter]
+        for lora in (layer.self_attn.q_proj, layer.self_attn.v_proj):
+            lora.lora_a = mx.random.normal(lora.lora_a.shape, scale=0.2)
+            lora.lora_b = mx.random.normal(lora.lora_b.shape, scale=0.2)
+            lora.scale = scale
+    mx.eval(model.parameters())
 
 
 def random_weight(like: mx.array) -> mx.array:
