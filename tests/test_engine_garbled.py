@@ -110,7 +110,7 @@ def test_an_answer_of_any_kind_is_a_miss(pool: BlockPool, impatient: None, line:
         everything(tier, pool)
         reasons = {*tier.misses, *tier.unsaved, *tier.unasked}
         assert reasons
-        assert reasons <= {"garbled", "refused", "slow", "down", "absent"}
+        assert reasons <= {"garbled", "refused", "slow", "down", "absent", "manifest"}
         tier.close()
 
 
