@@ -129,7 +129,7 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server) -> None:
-    """Serve until a signal or SHUTDOWN says otherwise. Raises ListenError."""
+    """Serve until a signal or SHUTDOWN says otherwise. Raises ListenError; DiskError when something is not on disk."""
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set
@@ -164,10 +164,12 @@ async def serve(server: Server) -> None:
         for client in list(server.clients.values()):
             client.close()
         await asyncio.sleep(0)  # the sessions send what they have
-        if tiered is not None:
-            await tiered.close()
+        lost = await tiered.close() if tiered is not None else ""
         if pidfile:
             pidfile.unlink(missing_ok=True)
+        if lost:
+            logger.error(lost)
+            raise DiskError(lost)
         logger.info("bye: %d commands served", server.stats.commands)
 
 

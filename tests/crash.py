@@ -8,6 +8,8 @@ follows from that. Whatever a server says after it was killed is held against wh
 - every value is one that was written to that key, to the last byte
 - under `always` no acknowledged change is lost, under `everysec` none that is older than a second
 - what was written by one command or transaction is there as one: at no moment is half of it seen
+
+In some scenes others fill the disk meanwhile, and free it again. A write may be refused then.
 """
 
 from __future__ import annotations
@@ -166,9 +168,11 @@ class Harness:
 
     directory: Path
     seed: int
+    store: Path | None = None  # where the servers have it, if not there
     kills: int = 0
     hangups: int = 0
     writes: int = 0
+    refused: int = 0
 
     def __post_init__(self) -> None:
         self._rng = random.Random(self.seed)
@@ -231,7 +235,8 @@ class Harness:
         self, *options: str, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
     ) -> Iterator[tuple[subprocess.Popen[bytes], int]]:
         port = free_port()
-        command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port), "--dir", str(self.directory)]
+        place = self.store or self.directory
+        command = [sys.executable, "-m", "kvpage_server.app", "--port", str(port), "--dir", str(place)]
         with (self.directory / "log").open("ab") as log:
             process = start([*command, "--store", "tiered", *options], stdout=log, stderr=log)
         try:
@@ -256,21 +261,15 @@ class Harness:
     ) -> None:
         """Have writers of those kinds at work when the server is ended."""
         failures: list[BaseException] = []
+        dying = threading.Event()
 
         def work(units: list[Unit], seed: int) -> None:
             rng = random.Random(seed)
             try:
                 with redis.Redis(port=port, **CLIENT_OPTIONS) as client, suppress(redis.ConnectionError):
                     while True:
-                        unit = rng.choice(units)
-                        act = rng.random()
-                        if act < 0.7:
-                            unit.write(client)
-                            self.writes += 1
-                        elif act < 0.97:
-                            unit.read(client)
-                        else:
-                            client.execute_command(rng.choice(("SAVE", "BGSAVE")))
+                        with self._refusals(dying):
+                            self._act(client, rng, units)
             except BaseException as error:  # noqa: BLE001 - told by the thread that waits
                 failures.append(error)
 
@@ -279,11 +278,35 @@ class Harness:
         for thread in threads:
             thread.start()
         time.sleep(self._rng.choice((self._rng.uniform(0, 0.2), self._rng.uniform(0.2, 2.5))))
+        dying.set()
         end()
         for thread in threads:
             thread.join()
         if failures:
             raise failures[0]
+
+    def _act(self, client: redis.Redis, rng: random.Random, units: list[Unit]) -> None:
+        unit, act = rng.choice(units), rng.random()
+        if act < 0.7:
+            unit.write(client)
+            self.writes += 1
+        elif act < 0.97:
+            unit.read(client)
+        else:
+            client.execute_command(rng.choice(("SAVE", "BGSAVE")))
+
+    @contextmanager
+    def _refusals(self, dying: threading.Event) -> Iterator[None]:
+        """Where the disk may be full, go on with what was refused, and after the connection that ends with it."""
+        try:
+            yield
+        except redis.ConnectionError:
+            if self.store is None or dying.is_set():
+                raise
+        except redis.ResponseError as error:
+            if self.store is None or "writing to disk" not in str(error):
+                raise
+            self.refused += 1
 
 
 def crash(directory: Path, kills: int, seed: int) -> Harness:
@@ -301,6 +324,41 @@ def crash(directory: Path, kills: int, seed: int) -> Harness:
             harness.die_within_exec(mode)
         else:
             harness.live_and_die(mode, *memory, *disk, may_evict=bool(disk))
+    harness.live()
+    return harness
+
+
+@contextmanager
+def others_fill(disk: Path, seed: int) -> Iterator[None]:
+    """A small disk is filled, and freed again, from time to time."""
+    rng, stopping, theirs = random.Random(seed), threading.Event(), disk / "others"
+
+    def fill() -> None:
+        while not stopping.wait(rng.uniform(0.05, 0.5)):
+            with suppress(OSError), theirs.open("wb", buffering=0) as file:
+                while not stopping.is_set():
+                    file.write(bytes(1 << 16))
+            stopping.wait(rng.uniform(0.05, 0.5))
+            theirs.unlink(missing_ok=True)
+
+    thread = threading.Thread(target=fill)
+    thread.start()
+    try:
+        yield
+    finally:
+        stopping.set()
+        thread.join()
+        theirs.unlink(missing_ok=True)
+
+
+def crash_on_a_full_disk(directory: Path, disk: Path, kills: int, seed: int) -> Harness:
+    """Kill so many servers whose `disk` others fill meanwhile. Raises AssertionError when one broke a promise."""
+    harness = Harness(directory, seed, store=disk)
+    harness.live()  # there is room for an empty store
+    for i in range(kills):
+        policy = ("noeviction", "volatile-ttl")[i % 2]  # nothing expires, so nothing may go
+        with others_fill(disk, seed + i):
+            harness.live_and_die("always", "--maxmemory-policy", policy)
     harness.live()
     return harness
 

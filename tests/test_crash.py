@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from crash import crash
+from crash import crash, crash_on_a_full_disk
+from small_disks import small_disk
 
 
 @pytest.mark.timeout(1500)
@@ -16,3 +17,14 @@ def test_nothing_that_was_promised_is_lost_however_often_it_is_killed(tmp_path: 
     assert harness.kills == kills
     assert harness.hangups == kills // 10
     assert harness.writes > 10 * kills
+
+
+@pytest.mark.timeout(1500)
+@pytest.mark.parametrize("kills", [8, pytest.param(60, marks=pytest.mark.soak)])
+def test_nothing_that_was_acknowledged_is_lost_while_others_fill_the_disk(tmp_path: Path, kills: int) -> None:
+    with small_disk(tmp_path / "small", megabytes=24) as disk:
+        harness = crash_on_a_full_disk(tmp_path, disk, kills, seed=kills)
+    print(f"{harness.kills} kills, {harness.writes} acknowledged writes, {harness.refused} refused, nothing lost")
+    assert harness.kills == kills
+    assert harness.writes > 10 * kills
+    assert harness.refused > kills

@@ -14,6 +14,7 @@ import pytest
 from kvpage_server.store.behind import Batch, WriteBehind
 from kvpage_server.store.disk import Disk, Outcome, Put
 from kvpage_server.store.fetch import Fetcher
+from kvpage_server.store.lmdb_file import DiskFull
 from kvpage_server.store.record import Damaged
 from kvpage_server.store.scrub import Scrubber
 
@@ -31,7 +32,7 @@ async def behind(
     *,
     limit: int = 8 * MB,
     maxdisk: int = 0,
-    make_room: Callable[[int], list[bytes]] = lambda _: [],
+    make_room: Callable[[DiskFull, int], None] = lambda error, size: None,
 ) -> AsyncIterator[tuple[WriteBehind[bytes], Disk, list[set[bytes]]]]:
     """A write-behind, its disk, and the names in each batch that it has stored."""
     disk = Disk(directory, maxdisk=maxdisk)
@@ -41,7 +42,13 @@ async def behind(
         stored.append(set(batch.changes))
 
     writer = WriteBehind(
-        disk, mode=mode, limit=limit, spell=lambda name, value: Put(name, b"", value), stored=note, make_room=make_room
+        disk,
+        mode=mode,
+        limit=limit,
+        spell=lambda name, value: Put(name, b"", value),
+        stored=note,
+        make_room=make_room,
+        is_gone=lambda name: True,
     )
     try:
         yield writer, disk, stored
@@ -134,8 +141,9 @@ async def test_where_maxdisk_is_used_up_what_is_worth_least_goes_and_the_new_is_
     names = [b"k%d" % i for i in range(60)]
     oldest = iter(names)
 
-    def make_room(size: int) -> list[bytes]:
-        return [next(oldest) for _ in range(size // 200_000 + 4)]
+    def make_room(error: DiskFull, size: int) -> None:
+        for _ in range(size // 200_000 + 4):
+            writer.note(next(oldest), None, 0)
 
     async with behind(tmp_path, "always", maxdisk=4 * MB, make_room=make_room) as (writer, disk, _):
         for i, name in enumerate(names):

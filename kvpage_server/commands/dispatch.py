@@ -17,7 +17,7 @@ from kvpage_server.commands.registry import Spec, find, too_many
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory import OutOfMemory
-from kvpage_server.store.quota import OverQuota
+from kvpage_server.store.quota import OverLimit
 
 log = logging.getLogger("kvpage")
 
@@ -190,8 +190,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
         return _in_steps(client, spec, reply) if type(reply) is Stream else reply
-    except OverQuota as error:
-        return _over_quota(client, spec, error)
+    except OverLimit as error:
+        return _over_limit(client, spec, error)
     except ReplyError as error:
         return _failed(client, spec, error)
     except Postponed:
@@ -221,15 +221,15 @@ def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
     def items() -> Iterator[Reply]:
         try:
             yield from reply.items
-        except OverQuota as error:
-            yield _over_quota(client, spec, error)
+        except OverLimit as error:
+            yield _over_limit(client, spec, error)
         except ReplyError as error:
             yield _failed(client, spec, error)
 
     return Stream(None, items())
 
 
-def _over_quota(client: Client, spec: Spec, error: OverQuota) -> ReplyError:
+def _over_limit(client: Client, spec: Spec, error: OverLimit) -> ReplyError:
     return _failed(client, spec, ReplyError(f"OOM {error}"))
 
 

@@ -129,10 +129,10 @@ def _persistence(server: Server) -> Fields:
         return fields
     behind = tiered.behind
     return fields | {
-        "rdb_changes_since_last_save": behind.position - behind.durable,
+        "rdb_changes_since_last_save": tiered.unsaved,
         "rdb_bgsave_in_progress": int(behind.busy),
         "rdb_last_save_time": behind.last_commit // 1000,
-        "rdb_last_bgsave_status": "err" if behind.failing else "ok",
+        "rdb_last_bgsave_status": "err" if behind.failing or tiered.left_out else "ok",
         "rdb_saves": behind.commits,
         "aof_last_write_status": "err" if behind.failing else "ok",
     }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
@@ -16,9 +16,15 @@ def _tiered(client: Client) -> Tiered:
     tiered = client.server.tiered
     if tiered is None:
         raise ReplyError("ERR there is no disk to save to: the parameter `store` is memory")
-    if tiered.behind.failing:
-        raise ReplyError(f"ERR Errors writing to disk: {tiered.behind.failing}")
     return tiered
+
+
+def saved(tiered: Tiered) -> Generator[Reply, None, None]:
+    """Steps of a reply until everything was written. Raises ReplyError saying what could not be, and why."""
+    saving = tiered.begin_save()
+    yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
+    if reason := saving.result():
+        raise ReplyError(f"ERR Errors writing to disk: {reason}")
 
 
 @command(
@@ -29,14 +35,17 @@ def _tiered(client: Client) -> Tiered:
     summary="Has everything that was stored on disk before it answers.",
 )
 def save(client: Client, args: list[Argument]) -> Reply:
-    """OK, once it is there. Others do not wait."""
+    """OK, once it is there; an error that says what is not, and why. Others do not wait."""
     tiered = _tiered(client)
-    saving = tiered.begin_save()
 
     def steps() -> Iterator[Reply]:
-        yield Wait(lambda then: saving.add_done_callback(lambda _: then()))
-        failing = tiered.behind.failing
-        yield ReplyError(f"ERR Errors writing to disk: {failing}") if failing else OK
+        try:
+            yield from saved(tiered)
+        except ReplyError as error:
+            client.server.stats.note_error(str(error))
+            yield error
+        else:
+            yield OK
 
     return Stream(None, steps())
 

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 import time
+from collections.abc import Iterator
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import info_text
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.save import saved
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
+from kvpage_server.resp.reply import Reply, ReplyError, Stream, Verbatim
+
+log = logging.getLogger("kvpage")
 
 
 @command(
@@ -76,12 +81,27 @@ def module_list(client: Client, args: list[Argument]) -> Reply:
     summary="Ends the server.",
 )
 def shutdown(client: Client, args: list[Argument]) -> Reply:
-    """No reply: the connection closes."""
+    """No reply: the connection closes. An error, and the server goes on, when something cannot be written to disk.
+
+    With FORCE or NOSAVE it ends nevertheless.
+    """
     words = {word.upper() for word in plain_all(args)}
     if not words <= {b"NOSAVE", b"SAVE", b"NOW", b"FORCE", b"ABORT"} or {b"NOSAVE", b"SAVE"} <= words:
         raise ReplyError(SYNTAX_ERROR)
     if b"ABORT" in words:
         raise ReplyError("ERR No shutdown in progress.")
-    client.server.stop()
-    client.close()
-    return ()
+    tiered = client.server.tiered
+
+    def steps() -> Iterator[Reply]:
+        if tiered is not None and not words & {b"NOSAVE", b"FORCE"}:
+            try:
+                yield from saved(tiered)
+            except ReplyError as error:
+                log.error("SHUTDOWN is refused: %s", error)
+                client.server.stats.note_error(str(error))
+                yield ReplyError(f"ERR Errors trying to SHUTDOWN. {str(error).removeprefix('ERR ')}")
+                return
+        client.server.stop()
+        client.close()
+
+    return Stream(None, steps())

@@ -71,9 +71,9 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None, exp
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
-    """Have room in their quotas for values that are to be stored all or none. Raises OverQuota."""
+    """Have room for values that are to be stored all or none. Raises OverLimit."""
     keyspace = client.server.keyspace
-    if keyspace.quotas:
+    if keyspace.rationed:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 

@@ -369,6 +369,8 @@ class Session:
             try:
                 step = next(self._stream)
                 if type(step) is Wait:
+                    if self._promised is not None:
+                        self._note_promise(self._promised, before)
                     self._flush()
                     self._wait(step)
                     return False

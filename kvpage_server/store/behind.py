@@ -4,6 +4,9 @@ A change replaces an earlier one of the same value that has not been written yet
 to disk as often as there is a commit. A batch is taken at one moment of the loop and committed whole: what is on disk
 is always the store as it was at some moment, never half of a command or of a transaction.
 
+Where the disk is full, what is gone from the store leaves the disk first, in a commit of its own, since that makes room
+for the rest. Values that are overwritten stay until the new ones are there.
+
 When a batch begins depends on `appendfsync`: with `always` as soon as the one before is done, with `everysec` so that
 nothing waits for more than a second, as long as commits take less than that, with `no` when half of what may wait does,
 or after `LONGEST`. Every commit is durable; `appendfsync` says when there is one.
@@ -45,14 +48,31 @@ class Batch(Generic[T]):
     changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
     size: int = 0
     clears: bool = False  # before all else
+    removed: dict[bytes, None] = field(default_factory=dict)  # the values that have no other change than that
     position: int = 0  # of the last change
     began: float = 0.0  # monotonic
+
+    def note(self, name: bytes, value: T | None, size: int) -> None:
+        """A value has changed, or is gone."""
+        old = self.changes.get(name)
+        self.size += size - (old[1] if old is not None else 0)
+        self.changes[name] = (value, size)
+        if value is None:
+            self.removed[name] = None
+        elif old is not None:
+            self.removed.pop(name, None)
+
+    def forget(self, name: bytes) -> None:
+        """The last change of a value was made."""
+        self.size -= self.changes.pop(name)[1]
+        self.removed.pop(name, None)
 
 
 class WriteBehind(Generic[T]):
     """`spell` makes a change of a value, in the writing thread; `stored` is told, on the loop, what was committed.
 
-    `make_room` is asked for names of values to remove when the disk is full. `limit` is how many bytes may wait.
+    When the disk is full, `make_room` is told so and how many bytes wait: it may remove values. `is_gone` says whether
+    the store has no value of a name, in whatever form. `limit` is how many bytes may wait.
     """
 
     def __init__(
@@ -63,7 +83,8 @@ class WriteBehind(Generic[T]):
         limit: int,
         spell: Callable[[bytes, T], Change],
         stored: Callable[[Batch[T]], None],
-        make_room: Callable[[int], list[bytes]],
+        make_room: Callable[[DiskFull, int], None],
+        is_gone: Callable[[bytes], bool],
     ) -> None:
         self.mode = mode
         self.limit = limit
@@ -78,15 +99,18 @@ class WriteBehind(Generic[T]):
         self._spell = spell
         self._stored = stored
         self._make_room = make_room
+        self._is_gone = is_gone
         self._next: Batch[T] = Batch()
         self._now: Batch[T] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._hurry = False  # somebody waits for all that there is, or much waits
-        self._making_room = False
+        self._removals: Batch[T] | None = None  # what is removed now, to make room
         self._made_room = False  # since the last commit failed
+        self._turned = -1  # commits there had been when room was made the last time
+        self._begun = self._tried = 0  # changes that it was begun to write, and that it was tried to
         self._took = 0.0  # seconds of the last commit
         self._waiting: list[tuple[int, Callable[[], None]]] = []
-        self._batches: SimpleQueue[Batch[T] | list[bytes] | None] = SimpleQueue()
+        self._batches: SimpleQueue[Batch[T] | None] = SimpleQueue()
         self._thread = threading.Thread(target=self._write, name="disk-writer", daemon=True)
         self._thread.start()
 
@@ -94,19 +118,12 @@ class WriteBehind(Generic[T]):
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
         """A value has changed, or is gone. What it consists of must not change any more."""
-        batch = self._next
-        old = batch.changes.get(name)
-        if old is not None:
-            batch.size -= old[1]
-        batch.changes[name] = (value, size)
-        batch.size += size
+        self._next.note(name, value, size)
         self._changed()
 
     def clear(self) -> None:
         """Everything is gone."""
-        self._next.changes = {}
-        self._next.size = 0
-        self._next.clears = True
+        self._next = Batch(clears=True)
         self._changed()
 
     def _changed(self) -> None:
@@ -162,9 +179,11 @@ class WriteBehind(Generic[T]):
 
     def _plan(self) -> None:
         """Have the next batch begin in time."""
-        if self._making_room or self._now is not None:
+        if self._removals is not None or self._now is not None:
             return  # it is planned when that is done
         if self._timer is not None:
+            if self.failing and not self._made_room:
+                return  # however many ask, it is tried again in time
             self._timer.cancel()
         self._timer = self._loop.call_later(self._delay(), self._begin)
 
@@ -182,25 +201,22 @@ class WriteBehind(Generic[T]):
         batch, self._next = self._next, Batch()
         batch.position, batch.began = self.position, time.monotonic()
         self._now, self._hurry, self._made_room = batch, False, False
+        self._begun = batch.position
         self._batches.put(batch)
 
     def _write(self) -> None:
         """The thread. What it holds of a batch it has let go of when the loop hears: memory is freed there alone."""
         while (batch := self._batches.get()) is not None:
-            error = self._error_of(batch)
-            self._loop.call_soon_threadsafe(self._committed if isinstance(batch, Batch) else self._room_is_made, error)
+            makes_room = batch is self._removals
+            error = self._error_of(batch, makes_room)
+            self._loop.call_soon_threadsafe(self._room_is_made if makes_room else self._committed, error)
 
-    def _error_of(self, batch: Batch[T] | list[bytes]) -> DiskError | DiskFull | None:
+    def _error_of(self, batch: Batch[T], makes_room: bool) -> DiskError | DiskFull | None:
         """Commit; what went wrong, without the frames that it came through."""
         try:
-            if isinstance(batch, Batch):
-                self._disk.write(self._changes(batch))
-            else:
-                self._disk.make_room(batch)
-        except DiskFull as error:
-            return DiskFull(str(error))
-        except DiskError as error:
-            return DiskError(str(error))
+            (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
+        except (DiskFull, DiskError) as error:
+            return type(error)(str(error))
         except Exception as error:
             log.exception("what is to be stored cannot be written")
             return DiskError(repr(error))
@@ -211,12 +227,6 @@ class WriteBehind(Generic[T]):
             yield Clear()
         for name, (value, _) in batch.changes.items():
             yield Delete(name) if value is None else self._spell(name, value)
-
-    def _room_is_made(self, error: DiskError | DiskFull | None) -> None:
-        self._making_room, self._made_room = False, error is None
-        if error is not None:
-            self._fail(error)
-        self._plan()
 
     def _committed(self, error: DiskError | DiskFull | None) -> None:
         batch, self._now = self._now, None
@@ -235,6 +245,11 @@ class WriteBehind(Generic[T]):
             batch.changes.clear()  # here, not where the thread lets go of the batch
         if not self.settled:
             self._plan()
+        if self._removals is None:
+            self._tell_waiting()
+
+    def _tell_waiting(self) -> None:
+        """Let those go on whose changes are on disk, or cannot be written."""
         waiting, self._waiting = self._waiting, []
         for position, then in waiting:
             if position <= self.durable or self.failing:
@@ -245,46 +260,72 @@ class WriteBehind(Generic[T]):
             self.hurry()
 
     def _failed(self, batch: Batch[T], error: DiskError | DiskFull) -> None:
-        """Take a batch back. Where the disk is full, what is worth least is removed before the next try."""
+        """Take a batch back. Where the disk is full, what is gone is removed before the next try."""
         self.errors += 1
         newer = self._next
-        if newer.clears:
-            batch.changes.clear()
-        else:
-            batch.changes.update(newer.changes)
-            batch.size = sum(size for _, size in batch.changes.values())
+        if not newer.clears:
+            for name, (value, size) in newer.changes.items():
+                batch.note(name, value, size)
             self._next = batch
-        self._making_room = True  # whatever is changed by that
-        names = self._make_room(batch.size) if isinstance(error, DiskFull) else []
-        self._making_room = bool(names)
-        if names:
-            log.info("%s: %d values are removed to make room", error, len(names))
-            self._batches.put(names)
-        else:
+        if isinstance(error, DiskFull):
+            self._removals = Batch()  # whatever is changed by that begins no other batch
+            self._make_room(error, batch.size)
+            self._removals = self._take_removals()
+        if self._removals is None:
             self._fail(error)
+        else:
+            log.info("%s: %d values are removed to make room", error, len(self._removals.changes))
+            self._batches.put(self._removals)
+
+    def _take_removals(self) -> Batch[T] | None:
+        """What may leave the disk before anything is written; None when that would help nobody."""
+        batch, turned = self._next, self._turned
+        gone = [name for name in batch.removed if self._is_gone(name)]
+        if not gone and not batch.clears and turned == self.commits:
+            return None
+        self._turned = self.commits
+        removals: Batch[T] = Batch(clears=batch.clears)
+        for name in gone:
+            removals.note(name, None, 0)
+        return removals
+
+    def _room_is_made(self, error: DiskError | DiskFull | None) -> None:
+        removals, self._removals = self._removals, None
+        assert removals is not None
+        self._made_room = error is None
+        if error is not None:
+            self._fail(error)
+        else:
+            self._next.clears = self._next.clears and not removals.clears
+            for name in removals.changes:
+                if name in self._next.removed:
+                    self._next.forget(name)
+            self._stored(removals)
+        self._plan()
+        if error is not None:
+            self._tell_waiting()
 
     def _fail(self, error: DiskError | DiskFull) -> None:
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)
+        self._tried = self._begun
 
     async def settle(self) -> None:
-        """Write what there is by now, if that can be done."""
-        position = self.position
-        for _ in range(_LAST_TRIES):
-            if self.durable >= position:
-                return
+        """Write what there is by now, if that can be done. It was tried when this returns, a second later at most."""
+        position, self._tried = self.position, -1
+        while self.durable < position and not (self.failing and self._tried >= position):
             done = asyncio.Event()
             self.when_durable(position, done.set)
             self.hurry()
             await done.wait()
-        if self.durable < position:
-            log.error("%d changes could not be written to disk: %s", len(self._next.changes), self.failing)
 
-    async def close(self) -> None:
-        """Write what there is, if that can be done, and end the thread."""
-        await self.settle()
+    async def close(self) -> int:
+        """Write what there is, and end the thread; how many values could not be written, if it cannot be done."""
+        for _ in range(_LAST_TRIES):
+            await self.settle()
         if self._timer is not None:
             self._timer.cancel()
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
+        return 0 if self.settled else max(len(self._next.changes), 1)

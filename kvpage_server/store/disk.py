@@ -146,6 +146,7 @@ class Disk:
             about = env.open_db(b"about", create=False)
         except lmdb.NotFoundError:
             raise DiskError(f"{self.path} is a database, but not a store of kvpage-server") from None
+        self._about = about
         with env.begin(db=about) as txn:
             found = txn.get(b"format", b"")
             self.id = str(txn.get(b"id", b""), "ascii", "replace")
@@ -189,32 +190,46 @@ class Disk:
 
     # -- writing ---------------------------------------------------------------------------------------------------
 
-    def make_room(self, names: Sequence[bytes]) -> None:
+    def make_room(self, changes: Iterable[Change]) -> None:
         """Remove values where there is no room for anything else. Raises DiskFull, DiskError.
 
-        To remove something, LMDB needs room, too: that is what the reserve is for. It uses again what was freed two
-        commits ago.
+        To remove something, LMDB needs room, too: that is what the reserve is for. What one commit frees can be used
+        after another one, which has to change something.
         """
-        self._reserve.unlink(missing_ok=True)
-        for some in (names[::2], names[1::2]):
-            self.write(map(Delete, some))
-        self._keep_reserve()
-
-    def _keep_reserve(self) -> None:
-        """Take a little of the disk while there is some."""
-        if self._reserve.exists() or shutil.disk_usage(self.path.parent).free < 2 * RESERVE:
-            return
-        try:
-            with open(self._reserve, "wb", opener=private) as reserve:
-                reserve.write(bytes(RESERVE))
-        except OSError:
+        with told(self.path):
+            self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
+            self._commit(changes)
+            with self._env.begin(write=True, db=self._about) as txn:
+                txn.put(b"turn", _NUMBER.pack(txn.id()))
+            self._witness.committed()
+            self._keep_reserve(least=0)  # what comes next is to use what was freed
+
+    def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
+        """Take a little of the disk, if so much of it is free."""
+        has = self._reserve.stat().st_size if self._reserve.exists() else 0
+        free = shutil.disk_usage(self.path.parent).free
+        if has < RESERVE and free >= least:
+            has = min(RESERVE, free)
+            try:
+                with open(self._reserve, "wb", opener=private) as reserve:
+                    reserve.write(bytes(has))
+            except OSError:
+                self._reserve.unlink(missing_ok=True)
+                has = 0
+        self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
         """Make changes, in their order: all or none. They are durable when it returns. Raises DiskFull, DiskError."""
+        with told(self.path):
+            self._commit(changes)
+            if not self._has_reserve:
+                self._keep_reserve()
+
+    def _commit(self, changes: Iterable[Change]) -> None:
         before = self._next
         try:
-            with told(self.path), self._env.begin(write=True) as txn:
+            with self._env.begin(write=True) as txn:
                 sheets = _Sheets(txn, self._records)
                 for change in changes:
                     self._change(txn, sheets, change)

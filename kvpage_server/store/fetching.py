@@ -239,7 +239,7 @@ class Fetching(Known):
             if isinstance(unit, Block):
                 self._grow(unit, size)
             self._units.used(unit)
-            self._on_disk.use(unit_named(unit))
+            self._on_disk.is_in_memory(unit_named(unit))
 
     def _place_of(self, value: Cold) -> bytes | Extent | None:
         """Where a value stands: a key or an extent; None when it is not there any more."""

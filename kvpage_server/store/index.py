@@ -239,6 +239,10 @@ class PageIndex:
         block = request.get(page) if request is not None else None
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
+    def has(self, req_id: bytes, page: int) -> bool:
+        """Whether a request has a block. Wakes nobody."""
+        return page in self._requests.get(req_id, ())
+
     def around(self, block: Block) -> list[Block]:
         """A block between those before and behind it, as far as they are there."""
         if len(self._requests[block.req_id]) == 1:

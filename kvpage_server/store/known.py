@@ -64,7 +64,8 @@ class Known(Keyspace):
             if collecting:
                 gc.enable()
         latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
-        self._on_disk.found(reversed(dict.fromkeys([units[i] for i in latest.tolist()])), size)
+        texts = {name_of_key(key) for key, entry in self._catalogue.entries.items() if type(entry) is Text}
+        self._on_disk.found(reversed(dict.fromkeys([units[i] for i in latest.tolist()])), texts, size)
         self.any_cold = bool(used)
 
     def _load_sheets(self, units: list[bytes], used: list[int]) -> int:

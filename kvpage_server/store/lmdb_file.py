@@ -38,7 +38,11 @@ class DiskError(Exception):
 
 
 class DiskFull(Exception):
-    """The disk, or `maxdisk`, has no room for what was to be written. Nothing of it was."""
+    """The disk has no room for what was to be written. Nothing of it was."""
+
+
+class MaxDisk(DiskFull):
+    """What was to be written goes beyond `maxdisk`."""
 
 
 class Witness:
@@ -196,7 +200,7 @@ def told(path: Path) -> Iterator[None]:
     try:
         yield
     except lmdb.MapFullError:
-        raise DiskFull("maxdisk is used up") from None
+        raise MaxDisk("maxdisk is used up") from None
     except lmdb.Error as error:
         if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
             raise DiskFull(str(error)) from None

@@ -49,7 +49,7 @@ class Keyspace(Lookup):
 
     def set_pages(self, pages: Iterable[NewPage]) -> None:
         """Store pages, whose slots have their headers; the names have been validated."""
-        if self._quotas is not None:
+        if self.rationed:
             self._set_within_quotas(list(pages))
         else:
             self._set_pages(pages)
@@ -177,7 +177,7 @@ class Keyspace(Lookup):
         old = self._own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
-        if self._quotas is not None:
+        if self.rationed:
             self.admit([Coming(key, text_size(key, value.size if isinstance(value, Slot) else len(value)))])
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:

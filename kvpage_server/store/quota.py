@@ -32,7 +32,11 @@ def text_size(key: bytes, size: int) -> int:
     return len(key) + size + TEXT_OVERHEAD
 
 
-class OverQuota(Exception):
+class OverLimit(Exception):
+    """A write would take more than it may, and there is nothing that the policy may evict for it. Says so."""
+
+
+class OverQuota(OverLimit):
     """A write would take a quota over its limit, and there is nothing that the policy may evict for it."""
 
     def __init__(self, quota: Quota) -> None:

@@ -32,6 +32,11 @@ class Ration(Room):
     _uncounted: Iterator[None] | None = None  # what is left to do until every value is counted
 
     @property
+    def rationed(self) -> bool:
+        """Whether there are limits on what may be stored besides maxmemory."""
+        return self._quotas is not None
+
+    @property
     def quotas(self) -> Sequence[Quota]:
         """Every quota, in order."""
         return self._quotas.all if self._quotas is not None else ()

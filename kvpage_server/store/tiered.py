@@ -8,15 +8,14 @@ disk takes it. With no, nothing is promised: a value goes to disk when it is use
 and never asked for again wears no SSD; when the disk cannot keep up it stays in memory; and when the server ends in
 order, everything goes.
 
-Where the disk is full, what was stored, or dropped from memory, or fetched the longest ago goes first, whole blocks at
-a time; what lies in memory too is passed over.
+The policy holds for the store as a whole: see `diskroom`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
@@ -26,34 +25,33 @@ from kvpage_server.store.arena import Slot
 from kvpage_server.store.behind import Batch, WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import Entry, NewPage, Page, Text, page_named
+from kvpage_server.store.diskroom import DiskRoom, takes
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, Page, Text, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.fetch import Fetcher
-from kvpage_server.store.fetching import Fetching
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import unit_named
 from kvpage_server.store.mapped import MappedLoans
 from kvpage_server.store.memory import Fallen, OutOfMemory
 from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.record import Damaged, footprint, name_of_block, name_of_key
+from kvpage_server.store.record import Damaged, name_of_block, name_of_key
 from kvpage_server.store.scrub import Scrubber
-from kvpage_server.store.spelling import ShortText, Spoilt, Value, change_of
+from kvpage_server.store.spelling import Spoilt, Value, change_of
 
-_SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
 _MOST_PASSED = 4096  # units that are not dropped, before no more are looked at
+_SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
 
 log = logging.getLogger("kvpage")
 
 
-class Tiered(Fetching):
+class Tiered(DiskRoom):
     """Every key and value. `maxdisk` is in bytes, 0 for no limit. `load`, then `connect` once the loop runs."""
 
     def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix", maxdisk: int = 0) -> None:
-        super().__init__(disk, maxmemory=maxmemory, policy=policy)
-        self.maxdisk = maxdisk
-        self._unproven: set[Unit] = set()  # written and not used since: not for the disk yet
-        self._saves: set[asyncio.Task[None]] = set()
+        super().__init__(disk, maxmemory=maxmemory, policy=policy, maxdisk=maxdisk)
+        self.left_out = 0  # values that the last save found no room for
+        self._saves: set[asyncio.Task[str]] = set()
         self.scrubber: Scrubber
 
     def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
@@ -67,7 +65,13 @@ class Tiered(Fetching):
         if self.maxdisk:
             limit = min(limit, self.maxdisk // 8)
         self.behind = WriteBehind(
-            self.disk, mode=mode, limit=limit, spell=change_of, stored=self._note_stored, make_room=self._give_up
+            self.disk,
+            mode=mode,
+            limit=limit,
+            spell=change_of,
+            stored=self._note_stored,
+            make_room=self._give_up,
+            is_gone=self._is_gone,
         )
         self._fetcher = Fetcher(self.disk)
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
@@ -77,31 +81,47 @@ class Tiered(Fetching):
         """Have everything on disk that was promised to be."""
         await self.behind.settle()
 
-    async def save(self) -> None:
-        """Have everything on disk, what is not promised to be there too. In waves: the queue is no longer than ever."""
-        waiting = list(self._unproven)
-        while waiting and not self.behind.failing:
-            while waiting and not self.behind.full:
-                self._prove(waiting.pop())
-            await self.behind.settle()
-        await self.behind.settle()
+    async def save(self) -> str:
+        """Have everything on disk, what is not promised to be there too; why some is not, empty when all is.
 
-    def begin_save(self) -> asyncio.Task[None]:
+        In waves: the queue is no longer than ever.
+        """
+        behind = self.behind
+        position = behind.position
+        await behind.settle()
+        waiting = list(self._unproven)
+        while waiting and not behind.failing:
+            while waiting and not behind.full:
+                self._prove(waiting.pop())
+            position = behind.position
+            await behind.settle()
+        self.left_out = len(self._unproven)
+        if behind.durable < position:
+            return f"{behind.failing} ({behind.position - behind.durable} changes are in memory alone)"
+        return f"maxdisk has no room for all ({self.left_out} values are in memory alone)" if self.left_out else ""
+
+    @property
+    def unsaved(self) -> int:
+        """Changes that are not on disk, and values that are not meant to be there yet."""
+        return self.behind.position - self.behind.durable + len(self._unproven)
+
+    def begin_save(self) -> asyncio.Task[str]:
         """Begin to `save`, now."""
         task = asyncio.create_task(self.save())
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
         return task
 
-    async def close(self) -> None:
-        """Write what is not on disk, and let go of it."""
+    async def close(self) -> str:
+        """Write what waits, and let go of the disk; why some could not be written, empty when all was."""
         await self.scrubber.close()
-        await self.save()
-        await self.behind.close()
+        log.info("the last save: %s", await self.save() or "everything is on disk")
+        lost = await self.behind.close()
         await self._fetcher.close()
         self.holds.on_end = None
         self._mapped.call_in()
         self.disk.close()
+        return f"{lost} values that were to be written are not on disk: {self.behind.failing}" if lost else ""
 
     # -- every change goes to disk ---------------------------------------------------------------------------------
 
@@ -128,28 +148,29 @@ class Tiered(Fetching):
     def _offer(self, unit: Unit, name: bytes, value: Entry | Extent, *, known: bool) -> None:
         """Something has a new value. Was it `known` before, it is used for a second time."""
         behind = self.behind
-        if behind.mode == "no" and (not known or (behind.full and not behind.waits(name))):
+        keeps = self.keeps_all or (known and (behind.waits(name) or not behind.full) and self._fits([(name, value)]))
+        if keeps:
+            self._store(name, value)
+        else:
             self.counts.skipped += known
             self._unproven.add(unit)
             self._unstore(name)
-        else:
-            self._store(name, value)
 
     def _store(self, name: bytes, entry: Entry | Extent) -> None:
+        if self.maxdisk and not isinstance(entry, Cold):
+            self._on_disk.expect(name, takes(name, entry))
         if isinstance(entry, Text):
-            self.behind.note(name, (entry.data, entry.expires), entry.size)
+            self.behind.note(name, (entry.data, entry.expires), entry.size + TEXT_OVERHEAD)
         elif isinstance(entry, Extent):
             self.behind.note(name, entry, entry.slot.footprint)
         else:
             self.behind.note(name, entry, entry.footprint)
 
-    def _unstore(self, name: bytes) -> None:
-        if name in self._on_disk or self.behind.waits(name):
-            self.behind.note(name, None, 0)
-
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
         known = self.index.block(req_id, page) is not None
+        if self.maxdisk and self.keeps_all:
+            self._admit_block_on_disk(req_id, page, extent)
         super().set_block(req_id, page, extent)
         block = self.index.block(req_id, page)
         assert block is not None
@@ -247,13 +268,15 @@ class Tiered(Fetching):
         """A unit is used for a second time, or the server ends: it goes to disk, if there is room on the way."""
         if unit not in self._unproven:
             return
-        if self.behind.full:
+        waits, on_disk = self.behind.waits, self._on_disk
+        names = [one for one in self._names_of(unit) if one not in on_disk or waits(one)]  # an older one may have to go
+        values = [(name, self._value_of(name)) for name in names]
+        if self.behind.full or not self._fits(values):
             self.counts.skipped += 1
             return
         self._unproven.discard(unit)
-        for name in self._names_of(unit):
-            if name not in self._on_disk or self.behind.waits(name):  # what waits may be that an older one is to go
-                self._store(name, self._value_of(name))
+        for name, value in values:
+            self._store(name, value)
 
     # -- from memory to disk alone ---------------------------------------------------------------------------------
 
@@ -264,41 +287,57 @@ class Tiered(Fetching):
         """
         if not self.is_full:
             return
+        keeps_texts = self._policy in (NO_EVICTION, VOLATILE_TTL)
+        if not (keeps_texts and self._texts > self.maxmemory) and self._leave(self._units.victims(), self._leaves):
+            return
+        if self._policy == VOLATILE_TTL and self._leave(self._victims(), self._is_evicted):
+            return
+        self.behind.hurry()
+        if keeps_texts:
+            raise OutOfMemory
+
+    def _leave(self, units: Iterator[Unit], leaves: Callable[[Unit], bool]) -> bool:
+        """Have units leave memory, in order, until that is within its limit; whether it is."""
         now, passed = unix_ms(), 0
         self.guards.settle(now)
-        for unit in self._units.victims():
-            if unit in self.holds or self.guards.spares(unit, now) or not self._leaves(unit):
+        for unit in units:
+            if unit in self.holds or self.guards.spares(unit, now) or not leaves(unit):
                 passed += 1
                 if passed == _MOST_PASSED:
                     break
             if self.arena.sparse:
                 self.gather()
             if not self.is_full:
-                return
-        self.behind.hurry()
-        if self.policy in (NO_EVICTION, VOLATILE_TTL):
-            raise OutOfMemory
+                return True
+        return False
 
     def _leaves(self, unit: Unit) -> bool:
-        """Drop or evict a unit; False when it has to stay, since it waits to be written or nothing would be gained."""
+        """Drop a unit, or evict one that is not on disk; False when it has to stay.
+
+        To drop a short string would gain nothing. They are evicted when they take too much of memory together.
+        """
         names = list(self._names_of(unit))
-        waits = not self.behind.settled and any(map(self.behind.waits, names))
-        if not waits and self._on_disk.has_all(names):
-            return self._drop(unit, names)
-        if not self._may_evict(unit) or (waits and not self.behind.failing):
+        is_text = isinstance(unit, bytes) and isinstance(self._catalogue.entries[unit], Text)
+        if self._on_disk.has_all(names) and (self.behind.settled or not any(map(self.behind.waits, names))):
+            if not is_text:
+                self._drop(unit, names)
+                return True
+            if self._texts <= self.maxmemory * _SHARE_OF_TEXTS:
+                return False
+        elif self.keeps_all:
+            self._prove(unit)  # if it was stored under another policy
+        return self._policy not in (NO_EVICTION, VOLATILE_TTL) and self._is_evicted(unit)
+
+    def _is_evicted(self, unit: Unit) -> bool:
+        """Evict a unit; False when it waits to be written, or memory would gain nothing."""
+        names = list(self._names_of(unit))
+        if all(map(self._is_cold, names)) or (not self.behind.failing and any(map(self.behind.waits, names))):
             return False
         self.evict(unit)
         return True
 
-    def _may_evict(self, unit: Unit) -> bool:
-        if self.policy == VOLATILE_TTL:
-            return bool(unit.soonest if isinstance(unit, Block) else self.expires_of(unit))
-        return self.policy != NO_EVICTION
-
-    def _drop(self, unit: Unit, names: Sequence[bytes]) -> bool:
-        """Let go of a unit's bytes in memory. Those of a short string stay: they take less than what is known of it."""
-        if isinstance(unit, bytes) and isinstance(self._catalogue.entries[unit], Text):
-            return False
+    def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
+        """Let go of a unit's bytes in memory."""
         used = self._units.now - self._units.idle(unit)
         if isinstance(unit, bytes):
             self._cool(unit, names, used)
@@ -309,9 +348,8 @@ class Tiered(Fetching):
             self._grow(unit, -slot.footprint)
             self.counts.dropped += 1
         self._units.evicted(unit)
-        self._on_disk.use(unit_named(unit))
+        self._on_disk.is_alone(unit_named(unit))
         self.any_cold = True
-        return True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
         """Let go of the bytes of keys; how many they were."""
@@ -331,7 +369,7 @@ class Tiered(Fetching):
     def _note_stored(self, batch: Batch[Value]) -> None:
         on_disk = self._on_disk
         if batch.clears:
-            on_disk.clear()
+            on_disk.was_cleared()
         last: object = None
         unit = b""
         for name, (value, _) in batch.changes.items():
@@ -343,12 +381,9 @@ class Tiered(Fetching):
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, unit_named(value.unit)
-                on_disk.add(name, unit, sheet.footprint_of(value.size))
+                on_disk.add(name, unit, takes(name, value))
             else:
-                on_disk.add(name, name, footprint(name, _size_of(value)))
-        too_much = on_disk.used - int(self.maxdisk * _SHARE_OF_DISK)
-        if self.maxdisk and too_much > 0:
-            self._give_up(too_much)
+                on_disk.add(name, name, takes(name, value))
 
     def _drop_unit(self, name: bytes) -> None:
         """Forget the unit of a value that is gone, if that is gone, too."""
@@ -357,35 +392,6 @@ class Tiered(Fetching):
             self._on_disk.remove_unit(name)
         elif self.index.block(page.req_id, page.page) is None:
             self._on_disk.remove_unit(name_of_block(page.req_id, page.page))
-
-    def _give_up(self, size: int) -> list[bytes]:
-        """Remove values that take so many bytes of the disk, what is worth least first; their names."""
-        gone: list[bytes] = []
-        passed, most = 0, self._on_disk.units
-        while size > 0 and passed <= 2 * most:
-            name = self._on_disk.first()
-            if name is None:
-                break
-            unit = self._block_named(name) if name[:1] == b"b" else name[1:]
-            names = [] if unit is None else [one for one in self._names_of(unit) if one in self._on_disk]
-            cold = any(map(self._is_cold, names))
-            if any(map(self.behind.waits, names)) or (names and passed < most and not cold):
-                passed += 1
-                self._on_disk.use(name)
-                continue
-            if cold:
-                self.counts.evicted += len(names)
-                self.evict(cast(Unit, unit))
-            for one in names:
-                self.behind.note(one, None, 0)
-                size -= self._on_disk.remove(one)
-            self._on_disk.remove_unit(name)
-            gone += names
-        return gone
-
-    def _is_cold(self, name: bytes) -> bool:
-        value = self._value_of(name)
-        return isinstance(value.slot if isinstance(value, Extent) else value, Cold)
 
     def _found_damaged(self, name: bytes) -> None:
         """The scrubber found a value, or a sheet, damaged. Where memory has it, it is written again."""
@@ -406,9 +412,3 @@ class Tiered(Fetching):
         self.counts.repaired += 1
         log.warning("%r is damaged on disk, and written again from memory", name)
         self._store(name, value)
-
-
-def _size_of(value: Slot | ExtentPage | Extent | ShortText) -> int:
-    if isinstance(value, tuple):
-        return len(value[0])
-    return value.slot.size if isinstance(value, Extent) else value.size
