@@ -22,7 +22,6 @@ from kvpage_server.store.entry import Entry
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.hold import Hold, TooMuch
 from kvpage_server.store.known import Needed, unit_of
-from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.tiered import Tiered
 
 T = TypeVar("T")
@@ -48,11 +47,10 @@ def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
         queued = [] if client.transaction.refused or client.watched_changed else client.transaction.commands
     commands = [(spec, words)] if queued is None else queued
     behind = tiered.behind
-    crowded = tiered.is_full and not behind.settled
-    if (behind.full or behind.failing or crowded) and any("denyoom" in spec.flags for spec, _ in commands):
+    if (behind.full or behind.failing) and any("denyoom" in spec.flags for spec, _ in commands):
         if behind.failing and behind.mode == "always":
             raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
-        if tiered.keeps_all and not behind.failing and (behind.full or _memory_waits(tiered)):
+        if tiered.keeps_all and behind.full:
             raise Postponed(Wait(behind.when_there_is_room))
     if tiered.any_cold:
         bodies = (
@@ -77,13 +75,11 @@ def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
     return cold
 
 
-def _memory_waits(tiered: Tiered) -> bool:
-    """Whether there will be room in memory once what waits is written."""
-    try:
-        tiered.make_room()
-    except OutOfMemory:
-        return True
-    return False
+def wait_for_room(tiered: Tiered) -> None:
+    """Memory is full. Raises Postponed when there may be room in it once what waits is written."""
+    behind = tiered.behind
+    if tiered.keeps_all and not (behind.settled or behind.failing):
+        raise Postponed(Wait(behind.when_there_is_room))
 
 
 def _bring(client: Client, tiered: Tiered, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:

@@ -9,7 +9,7 @@ from time import monotonic_ns
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import Postponed, prepare
+from kvpage_server.commands.disk import Postponed, prepare, wait_for_room
 from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.needs import nothing
@@ -75,7 +75,7 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
 
 
 def _make_room(client: Client, spec: Spec) -> None:
-    """Have room for what a command is to store, now or in a transaction. Raises ReplyError.
+    """Have room for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
 
     It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction.
     """
@@ -85,6 +85,8 @@ def _make_room(client: Client, spec: Spec) -> None:
     try:
         client.server.keyspace.make_room()
     except OutOfMemory:
+        if client.server.tiered is not None:
+            wait_for_room(client.server.tiered)
         raise ReplyError(OUT_OF_MEMORY) from None
 
 
