@@ -42,7 +42,7 @@ class PageError(ValueError):
 
 
 class DType(IntEnum):
-    """Element types a body may hold; the value is the header's dtype byte."""
+    """Element types a body may hold; the value is the header's dtype byte. A number never changes its meaning."""
 
     FLOAT16 = 1
     FLOAT32 = 2
@@ -52,6 +52,13 @@ class DType(IntEnum):
     FLOAT8_E5M2 = 6
     UINT32 = 7  # packed quantised values
     UINT8 = 8
+    BOOL = 9
+    UINT16 = 10
+    INT16 = 11
+    INT32 = 12
+    UINT64 = 13
+    INT64 = 14
+    FLOAT64 = 15
 
     @property
     def itemsize(self) -> int:
@@ -68,6 +75,13 @@ _ITEMSIZE = {
     DType.FLOAT8_E5M2: 1,
     DType.UINT32: 4,
     DType.UINT8: 1,
+    DType.BOOL: 1,
+    DType.UINT16: 2,
+    DType.INT16: 2,
+    DType.INT32: 4,
+    DType.UINT64: 8,
+    DType.INT64: 8,
+    DType.FLOAT64: 8,
 }
 ALLOWED_DTYPES = ", ".join(f"{d.value} {d.name.lower()}" for d in DType)
 

@@ -281,7 +281,7 @@ GOOD = ("r", 0, 1, 2, 3, 0, 1, 0, 3, 4, bytes(24))
         (6, 0, "P must be an integer between 1 and 6, got '0'"),
         (6, 2, "KVBLOCKSET with P = 2 takes 6 arguments between P and the body, 3 a plane, got 3"),
         (7, 6, "kv_type must be an integer between 0 and 5, got '6'"),
-        (8, 9, "dtype must be one of 1 float16"),
+        (8, 16, "dtype must be one of 1 float16"),
         (9, 0, "head_dim must be an integer between 1 and 4294967295"),
         (10, bytes(23), "body must be 24 bytes for this shape, got 23"),
         (10, bytes(25), "body must be 24 bytes for this shape, got 25"),

@@ -143,9 +143,10 @@ class HeaderLayoutTest(unittest.TestCase):
 
     def test_dtypes_have_the_numbers_of_the_contract(self) -> None:
         names = {1: "FLOAT16", 2: "FLOAT32", 3: "INT8", 4: "BFLOAT16", 5: "FLOAT8_E4M3", 6: "FLOAT8_E5M2"}
-        names |= {7: "UINT32", 8: "UINT8"}
+        names |= {7: "UINT32", 8: "UINT8", 9: "BOOL", 10: "UINT16", 11: "INT16", 12: "INT32", 13: "UINT64"}
+        names |= {14: "INT64", 15: "FLOAT64"}
         self.assertEqual({int(dtype): dtype.name for dtype in DType}, names)
-        self.assertEqual([dtype.itemsize for dtype in DType], [2, 4, 1, 2, 1, 1, 4, 1])
+        self.assertEqual([dtype.itemsize for dtype in DType], [2, 4, 1, 2, 1, 1, 4, 1, 1, 2, 2, 4, 8, 8, 8])
 
 
 class RoundTripTest(unittest.TestCase):
@@ -238,8 +239,11 @@ class BadPageTest(unittest.TestCase):
             self.assert_refused(bytes(blob()[:size]), f"at least 64 bytes, got {size}$")
 
     def test_unknown_dtypes_are_refused_with_the_known_ones_listed(self) -> None:
-        for dtype in (0, 9, 255):
-            known = "1 float16, 2 float32, 3 int8, 4 bfloat16, 5 float8_e4m3, 6 float8_e5m2, 7 uint32, 8 uint8"
+        known = (
+            "1 float16, 2 float32, 3 int8, 4 bfloat16, 5 float8_e4m3, 6 float8_e5m2, 7 uint32, 8 uint8, "
+            "9 bool, 10 uint16, 11 int16, 12 int32, 13 uint64, 14 int64, 15 float64"
+        )
+        for dtype in (0, 16, 255):
             self.assert_refused(self.patched(5, "B", dtype), f"^dtype must be one of {known}, got {dtype}$")
             with self.assertRaises(PageError):
                 check_dtype(dtype)
@@ -263,7 +267,7 @@ class BadPageTest(unittest.TestCase):
     def test_encoding_refuses_what_decoding_would(self) -> None:
         good = {"dtype": DType.FLOAT16, "page_size": 8, "head_dim": 128, "ttl": 0, "created_ms": 0}
         cases = {
-            "dtype": (0, 9),
+            "dtype": (0, 16),
             "page_size": (0, -1, 2**32),
             "head_dim": (0, -1, 2**32),
             "ttl": (-1, MAX_TTL + 1),

@@ -409,8 +409,11 @@ class BadInputTest(PageCommandsTest):
                     self.assert_refused(message, "KVPAGEGET", *words[:5])
 
     def test_an_unknown_dtype_lists_the_known_ones(self) -> None:
-        known = "1 float16, 2 float32, 3 int8, 4 bfloat16, 5 float8_e4m3, 6 float8_e5m2, 7 uint32, 8 uint8"
-        for dtype in (0, 9, 255):
+        known = (
+            "1 float16, 2 float32, 3 int8, 4 bfloat16, 5 float8_e4m3, 6 float8_e5m2, 7 uint32, 8 uint8, "
+            "9 bool, 10 uint16, 11 int16, 12 int32, 13 uint64, 14 int64, 15 float64"
+        )
+        for dtype in (0, 16, 255):
             words = self.arguments()
             words[5] = dtype
             self.assert_refused(f"dtype must be one of {known}, got {dtype}", "KVPAGESET", *words)
@@ -465,7 +468,7 @@ class ConfiguredTest(unittest.TestCase):
                     f"^body must be page_size x head_dim x itemsize = {len(body)} bytes, got {len(body) - 1}$",
                 ):
                     client.execute_command("KVPAGESET", *name, int(dtype), 4, 6, 0, body[1:])
-            self.assertEqual(client.execute_command("KVPAGEGET", *name), bytes(24))
+            self.assertEqual(client.execute_command("KVPAGEGET", *name), body)
 
     def test_checksums_can_be_left_out(self) -> None:
         with start_server("--page-checksums", "no") as server, server.client() as client:

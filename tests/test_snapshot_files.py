@@ -131,6 +131,23 @@ def test_bfloat16_and_float8_have_their_own_types(server: RunningServer, client:
             assert np.array(tensor[layer].view(mx.uint16)).tobytes() == values.tobytes()
 
 
+@pytest.mark.parametrize("kind", [np.bool_, np.uint16, np.int16, np.int32, np.uint64, np.int64, np.float64])
+def test_numbers_of_every_width_are_read_as_what_they_were(
+    server: RunningServer, client: redis.Redis, tmp_path: Path, kind: type[np.generic]
+) -> None:
+    values = np.array([[0, 1, 1], [1, 0, 1]], kind) * kind(3)
+    dtype = DType[np.dtype(kind).name.upper()]
+    client.execute_command("KVPAGESET", "wide", 0, 0, 0, 0, int(dtype), 2, 3, 0, values.tobytes())
+    assert kvpage("dump", str(tmp_path), "--url", server.url)[0] == 0
+    (file,) = tmp_path.glob("pages-*")
+    read = safetensors.numpy.load_file(file)["kv:wide:0:0:0:0"]
+    assert read.dtype == values.dtype
+    assert np.array_equal(read, values)
+    client.flushall()
+    assert kvpage("restore", str(tmp_path), "--url", server.url)[0] == 0
+    assert client.execute_command("KVPAGEGET", "wide", 0, 0, 0, 0) == values.tobytes()
+
+
 def test_tensors_lie_aligned_to_their_elements(tmp_path: Path) -> None:
     tensors = [*tensors_of([found(3, body=b"odd")]), *tensors_of([found(1)]), string(b"s", b"x")]
     contents = write_file(tmp_path / "f.safetensors", tensors, dumped_ms=5, selection="everything")

@@ -29,6 +29,13 @@ SAFETENSORS_DTYPE = {
     DType.FLOAT8_E5M2: "F8_E5M2",
     DType.UINT32: "U32",
     DType.UINT8: "U8",
+    DType.BOOL: "BOOL",
+    DType.UINT16: "U16",
+    DType.INT16: "I16",
+    DType.INT32: "I32",
+    DType.UINT64: "U64",
+    DType.INT64: "I64",
+    DType.FLOAT64: "F64",
 }
 
 

@@ -23,7 +23,7 @@ import xxhash
 
 from kvpage_server.durable import replacing
 from kvpage_server.page import checksum
-from kvpage_server.snapshot.entries import Entry, entry_of
+from kvpage_server.snapshot.entries import SAFETENSORS_DTYPE, Entry, entry_of
 from kvpage_server.snapshot.errors import BadFile
 
 FORMAT = "kvpage-dump"
@@ -31,7 +31,7 @@ VERSION = "1"
 MAX_HEADER = 100_000_000  # bytes: what safetensors' own readers take
 _ALIGNMENT = 64
 _NO_DIGEST = "0" * 16
-_ITEMSIZE = {"F32": 4, "U32": 4, "F16": 2, "BF16": 2, "I8": 1, "U8": 1, "F8_E4M3": 1, "F8_E5M2": 1}
+_ITEMSIZE = {name: dtype.itemsize for dtype, name in SAFETENSORS_DTYPE.items()}
 _GATHER = 512  # pieces in one writev; IOV_MAX is 1024
 
 
