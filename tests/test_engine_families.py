@@ -132,6 +132,26 @@ def reach(tier: PageTier, agent_id: str, prompt: list[int]) -> int:
     return len(loaded)
 
 
+@pytest.mark.parametrize(("kind", "block_tokens"), [("lfm2", 2), ("qwen3_next", 22), ("jamba", 22)])
+def test_a_state_with_as_many_bytes_as_its_block_is_stored_as_a_state(
+    server: RunningServer, client: redis.Redis, kind: str, block_tokens: int
+) -> None:
+    of = Family(kind, block_tokens=block_tokens)
+    end = 2 * block_tokens
+    assert of.spec.state_nbytes(end) == block_tokens * of.spec.token_nbytes
+    live = of.computed(block_tokens)
+    states = {block_tokens: kvcache.capture(of.spec, live)}
+    of.run(TOKENS[block_tokens:end], live)
+    with tier_of(server, of.spec) as tier:
+        assert tier.save(of.blocks(live, end, states))
+        assert reach(tier, "agent", TOKENS[:end]) == block_tokens
+        loaded = tier.load("agent", TOKENS)
+        assert loaded
+        assert not tier.misses
+        restored = kvcache.reconstruct(of.spec, loaded.blocks, end)
+        assert np.array_equal(of.continuation(restored, end), of.continuation(live, end))
+
+
 @pytest.mark.parametrize("kind", WITH_STATE)
 def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
     server: RunningServer, client: redis.Redis, kind: str

@@ -84,11 +84,11 @@ class Layout:
         return block
 
     def chunks(self, places: Iterable[Place]) -> Iterator[list[Place]]:
-        """Places in their order, neighbours of one size together, of at most CHUNK bytes."""
+        """Places in their order, neighbours at which the same lies together, of at most CHUNK bytes."""
         chunk: list[Place] = []
         for place in places:
-            nbytes = self.nbytes(place)
-            if chunk and (nbytes != self.nbytes(chunk[0]) or (len(chunk) + 1) * nbytes > CHUNK):
+            full = (len(chunk) + 1) * self.nbytes(place) > CHUNK
+            if chunk and (full or self.shapes(place) != self.shapes(chunk[0])):
                 yield chunk
                 chunk = []
             chunk.append(place)
