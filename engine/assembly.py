@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable
@@ -17,13 +18,15 @@ from mlx_lm.utils import hf_repo_to_path
 
 from engine.agent_engine import AgentEngine
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.caches import UnsupportedCacheError
+from engine.caches import UnsupportedCacheError, parts, quantised
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import RESTORE_WITHIN, PageTier
 from engine.tiers.store import AgentCacheStore
+
+log = logging.getLogger(__name__)
 
 CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
 KV_GROUP_SIZE = 64  # values that share a scale where keys and values are kept in fewer bits
@@ -67,10 +70,7 @@ class Engine:
         tell(f"loading the weights of {options.model}, {_megabytes(directory)} MB")
         model, tokenizer = load(directory)
         tell("hashing them, and trying how the model keeps its cache")
-        quantised = [QuantizedKVCache(KV_GROUP_SIZE, options.kv_bits) for _ in make_prompt_cache(model)]
-        spec = ModelCacheSpec.probe(
-            model, tokenizer, model_id=model_name(options.model), cache=quantised if options.kv_bits else None
-        )
+        spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits)
         pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
@@ -85,6 +85,26 @@ class Engine:
         """Drop what isn't answered, write what isn't stored, and let go of the tiers."""
         self.agents.shutdown()
         self.store.close()
+
+
+def _probe(model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None) -> ModelCacheSpec:
+    """With keys and values in `kv_bits` where layers keep them token by token. Others stay as they are, and are named.
+
+    Raises UnsupportedCacheError for a model that cannot do with such keys and values.
+    """
+    made = make_prompt_cache(model)
+    cache = [quantised(layer, KV_GROUP_SIZE, kv_bits) for layer in made] if kv_bits else made
+    kinds = {type(part) for part in parts(cache)}
+    if kv_bits and (whole := sorted(kind.__name__ for kind in kinds - {QuantizedKVCache})):
+        log.warning("what these layers keep is not kept in %d bits but as it is: %s", kv_bits, ", ".join(whole))
+    if QuantizedKVCache not in kinds:
+        return ModelCacheSpec.probe(model, tokenizer, model_id=model_id)
+    try:
+        return ModelCacheSpec.probe(model, tokenizer, model_id=model_id, cache=cache)
+    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+        raise UnsupportedCacheError(
+            f"{model_id} cannot do with keys and values of {kv_bits} bits, in groups of {KV_GROUP_SIZE}: {error}"
+        ) from error
 
 
 def model_name(model: str) -> str:

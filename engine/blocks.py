@@ -17,7 +17,7 @@ from kvpage_server.page import DType
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
-BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32}  # by itemsize; numpy has no bfloat16, and bits must stay as they are
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by itemsize; numpy has no bfloat16, and bits stay
 
 
 class BlockError(ValueError):

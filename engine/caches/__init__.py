@@ -14,7 +14,7 @@ from engine.caches.chunked import ChunkedLayer
 from engine.caches.full import FullLayer
 from engine.caches.lists import Nesting, assemble, nesting, parts
 from engine.caches.planes import DTYPES, MLX_DTYPES, CacheStateError, Matrices, UnsupportedCacheError
-from engine.caches.quantized import QuantizedLayer
+from engine.caches.quantized import QuantizedLayer, quantised
 from engine.caches.window import WindowLayer
 
 TokenLayer = FullLayer | QuantizedLayer
@@ -25,7 +25,7 @@ CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, Chunk
 
 
 def describe(index: int, cache: Any) -> Layer:
-    """The codec of a cache that has seen a token, in the layer `index` of the model.
+    """The codec of a cache that has seen some tokens, in the layer `index` of the model.
 
     Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
     """
@@ -35,6 +35,9 @@ def describe(index: int, cache: Any) -> Layer:
                 return codec.describe(cache)
             except UnsupportedCacheError as error:
                 raise UnsupportedCacheError(f"layer {index} {error}") from None
+            except (AttributeError, LookupError, TypeError, ValueError) as error:
+                what = f"layer {index} keeps a {type(cache).__name__} unlike those that are known"
+                raise UnsupportedCacheError(f"{what}: {error}") from error
     supported = ", ".join([*(codec.KIND.__name__ for codec in CODECS), "CacheList"])
     raise UnsupportedCacheError(f"layer {index} keeps a {type(cache).__name__}; supported: {supported}")
 
@@ -58,4 +61,5 @@ __all__ = [
     "describe",
     "nesting",
     "parts",
+    "quantised",
 ]

@@ -9,7 +9,7 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
-from engine.caches.planes import Matrices, UnsupportedCacheError, plane_of
+from engine.caches.planes import CacheStateError, Matrices, UnsupportedCacheError, plane_of
 from kvpage_server.page import MAX_KV_TYPE, Plane
 
 
@@ -43,7 +43,13 @@ class ArraysLayer:
         )
 
     def capture(self, cache: ArraysCache) -> tuple[mx.array, ...]:
-        """A copy of the state of a cache that holds one sequence."""
+        """A copy of the state of a cache that holds one sequence.
+
+        Raises CacheStateError for one of another shape: some states grow with the first tokens.
+        """
+        found = tuple(None if array is None else array.shape for array in cache.cache)
+        if found != self.shapes:
+            raise CacheStateError(f"an ArraysCache of {self.shapes} can be kept, this one is {found}")
         return tuple(
             mx.contiguous(array.reshape(kept.shape)) for array, kept in zip(cache.cache, self.matrices(0), strict=True)
         )

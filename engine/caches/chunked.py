@@ -20,7 +20,8 @@ from kvpage_server.page import KVType, Plane
 
 @dataclass(frozen=True, slots=True)
 class ChunkedLayer:
-    """After n tokens: K and V of the last min(n, chunk), ``[heads, rows, head_dim]``, oldest first."""
+    """After n tokens: K and V of the last min(n, chunk), ``[heads, rows, head_dim]``, oldest first. No planes for a
+    layer that keeps nothing."""
 
     KIND: ClassVar[type] = ChunkedKVCache
     heads: tuple[int, ...]  # in each plane
@@ -29,6 +30,8 @@ class ChunkedLayer:
 
     @classmethod
     def describe(cls, cache: ChunkedKVCache) -> Self:
+        if cache.keys is None:
+            return cls((), (), cache.chunk_size)
         planes = (plane_of(KVType.K, cache.keys), plane_of(KVType.V, cache.values))
         return cls((cache.keys.shape[1], cache.values.shape[1]), planes, cache.chunk_size)
 
@@ -46,6 +49,8 @@ class ChunkedLayer:
 
         Raises CacheStateError for one that was trimmed until it holds less than its chunk.
         """
+        if not self.planes:
+            return ()
         held = cache.offset - cache.start_position
         rows = min(cache.offset, self.chunk)
         if held < rows:
@@ -55,6 +60,8 @@ class ChunkedLayer:
     def restore(self, state: Sequence[mx.array], end: int) -> ChunkedKVCache:
         """The cache after `end` tokens."""
         cache = self.empty()
+        if not self.planes:
+            return cache
         rows = min(end, self.chunk)
         cache.keys, cache.values = (join([array], rows) for array in state)
         cache.offset = end

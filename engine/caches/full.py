@@ -1,4 +1,7 @@
-"""KVCache: keys and values of every token. Their dims may differ, as those of latent attention do."""
+"""KVCache: keys and values of every token. Their dims may differ, as those of latent attention do.
+
+Values may have no dims at all: sparse attention has an index of keys alone. Then there is no plane of them.
+"""
 
 from __future__ import annotations
 
@@ -16,19 +19,19 @@ from kvpage_server.page import KVType, Plane
 
 @dataclass(frozen=True, slots=True)
 class FullLayer:
-    """``[heads, tokens, head_dim]`` in the planes K and V; no planes for a layer that keeps nothing."""
+    """``[heads, tokens, head_dim]`` in the planes K and V, or in K alone; no planes for a layer that keeps nothing."""
 
     KIND: ClassVar[type] = KVCache
-    heads: tuple[int, ...]  # in each plane
+    heads: tuple[int, ...]  # of keys and of values
     planes: tuple[Plane, ...]
 
     @classmethod
     def describe(cls, cache: KVCache) -> Self:
         if cache.keys is None:
             return cls((), ())
-        arrays = (cache.keys, cache.values)
-        planes = tuple(plane_of(kv_type, array) for kv_type, array in zip((KVType.K, KVType.V), arrays, strict=True))
-        return cls(tuple(array.shape[1] for array in arrays), planes)
+        keys, values = plane_of(KVType.K, cache.keys), cache.values
+        heads = (cache.keys.shape[1], values.shape[1])
+        return cls(heads, (keys, plane_of(KVType.V, values)) if values.shape[-1] else (keys,))
 
     def empty(self) -> KVCache:
         """A cache without a token."""
@@ -36,16 +39,18 @@ class FullLayer:
 
     def matrices(self, tokens: int) -> tuple[Matrices, ...]:
         """What it keeps of `tokens` tokens."""
-        return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
+        return tuple(Matrices(plane, self.heads[plane.kv_type], tokens) for plane in self.planes)
 
     def arrays(self, cache: KVCache) -> tuple[mx.array, ...]:
         """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
-        return (cache.keys, cache.values) if self.planes else ()
+        return (cache.keys, cache.values)[: len(self.planes)]
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> KVCache:
         """A cache with the first `tokens` tokens of the `pieces`."""
         cache = self.empty()
         if self.planes:
-            cache.keys, cache.values = (join(plane, tokens) for plane in zip(*pieces, strict=True))
+            keys, *values = (join(plane, tokens) for plane in zip(*pieces, strict=True))
+            without = mx.zeros((1, self.heads[KVType.V], keys.shape[2], 0), keys.dtype)
+            cache.keys, cache.values = keys, values[0] if values else without
             cache.offset = tokens
         return cache

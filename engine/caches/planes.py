@@ -12,7 +12,16 @@ DTYPES = {
     mx.float16: DType.FLOAT16,
     mx.float32: DType.FLOAT32,
     mx.bfloat16: DType.BFLOAT16,
+    mx.float64: DType.FLOAT64,
+    mx.bool_: DType.BOOL,
+    mx.uint8: DType.UINT8,
+    mx.uint16: DType.UINT16,
     mx.uint32: DType.UINT32,
+    mx.uint64: DType.UINT64,
+    mx.int8: DType.INT8,
+    mx.int16: DType.INT16,
+    mx.int32: DType.INT32,
+    mx.int64: DType.INT64,
 }
 MLX_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 

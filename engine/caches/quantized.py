@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 import mlx.core as mx
-from mlx_lm.models.cache import QuantizedKVCache
+from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
 from engine.caches.planes import Matrices, plane_of
 from engine.caches.rows import join
@@ -55,6 +55,14 @@ class QuantizedLayer:
             cache.keys, cache.values = (keys, *rest[:2]), (values, *rest[2:])
             cache.offset = tokens
         return cache
+
+
+def quantised(cache: Any, group_size: int, bits: int) -> Any:
+    """An empty cache that keeps keys and values in so many bits, in place of an empty `cache`; one that keeps no row a
+    token, or not every token's, stays as it is."""
+    if type(cache) is CacheList:
+        return CacheList(*(quantised(part, group_size, bits) for part in cache.caches))
+    return QuantizedKVCache(group_size, bits) if type(cache) is KVCache else cache
 
 
 def _arrays(cache: QuantizedKVCache) -> tuple[mx.array, ...]:

@@ -22,7 +22,7 @@ _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's
 @dataclass(frozen=True, slots=True)
 class WindowLayer:
     """After n tokens: K and V of the last min(n, window), ``[heads, rows, head_dim]``, oldest first, and in the plane
-    after them the ring's index, where in the ring the youngest ends."""
+    after them the ring's index, where in the ring the youngest ends. No planes for a layer that keeps nothing."""
 
     KIND: ClassVar[type] = RotatingKVCache
     heads: tuple[int, ...]  # in each plane
@@ -33,6 +33,8 @@ class WindowLayer:
     def describe(cls, cache: RotatingKVCache) -> Self:
         if cache.keep:
             raise UnsupportedCacheError(f"keeps a RotatingKVCache with keep={cache.keep}, which batches lose")
+        if cache.keys is None:
+            return cls((), (), cache.max_size)
         planes = (plane_of(KVType.K, cache.keys), plane_of(KVType.V, cache.values), _INDEX)
         return cls((cache.keys.shape[1], cache.values.shape[1], 1), planes, cache.max_size)
 
@@ -50,6 +52,8 @@ class WindowLayer:
 
     def capture(self, cache: RotatingKVCache) -> tuple[mx.array, ...]:
         """A copy of the state of a cache that holds one sequence."""
+        if not self.planes:
+            return ()
         rows = min(cache.offset, self.window)
         turned = cache.offset >= self.window == cache.keys.shape[2]
         index = cache._idx if turned else rows
@@ -60,8 +64,10 @@ class WindowLayer:
 
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
         """The cache after `end` tokens, turned as it was."""
-        keys, values, index = state
         cache = self.empty()
+        if not self.planes:
+            return cache
+        keys, values, index = state
         cache.offset = end
         cache._idx = index.item()
         cache.keys, cache.values = (mx.roll(array[None], cache._idx, 2) for array in (keys, values))

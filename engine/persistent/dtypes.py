@@ -19,7 +19,7 @@ class DType:
     name: str
     mlx: mx.Dtype
     range: tuple[int, int] | None = None  # of an integer
-    page: PageDType = PageDType.UINT8  # those that a page header has no name for travel as bytes
+    page: PageDType = PageDType.UINT8  # others travel as bytes, as they did before the header had names for them
 
     @property
     def is_float(self) -> bool:

@@ -55,7 +55,21 @@ Bits = NDArray[Any]  # unsigned integers: numpy has no bfloat16
 VERSION = "1"
 DIRECTORY = Path("~/.agent_memory/caches")
 SUFFIX = ".safetensors"
-_DTYPES = {DType.FLOAT16: "F16", DType.BFLOAT16: "BF16", DType.FLOAT32: "F32", DType.UINT32: "U32"}
+_DTYPES = {
+    DType.FLOAT16: "F16",
+    DType.BFLOAT16: "BF16",
+    DType.FLOAT32: "F32",
+    DType.FLOAT64: "F64",
+    DType.BOOL: "BOOL",
+    DType.UINT8: "U8",
+    DType.UINT16: "U16",
+    DType.UINT32: "U32",
+    DType.UINT64: "U64",
+    DType.INT8: "I8",
+    DType.INT16: "I16",
+    DType.INT32: "I32",
+    DType.INT64: "I64",
+}
 _NAMES = (
     "k_layer_{}",
     "v_layer_{}",
