@@ -51,7 +51,7 @@ from engine.request import (
     check_prompt,
     token_ids,
 )
-from engine.resuming import ResumingGenerator
+from engine.resuming import SHORT, ResumingGenerator
 from engine.sampling import Guarded
 from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
@@ -333,7 +333,8 @@ class BlockPoolBatchEngine:
         if not computed and (request.checkpoints or self._has_more(request)):
             cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
             if len(tokens) in request.checkpoints:
-                request.states[len(tokens)] = kvcache.capture(self.spec, cache)
+                with suppress(ValueError, RuntimeError, MemoryError):  # a checkpoint less
+                    request.states[len(tokens)] = kvcache.capture(self.spec, cache)
             computed = len(tokens) == len(request.prompt) - 1
             if computed and self._has_more(request):
                 # For want of memory they are made with the answer's last, or `not_kept` says why not.
@@ -352,9 +353,11 @@ class BlockPoolBatchEngine:
 
     def _new_generator(self) -> Any:
         """mlx-lm's batches, where they are right."""
-        kind = ResumingGenerator if self.spec.batches else SingleGenerator
-        stop = self._tokenizer.eos_token_ids
-        return kind(self._model, stop_tokens=stop, prefill_step_size=self._prefill_chunk)
+        stop, chunk = self._tokenizer.eos_token_ids, self._prefill_chunk
+        if not self.spec.batches:
+            return SingleGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk)
+        short = SHORT if self.spec.resumes else 0
+        return ResumingGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk, short=short)
 
     def _empty_cache(self) -> Cache:
         return make_prompt_cache(self._model) if self.spec.refusal else kvcache.empty(self.spec)

@@ -3,7 +3,7 @@
 mlx-lm computes all of a prompt but its last token, and then that one: two passes, each of which reads all weights. For
 a long prompt that is nothing. A context that comes back has a question of some tokens after it, and half of the time
 to its first token would be the second pass. So such a question runs through the model whole, its last row is sampled,
-and the batch goes on from there.
+and the batch goes on from there; but not with a model that answers otherwise then, which `probe` has tried.
 """
 
 from __future__ import annotations
@@ -36,9 +36,12 @@ class _Question:
 class ResumingGenerator:
     """mlx-lm's BatchGenerator, but for the first token of a short question to a context that comes back, alone."""
 
-    def __init__(self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int) -> None:
-        """`prefill_step_size`: tokens in a chunk of a prompt."""
+    def __init__(
+        self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT
+    ) -> None:
+        """`prefill_step_size`: tokens in a chunk of a prompt. `short`: tokens of a question that takes one pass."""
         self._model = model
+        self._short = short
         self._stop_tokens = frozenset(stop_tokens)
         stop = [[token] for token in stop_tokens]
         self._batch = BatchGenerator(model, stop_tokens=stop, prefill_step_size=prefill_step_size)
@@ -59,7 +62,7 @@ class ResumingGenerator:
         uids = []
         for parts, left, cache, before, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
             uids.append(next(self._uids))
-            if before and len(parts) == 1 and len(parts[0]) <= SHORT:
+            if before and len(parts) == 1 and len(parts[0]) <= self._short:
                 self._questions.append(_Question(uids[-1], list(parts[0]), cache, list(before), left, sampler))
             else:
                 self._insert(uids[-1], parts, left, cache, before, sampler)

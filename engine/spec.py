@@ -1,4 +1,4 @@
-"""What a model's cache looks like, learnt by running one token, and the fingerprint that names it."""
+"""What a model's cache looks like, learnt by running a few tokens, and the fingerprint that names it."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from engine.caches import (
     StateLayer,
     TokenLayer,
     UnsupportedCacheError,
-    assemble,
     describe,
     nesting,
     parts,
 )
-from engine.ragged import batches_rightly
+from engine.trial import Trial
 from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
+PROBED = [1, 0] * 6  # any vocabulary has them, and what grows with the first tokens of a context has grown
 LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 
@@ -75,6 +75,7 @@ class ModelCacheSpec:
     context: int | None  # tokens the model was made for; None when it does not say
     fingerprint: int  # 64 bits; caches with equal fingerprints are interchangeable
     batches: bool  # whether mlx-lm's batches of the model say what it says alone
+    resumes: bool = False  # whether, in them, a question to a context may be computed in one pass, last token and all
     refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
 
     @classmethod
@@ -87,7 +88,7 @@ class ModelCacheSpec:
         block_tokens: int = BLOCK_TOKENS,
         cache: Sequence[Any] | None = None,
     ) -> ModelCacheSpec:
-        """Run one token through `model` and describe the cache it leaves, and a few more to see whether it batches.
+        """Run some tokens through `model` and describe the cache they leave, and more to see what it does in a batch.
 
         `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one. One that is not
         understood raises UnsupportedCacheError; if the model makes it for itself, the spec says so in its `refusal`.
@@ -95,7 +96,7 @@ class ModelCacheSpec:
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
         probed = make_prompt_cache(model) if cache is None else cache
-        logits = model(mx.array([[0]]), cache=probed)
+        logits = model(mx.array([PROBED]), cache=probed)
         layers: tuple[Layer, ...] = ()
         nestings: tuple[Nesting, ...] = ()
         refusal = None
@@ -105,17 +106,22 @@ class ModelCacheSpec:
             if cache is not None:
                 raise
             refusal = str(error)
+        vocabulary = logits.shape[-1]
+        batches = resumes = False
+        if layers and all(hasattr(layer.KIND, "merge") for layer in layers):
+            trial = Trial(model, layers, nestings, probed, vocabulary)
+            batches = trial.batches()
+            resumes = batches and trial.resumes()
         return cls(
             model_id=model_id,
             block_tokens=block_tokens,
             layers=layers,
             nesting=nestings,
-            vocab_size=logits.shape[-1],
+            vocab_size=vocabulary,
             context=_context(model),
             fingerprint=fingerprint(model, tokenizer, layers, block_tokens),
-            batches=bool(layers)
-            and all(hasattr(layer.KIND, "merge") for layer in layers)
-            and batches_rightly(model, lambda: assemble(nestings, (layer.empty() for layer in layers))),
+            batches=batches,
+            resumes=resumes,
             refusal=refusal,
         )
 
@@ -129,7 +135,7 @@ class ModelCacheSpec:
     @property
     def has_state(self) -> bool:
         """Whether a context can only be taken up where a state was kept, and not at any token."""
-        return any(isinstance(layer, StateLayer) for layer in self.layers)
+        return any(isinstance(layer, StateLayer) and layer.planes for layer in self.layers)
 
     @property
     def token_nbytes(self) -> int:

@@ -60,14 +60,14 @@ def table() -> str:
     rows = [head, ["---"] * 3 + ["---:"] * len(COLUMNS)]
     for kind in KINDS:
         cells = [str(passed[kind, column] or "-") for column in COLUMNS]
-        rows.append([f"`{kind}`", _kept(family(kind).empty()), _batched(family(kind).spec), *cells])
+        rows.append([f"`{kind}`", kept(family(kind).empty()), _batched(family(kind).spec), *cells])
     return "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
-def _kept(caches: Iterable[Any]) -> str:
+def kept(caches: Iterable[Any]) -> str:
     return ", ".join(
         dict.fromkeys(
-            f"`CacheList` of {_kept(cache.caches)}" if isinstance(cache, CacheList) else f"`{type(cache).__name__}`"
+            f"`CacheList` of {kept(cache.caches)}" if isinstance(cache, CacheList) else f"`{type(cache).__name__}`"
             for cache in caches
         )
     )

@@ -6,12 +6,13 @@ mlx-lm's own run goes on with the cache it has from the first turn; the engine g
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from engine_bench import EngineBench
 from engine_families import KINDS, WITH_STATE, Family, Logits, family
 from engine_models import letter_tokenizer, tiny
+from engine_said import MlxLm, Said, recorder
 from family_matrix import ALONE, RAGGED, SECOND_TURN, covers
 from servers import RunningServer
 
@@ -27,7 +28,6 @@ from engine import kvcache
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
 from engine.blocks import AgentBlocks, IncompatibleBlocksError
 from engine.pool import BlockPool
-from engine.singly import Sampler
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier, Saved
 
@@ -37,45 +37,6 @@ TOKENIZER = letter_tokenizer()
 TOKENIZER.eos_token_ids = []  # answers are as long as they may be
 PROMPTS = [TOKENS[:17], TOKENS[:200], TOKENS[50:140], TOKENS[100:230]]
 NEW = TOKENS[300:318]  # of the second turn
-
-
-def recorder(seen: list[Logits]) -> Sampler:
-    """Takes the likeliest token and keeps the log-probabilities that it was given."""
-
-    def sample(logprobs: mx.array) -> mx.array:
-        seen.append(np.array(logprobs[0]))
-        return mx.argmax(logprobs, axis=-1)
-
-    return sample
-
-
-@dataclass
-class Said:
-    """An answer, and the log-probabilities of every token of it, ``[tokens, vocabulary]``."""
-
-    tokens: list[int]
-    logprobs: Logits
-
-
-class MlxLm:
-    """A conversation with mlx-lm itself, which keeps its caches from turn to turn."""
-
-    def __init__(self, of: Family) -> None:
-        self._of = of
-        self._cache = of.empty()
-
-    def said(self, prompt: Sequence[int], count: int, chunk: int = 2048) -> Said:
-        seen: list[Logits] = []
-        steps = generate_step(
-            mx.array(prompt),
-            self._of.model,
-            max_tokens=count,
-            prompt_cache=self._cache,
-            sampler=recorder(seen),
-            prefill_step_size=chunk,
-        )
-        tokens = [token for token, _ in steps]
-        return Said(tokens, np.array(seen[:count]))  # one more is computed ahead
 
 
 class Bench(EngineBench):
