@@ -146,6 +146,8 @@ def _together(of: Tiny, spec: ModelCacheSpec) -> list[Said]:
     said: dict[int, Said] = {}
     while bench.batch.pending:
         for done in bench.batch.step_once():
+            if done.error is not None:
+                raise done.error
             said[asked[done.uid]] = bench.said(done)
             bench.free(done)
         if len(asked) < len(PROMPTS) and any(bench._seen.values()):
