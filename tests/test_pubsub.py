@@ -154,6 +154,63 @@ class TestChannels:
             for listener in listeners:
                 await listener.aclose()
 
+    def test_a_listener_that_ends_while_it_is_told_costs_the_others_nothing(self) -> None:
+        """It listens by many patterns, and is ended when it is told by one of them."""
+        with (
+            start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
+            server.client() as client,
+            client.pubsub(ignore_subscribe_messages=True) as before,
+            client.pubsub(ignore_subscribe_messages=True) as after,
+            Wire(server.port) as slow,
+        ):
+            client.config_set("notify-keyspace-events", "KEA")
+            before.psubscribe("flood")
+            assert silent(before)
+            slow.ask(b"PSUBSCRIBE", *(b"f" + b"*" * i for i in range(1, 31)))
+            after.psubscribe("flood*?")
+            after.subscribe("flood")
+            assert silent(after)
+            told = set()
+            for i in range(30):
+                message = b"%d" % i + bytes(33_000)
+                told.add(client.publish("flood", message))
+                assert [got["data"] for got in heard(before, 1)] == [message]
+                assert [got["data"] for got in heard(after, 1)] == [message]
+            assert told == {2, 32}
+            assert client.pubsub_numpat() == 2
+
+    def test_who_watches_and_listens_may_end_while_what_it_watches_expires(self) -> None:
+        """Telling of what expired ends it, in the middle of the look at the keys that are watched."""
+        with (
+            start_server("--client-output-buffer-limit", "pubsub", "1mb", "0", "0") as server,
+            server.client() as client,
+            Wire(server.port) as wire,
+        ):
+            client.config_set("notify-keyspace-events", "Kx")
+            wire.ask(b"HELLO", b"3")
+            keys = [b"%d" % i + bytes(200_000) for i in range(50)]
+            client.mset(dict.fromkeys(keys, ""))
+            assert wire.ask(b"WATCH", *keys) == b"+OK\r\n"
+            wire.ask(b"PSUBSCRIBE", b"*")
+            time.sleep(1 - time.time() % 1)  # keys are swept when a second is over: look at them before
+            with client.pipeline(transaction=False) as pipe:
+                for key in keys:
+                    pipe.pexpireat(key, int(time.time() // 1 * 1000) + 500)
+                pipe.execute()
+            time.sleep(0.6 - time.time() % 1)
+            assert client.flushall()
+            assert len(client.client_list()) == 1
+
+    def test_who_was_ended_is_listed_no_more(self, server: RunningServer, client: redis.Redis) -> None:
+        with Wire(server.port) as wire:
+            number = parse(wire.ask(b"CLIENT", b"ID"))
+            with client.pipeline(transaction=False) as pipe:
+                for _ in range(2):
+                    pipe.client_kill_filter(_id=number)
+                pipe.execute_command("CLIENT", "LIST", "ID", number)
+                assert pipe.execute()[:2] == [1, 0]
+            assert number not in [int(other["id"]) for other in client.client_list()]
+
     def test_a_listener_who_does_not_read_is_let_go(self) -> None:
         with (
             start_server("--client-output-buffer-limit", "pubsub", "8mb", "2mb", "60") as server,

@@ -67,7 +67,7 @@ class Channels:
         listeners = self.by_name.get(channel)
         if listeners:
             count += _push(listeners, [b"message", channel, message], about)
-        for pattern, listeners in list(self.by_pattern.items()):
+        for pattern, listeners in self.by_pattern.items():
             if self._matches[pattern](channel):
                 count += _push(listeners, [b"pmessage", pattern, channel, message], about)
         return count

@@ -169,6 +169,7 @@ class Client:
     spared: bool = False  # CLIENT NO-EVICT
     touches: bool = True  # reading a key is a use of it
     closing: bool = False
+    gone: bool = False  # its connection is over, and it will be forgotten before others have their turn
     transaction: Transaction | None = None  # what was queued since MULTI
     watching: set[bytes] = field(default_factory=set)  # keys, kept by KeyEvents
     watched_changed: bool = False  # so the next EXEC fails
@@ -300,5 +301,5 @@ class Client:
 
     def peers(self) -> Iterator[Client]:
         """The connections that it may know of: all of them, or those of its user."""
-        everyone = self.sees_all
-        return (other for other in list(self.server.clients.values()) if everyone or other.user is self.user)
+        there = [other for other in self.server.clients.values() if not other.gone]
+        return iter(there if self.sees_all else [other for other in there if other.user is self.user])

@@ -272,7 +272,7 @@ def _show_monitors(client: Client, spec: Spec, words: Command) -> None:
     quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
     now = time.time_ns() // 1000
     line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
-    for monitor in list(client.server.monitors):
+    for monitor in client.server.monitors:
         monitor.push(line)
 
 

@@ -149,15 +149,17 @@ class Session:
         self._run()
 
     def lost(self) -> None:
-        """The connection is gone."""
+        """The connection is gone.
+
+        That may have been found while somebody tells many clients something: they are forgotten when that is done.
+        """
         self._let_go()
-        self._server.stats.bytes_out += self._transport.bytes_out
-        self._server.forget(self.client)
-        self._loop.call_soon(self._unlink)
+        self._loop.call_soon(self._leave)
 
     def _let_go(self) -> None:
         """Hold nothing any more."""
-        self._gone = self._ending = True
+        self._gone = self._ending = self.client.gone = True
+        self.client.transaction = None
         self._stream = self._postponed = self._hold = None
         self._pushed.clear()
         self._out.clear()
@@ -165,8 +167,10 @@ class Session:
         self._server.in_flight -= self._held
         self._held = 0
 
-    def _unlink(self) -> None:
-        """Refer to nobody who refers back: the collector hardly ever looks for circles."""
+    def _leave(self) -> None:
+        """Be forgotten, and refer to nobody who refers back: the collector hardly ever looks for circles."""
+        self._server.stats.bytes_out += self._transport.bytes_out
+        self._server.forget(self.client)
         del self._transport, self.client.connection
 
     # -- the client's side -----------------------------------------------------------------------------------------
