@@ -160,6 +160,44 @@ class TestRules:
             admin.execute_command("ACL", "SETUSER", "u u")
         assert admin.acl_list() == before
 
+    def test_may_be_said_again(self, locked: RunningServer, admin: redis.Redis) -> None:
+        """As every script does that sets a machine up."""
+        for _ in range(2):
+            assert admin.execute_command("ACL", "SETUSER", "app", "on", ">pw", "~*", "&*", "+@all")
+        with locked.client(username="app", password="pw") as app:
+            assert app.set("a", "b")
+        with pytest.raises(redis.ResponseError, match="Adding a pattern after the"):
+            admin.execute_command("ACL", "SETUSER", "app", "~a")
+        with pytest.raises(redis.ResponseError, match="Adding a pattern after the"):
+            admin.execute_command("ACL", "SETUSER", "app", "&a")
+
+    def test_may_name_what_only_redis_has(self, locked: RunningServer, admin: redis.Redis) -> None:
+        rules = ["+@all", "-hset", "-cluster", "-cluster|info", "+script|load", "-@geo", "-function"]
+        for _ in range(2):
+            admin.execute_command("ACL", "SETUSER", "u", "reset", "on", "nopass", "~*", *rules)
+        assert admin.acl_list()[-1].endswith("+@all -hset -cluster -@geo -function")
+        with locked.client(username="u") as user:
+            assert user.set("a", "b")
+            with pytest.raises(redis.ResponseError, match="unknown command 'HSET'"):
+                user.hset("h", "f", "v")
+        warned = [line for line in locked.log.splitlines() if "do not exist here" in line]
+        assert len(warned) == 1, "once, not each time"
+        assert "cluster, function, hset" in warned[0]
+
+    def test_a_command_that_concerns_every_key_says_so(self, locked: RunningServer, admin: redis.Redis) -> None:
+        """To be allowed the command is not enough: to be told only that it is lacking would send one the wrong way."""
+        admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+acl", "+flushall"])
+        with locked.client(username="u") as user:
+            assert user.acl_whoami() == "u"
+            for call, lacks in (("ACL LIST", "%R~*"), ("FLUSHALL", "%W~*")):
+                name = call.lower().replace(" ", "|")
+                why = f"no permissions to run the '{name}' command without access to every key ({lacks})"
+                with pytest.raises(redis.ResponseError, match=re.escape(why)):
+                    user.execute_command(call)
+                assert why in _try(admin, "ACL", "DRYRUN", "u", *call.split())
+                admin.execute_command("ACL", "SETUSER", "u", lacks)
+                assert user.execute_command(call)
+
     def test_are_felt_by_connections_at_once(self, locked: RunningServer, admin: redis.Redis) -> None:
         admin.acl_setuser("u", enabled=True, nopass=True, keys=["*"], channels=["*"], commands=["+@all"])
         with Wire(locked.port) as wire, Wire(locked.port) as queuing, Wire(locked.port) as watching:
@@ -207,6 +245,8 @@ _RULES = [
         "-config",
         "+config",
     ),
+    *("+hset", "-hset", "+@hash", "-@list", "+cluster", "-cluster|info", "+@scripting", "-lpush"),
+    *("~*", "&*"),
     *("nopass", "resetpass", ">pass", ">word", "%R~r:*", "%W~w:*", "&c.*", "resetkeys", "resetchannels", "~a", "~b*"),
 ]
 _QUESTIONS = [
@@ -342,6 +382,26 @@ class TestTheCommands:
 
 
 class TestTheFile:
+    @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+    def test_may_be_one_that_redis_wrote(self, tmp_path: Path) -> None:
+        users = {
+            "app": "on >pw ~app:* %R~shared:* &app.* +@all -@dangerous -hset -cluster|info +lpush +script|load",
+            "reader": "on nopass ~* &* -@all +@read -@stream +client|id -xrange +info",
+            "queue": "off >a >b ~q:* -@all +@list +@hash -llen +xadd",
+            "all": "on nopass ~* &* +@all",
+        }
+        file = tmp_path / "users.acl"
+        file.touch()
+        with start_redis("--aclfile", str(file)) as theirs, theirs.client() as client:
+            for name, rules in users.items():
+                client.execute_command("ACL", "SETUSER", name, *rules.split())
+            assert client.acl_save()
+            there = client.acl_list()
+        with start_server("--aclfile", str(file)) as ours, ours.client() as client:
+            assert client.acl_list() == [line.replace("sanitize-payload ", "") for line in there]
+            assert client.acl_dryrun("app", "set", "app:a", "b") == b"OK"
+            assert ours.log.count("do not exist here") == 1
+
     def test_is_read_saved_and_read_again(self, tmp_path: Path) -> None:
         file = tmp_path / "users.acl"
         file.write_text("# people\nuser default off\n\nuser boss on >secret ~* &* +@all\n")
@@ -438,3 +498,21 @@ def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, 
         sock.sendall(guesses)
         assert_prompt(locked, password=PASSWORD)
     assert len(admin.acl_log()) <= 10
+
+
+def test_what_is_denied_is_counted_by_its_kind(admin: redis.Redis, locked: RunningServer) -> None:
+    admin.config_resetstat()
+    admin.acl_setuser("u", enabled=True, nopass=True, keys=["a"], commands=["+get", "+publish", "+multi", "+exec"])
+    with Wire(locked.port) as wire:
+        wire.ask(b"AUTH", b"u", b"x")
+        for words in ("SET a b", "GET b", "PUBLISH c x", "AUTH u", "AUTH nobody x", "HELLO 3 AUTH nobody x"):
+            assert wire.ask(*words.encode().split())[:1] == b"-"
+        wire.ask(b"MULTI")
+        wire.ask(b"GET", b"a")
+        admin.acl_setuser("u", reset_keys=True)
+        assert b"NOPERM" in wire.ask(b"EXEC")
+    told = {name: count for name, count in admin.info("stats").items() if name.startswith("acl_access_denied_")}
+    kinds = {"auth": 3, "cmd": 1, "key": 2, "channel": 1}
+    assert told == {f"acl_access_denied_{kind}": count for kind, count in kinds.items()}
+    admin.acl_dryrun("u", "get", "b")
+    assert admin.info("stats")["acl_access_denied_key"] == 2, "a dry run is no attempt"

@@ -14,6 +14,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 
+from kvpage_server.commands.absent import ABSENT
 from kvpage_server.commands.keys import READ, WRITE, Prefix
 from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
 from kvpage_server.glob import Matches, PatternTooLong, glob
@@ -50,6 +51,7 @@ class Denial(NamedTuple):
     what: bytes
     command: str
     user: bytes
+    lacks: bytes = b""  # the key rule without which the command is of no use to it
 
     @property
     def message(self) -> str:
@@ -62,6 +64,9 @@ class Denial(NamedTuple):
     def verbose(self) -> str:
         """As ACL DRYRUN words it."""
         user = self.user.decode("utf-8", "surrogateescape")
+        if self.lacks:
+            lacks = f"without access to every key ({self.lacks.decode()})"
+            return f"User {user} has no permissions to run the '{self.command}' command {lacks}"
         if self.kind == "command":
             return f"User {user} has no permissions to run the '{self.command}' command"
         return f"User {user} has no permissions to access the '{self.what.decode('utf-8', 'replace')}' {self.kind}"
@@ -133,10 +138,6 @@ class User:
             return list(filter(patterns[0], keys))
         return [key for key in keys if any(matches(key) for matches in patterns)]
 
-    def may_run(self, spec: Spec) -> bool:
-        """Whether it may run a command at all, whatever the keys."""
-        return spec.name in self.commands and (not spec.all_keys or self.may_use_all(spec.access))
-
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
         """Whether it may use a channel. A pattern must be one of its own, letter for letter."""
         if as_pattern:
@@ -151,8 +152,10 @@ class User:
 
     def denial(self, spec: Spec, args: Sequence[Argument]) -> Denial | None:
         """What forbids a command with these arguments; None when it is allowed."""
-        if not self.may_run(spec):
+        if spec.name not in self.commands:
             return Denial("command", spec.name.encode(), spec.name, self.name)
+        if spec.all_keys and not self.may_use_all(spec.access):
+            return Denial("command", spec.name.encode(), spec.name, self.name, _SPELT[spec.access] + b"*")
         if not self.may_use_all(READ | WRITE):
             for key, access in spec.uses_of(args):
                 if not self.may_use(key, access):
@@ -223,19 +226,14 @@ class User:
     def _add_keys(self, pattern: bytes, access: int) -> None:
         if self.may_use_all(READ | WRITE):
             raise RuleError(_AFTER_ALL_KEYS)
-        added = _key_pattern(pattern, access)
-        if pattern == b"*" and access == READ | WRITE:
-            self.keys = [added]
-        elif (pattern, access) not in [key[:2] for key in self.keys]:
-            self.keys.append(added)
+        if (pattern, access) not in [key[:2] for key in self.keys]:
+            self.keys.append(_key_pattern(pattern, access))
 
     def _add_channel(self, pattern: bytes) -> None:
         if self.every_channel:
             raise RuleError(_AFTER_ALL_CHANNELS)
         glob(pattern)
-        if pattern == b"*":
-            self.channels = [pattern]
-        elif pattern not in self.channels:
+        if pattern not in self.channels:
             self.channels.append(pattern)
 
     def _all_keys(self) -> None:
@@ -248,7 +246,7 @@ class User:
         """+name and -name: a command, a subcommand (`container|sub`), or a @category."""
         if name == "@all":
             self.every_command, self.rules = allowed, []
-            self.commands = set(TABLE) if allowed else set()
+            self.commands = {*TABLE, *ABSENT} if allowed else set()
             return
         chosen = _commands_named(name)
         if (allowed and chosen <= self.commands) or (not allowed and not chosen & self.commands):
@@ -292,13 +290,15 @@ class User:
 
 
 def _commands_named(name: str) -> set[str]:
-    if name.startswith("@"):
+    """The commands that a rule names, those of Redis that do not exist here too. Raises RuleError."""
+    if name[:1] == "@":
         if name[1:] not in CATEGORIES:
             raise RuleError(_UNKNOWN)
-        return {spec.name for spec in TABLE.values() if name[1:] in spec.categories}
-    if name not in TABLE:
+        here = {spec.name for spec in TABLE.values() if name[1:] in spec.categories}
+        return here | {absent for absent, categories in ABSENT.items() if name[1:] in categories}
+    if name not in TABLE and name not in ABSENT:
         raise RuleError(_UNKNOWN)
-    return {name} | {sub for sub in TABLE if sub.startswith(f"{name}|")}
+    return {name} | {sub for sub in (*TABLE, *ABSENT) if sub.startswith(f"{name}|")}
 
 
 def _checked_hash(hashed: bytes) -> str:
@@ -318,8 +318,10 @@ _WORDS: dict[bytes, Callable[[User], None]] = {
     b"nopass": lambda user: user.forget_passwords(then_any=True),
     b"resetpass": lambda user: user.forget_passwords(then_any=False),
     b"allkeys": User._all_keys,
+    b"~*": User._all_keys,
     b"resetkeys": lambda user: user.keys.clear(),
     b"allchannels": User._all_channels,
+    b"&*": User._all_channels,
     b"resetchannels": lambda user: user.channels.clear(),
     b"allcommands": lambda user: user._allow("@all", allowed=True),
     b"nocommands": lambda user: user._allow("@all", allowed=False),

@@ -131,6 +131,10 @@ class Connection(Protocol):
         """Whether frames may be larger than a stranger's."""
 
     @property
+    def paused(self) -> bool:
+        """Whether its command waits for the end of a pause."""
+
+    @property
     def sent(self) -> int:
         """Bytes sent so far."""
 
@@ -235,6 +239,7 @@ class Client:
             "O": self in self.server.monitors,
             "P": bool(self.channels or self.patterns),
             "x": self.transaction is not None,
+            "b": self.connection.paused,
             "d": self.watched_changed,
             "A": self.closing,
             "U": self.address.startswith("/"),

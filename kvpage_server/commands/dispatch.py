@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterator
 from time import monotonic_ns
+from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
 from kvpage_server.commands.context import Client
@@ -14,10 +15,14 @@ from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec, find, too_many
+from kvpage_server.commands.value import make_room
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.quota import OverLimit
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.transaction import Transaction
 
 log = logging.getLogger("kvpage")
 
@@ -40,13 +45,13 @@ def execute(client: Client, words: Command) -> Reply:
     spec = None
     try:
         spec = find(words)
+        client.last_command = spec.name
         if not client.free:
             admit(client, spec, words)
         if ("denyoom" in spec.flags or spec.name == "exec") and client.server.keyspace.is_full:
             _make_room(client, spec)
     except ReplyError as error:
         return _rejected(client, spec, words, error)
-    client.last_command = spec.name
     if client.transaction is not None and spec.name not in _AT_ONCE:
         return client.transaction.queue(spec, words)
     if client.server.tiered is not None:
@@ -69,6 +74,8 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
         )
     if client.transaction is not None and "no_multi" in spec.flags:
         raise ReplyError("ERR Command not allowed inside a transaction")
+    if client.transaction is not None and _takes_memory(client.transaction, spec):
+        make_room(client)
     pause = client.server.pause
     if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
         raise Paused
@@ -110,6 +117,13 @@ def _writes(client: Client, spec: Spec) -> bool:
     if spec.name == "exec" and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})
+
+
+def _takes_memory(transaction: Transaction, spec: Spec) -> bool:
+    """Whether a command within a transaction needs room: any that is queued, and EXEC if what was queued does."""
+    if spec.name == "exec":
+        return any("denyoom" in queued.flags for queued, _ in transaction.commands)
+    return spec.name not in ("discard", "quit", "reset")
 
 
 def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:

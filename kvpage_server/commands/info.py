@@ -72,7 +72,7 @@ def _clients(server: Server) -> Fields:
         "maxclients": server.config.maxclients,
         "client_recent_max_input_buffer": max((client.connection.incoming for client in clients), default=0),
         "client_recent_max_output_buffer": max((client.connection.outgoing for client in clients), default=0),
-        "blocked_clients": 0,
+        "blocked_clients": sum(client.connection.paused for client in clients),
         "tracking_clients": 0,
         "pubsub_clients": sum(bool(client.channels or client.patterns) for client in clients),
         "watching_clients": sum(bool(client.watching) for client in clients),

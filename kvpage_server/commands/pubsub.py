@@ -22,6 +22,9 @@ def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Ca
             act(client, name)
         count = len(client.channels) + len(client.patterns)
         encode(Push([kind, name, count]), client.protocol, pieces)
+    if client.silence:  # CLIENT REPLY keeps back what was asked for, and not what is pushed
+        client.push(tuple(pieces))
+        return ()
     return tuple(pieces)
 
 

@@ -6,6 +6,7 @@ connection is before it says otherwise.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -13,12 +14,15 @@ from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
+from kvpage_server.commands.absent import ABSENT
 from kvpage_server.commands.access import RuleError, User, digest
 from kvpage_server.durable import replacing
 from kvpage_server.page import unix_ms
 
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
+
+log = logging.getLogger("kvpage")
 
 
 class UserFileError(ValueError):
@@ -34,6 +38,7 @@ class Users:
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, User] = {DEFAULT: _open_default()}
+        self._warned_of: set[str] = set()  # commands that rules name and that do not exist
 
     @property
     def default(self) -> User:
@@ -58,6 +63,7 @@ class Users:
             self.by_name[name] = changed
         else:
             user.become(changed)
+        self._warn_of_absent([changed])
 
     def require_password(self, password: str) -> None:
         """The default user's only password; empty: it needs none."""
@@ -88,6 +94,14 @@ class Users:
             self.by_name[name].become(loaded[name])
             loaded[name] = self.by_name[name]
         self.by_name = loaded
+        self._warn_of_absent(loaded.values())
+
+    def _warn_of_absent(self, users: Iterable[User]) -> None:
+        """Log, once each, which commands rules name that Redis has and this server has not."""
+        named = {rule[1:] for user in users for rule in user.rules} & ABSENT.keys() - self._warned_of
+        if named:
+            self._warned_of |= named
+            log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
 
     def load_file(self, path: Path) -> None:
         """Have the users of an aclfile. Raises UserFileError, OSError."""

@@ -215,6 +215,11 @@ class Session:
         self._limits.unauthenticated = not trusted
 
     @property
+    def paused(self) -> bool:
+        """Whether its command waits for the end of a pause."""
+        return self._postponed is not None and not self._waiting
+
+    @property
     def sent(self) -> int:
         """Bytes sent so far."""
         return self._transport.bytes_out

@@ -1,0 +1,93 @@
+"""States that random commands do not reach, full memory, silence, a pause: ours answers what redis-server does."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import pytest
+from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+from wire import Wire, spell
+
+pytestmark = pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+
+Pair = tuple[RunningServer, RunningServer]  # redis-server and ours
+
+
+@pytest.fixture(scope="module")
+def pair() -> Iterator[Pair]:
+    with start_redis() as theirs, start_server("--maxmemory-policy", "noeviction") as ours:
+        yield theirs, ours
+
+
+def answers(server: RunningServer, *commands: str, memory: int = 0) -> list[bytes]:
+    """What a new connection is answered; `FULL` and `ROOM` have the server's memory be full, or not."""
+    with server.client() as client, Wire(server.port) as wire:
+        replies = []
+        for command in commands:
+            if command in ("FULL", "ROOM"):
+                client.config_set("maxmemory", int(command == "FULL"))
+            else:
+                replies.append(wire.ask(*command.encode().split()))
+        client.config_set("maxmemory", 0)
+        return replies
+
+
+@pytest.mark.parametrize(
+    ("commands", "refused"),
+    [
+        (("FULL", "MULTI", "SET a b", "EXEC"), True),
+        (("FULL", "MULTI", "GET a", "PING", "EXEC"), True),
+        (("FULL", "MULTI", "SET a b", "DISCARD", "GET a"), False),
+        (("FULL", "MULTI", "EXEC"), False),
+        (("MULTI", "SET a b", "GET a", "FULL", "EXEC", "EXEC"), True),
+        (("MULTI", "GET a", "DEL a", "FULL", "EXEC"), False),
+        (("FULL", "SET a b", "GET a", "DEL a"), False),
+    ],
+)
+def test_full_memory_refuses_what_is_queued_and_the_transaction(
+    pair: Pair, commands: tuple[str, ...], refused: bool
+) -> None:
+    for server in pair:
+        answers(server, "SET x y", "DEL a")
+    theirs, ours = (answers(server, *commands) for server in pair)
+    assert theirs == ours
+    assert any(reply.startswith(b"-EXECABORT") for reply in ours) == refused
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["CLIENT REPLY OFF", "PING", "SUBSCRIBE x y", "UNSUBSCRIBE x", "UNSUBSCRIBE y", "CLIENT REPLY ON"],
+        ["CLIENT REPLY SKIP", "SUBSCRIBE x y", "UNSUBSCRIBE x", "UNSUBSCRIBE y", "PING"],
+        ["HELLO 2", "CLIENT REPLY OFF", "PSUBSCRIBE x*", "GET a", "PUNSUBSCRIBE", "PUNSUBSCRIBE", "CLIENT REPLY ON"],
+        ["CLIENT REPLY OFF", "HELLO 3", "MULTI", "SUBSCRIBE x y", "PING", "EXEC", "CLIENT REPLY ON"],
+        ["CLIENT REPLY OFF", "HELLO 3", "SUBSCRIBE x", "PUBLISH x message", "CLIENT REPLY ON"],
+    ],
+    ids=" ".join,
+)
+def test_silence_keeps_back_replies_and_not_what_is_pushed(pair: Pair, words: list[str]) -> None:
+    told = []
+    for server in pair:
+        with Wire(server.port) as wire:
+            wire.send(b"".join(spell(line.encode().split()) for line in [*words, "PING last"]))
+            frames = []
+            while not frames or b"last" not in frames[-1]:
+                frames.append(wire.reply())
+            told.append([frame for frame in frames if b"redis_version" not in frame and frame[:1] != b"%"])
+    if "HELLO 2" in words:  # its reply names the version
+        told = [frames[1:] for frames in told]
+    assert told[0] == told[1]
+    assert any(b"subscribe" in frame for frame in told[1])
+
+
+def test_who_waits_for_the_end_of_a_pause_is_blocked(pair: Pair) -> None:
+    for server in pair:
+        with server.client() as client, Wire(server.port) as wire:
+            client.execute_command("CLIENT", "PAUSE", 500, "WRITE")
+            wire.send(spell([b"SET", b"a", b"b"]))
+            time.sleep(0.1)
+            assert client.info("clients")["blocked_clients"] == 1
+            assert [(it["flags"], it["cmd"]) for it in client.client_list() if it["flags"] != "N"] == [("b", "set")]
+            assert wire.reply() == b"+OK\r\n"
+            assert client.info("clients")["blocked_clients"] == 0
