@@ -271,6 +271,9 @@ class Config:
     notify_keyspace_events: str = option(
         letters("KEg$lshzxeAtdmn"), "", "which events of keys are published", mutable=True
     )
+    tracking_table_max_keys: int = option(
+        integer(0, 2**31), 1_000_000, "keys noted for CLIENT TRACKING, some 500 bytes each; 0 is no limit", mutable=True
+    )
     slowlog_log_slower_than: int = option(
         integer(-1, 2**53), 10_000, "microseconds from which SLOWLOG remembers a call; -1 is never", mutable=True
     )

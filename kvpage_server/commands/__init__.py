@@ -6,6 +6,7 @@ Knows the store and the values of replies; knows no socket.
 from kvpage_server.commands import (
     acl,
     block,
+    caching,
     client,
     command,
     configure,
@@ -31,6 +32,7 @@ from kvpage_server.commands import (
 __all__ = [
     "acl",
     "block",
+    "caching",
     "client",
     "command",
     "configure",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, plain, plain_all
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.connection import checked_name, is_printable
 from kvpage_server.commands.context import Client, Pause
 from kvpage_server.commands.registry import command, container
@@ -235,6 +235,25 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
     """Those who wait go on."""
     client.server.end_pause()
     return OK
+
+
+@command(
+    "client|unblock",
+    -3,
+    _OTHERS,
+    group="connection",
+    since="5.0.0",
+    usage="client-id [TIMEOUT | ERROR]",
+    most=4,
+    summary="Ends the wait of a connection within a blocking command, of which there are none.",
+)
+def client_unblock(client: Client, args: list[Argument]) -> Reply:
+    """0: nobody waited."""
+    number, *reason = plain_all(args)
+    if reason and reason[0].upper() not in (b"TIMEOUT", b"ERROR"):
+        raise ReplyError("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
+    integer(number)
+    return 0
 
 
 def _on_or_off(args: list[Argument]) -> bool:

@@ -81,6 +81,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     client.end_transaction()
     client.server.channels.forget(client)
     client.server.monitors.pop(client, None)
+    client.server.events.untrack(client)
     client.protocol, client.name, client.silence = 2, b"", 0
     client.spared, client.touches = False, True
     default = client.server.users.default

@@ -16,6 +16,7 @@ from kvpage_server.commands.events import KeyEvents
 from kvpage_server.commands.guesses import Guesses
 from kvpage_server.commands.keys import READ
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
+from kvpage_server.commands.tracking import Mode, Tracking
 from kvpage_server.commands.users import Refusals, Users
 from kvpage_server.config import Config
 from kvpage_server.page import unix_ms
@@ -72,7 +73,8 @@ class Server:
 
     def __post_init__(self) -> None:
         self.tiered = self.keyspace if isinstance(self.keyspace, Tiered) else None
-        self.events = KeyEvents(self.keyspace, self.channels)
+        tracking = Tracking(self.clients, lambda: self.config.tracking_table_max_keys)
+        self.events = KeyEvents(self.keyspace, self.channels, tracking)
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
 
@@ -86,7 +88,7 @@ class Server:
         self.clients.pop(client.id, None)
         self.monitors.pop(client, None)
         self.channels.forget(client)
-        self.events.unwatch(client)
+        self.events.forget(client)
         client.transaction = None
 
     def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
@@ -177,6 +179,7 @@ class Client:
     transaction: Transaction | None = None  # what was queued since MULTI
     watching: set[bytes] = field(default_factory=set)  # keys, kept by KeyEvents
     watched_changed: bool = False  # so the next EXEC fails
+    tracking: Mode | None = None  # how it is told of changes to what it read, kept by Tracking
     channels: dict[bytes, None] = field(default_factory=dict)  # listened to, kept by Channels
     patterns: dict[bytes, None] = field(default_factory=dict)
 
@@ -227,19 +230,28 @@ class Client:
             "events": "rw" if outgoing else "r",
             "cmd": self.last_command or "NULL",
             "user": self.user.name.decode("utf-8", "surrogateescape") if self.user else "(none)",
-            "redir": -1,
+            "redir": self.redirection,
             "resp": self.protocol,
             "lib-name": self.lib_name.decode("ascii"),
             "lib-ver": self.lib_version.decode("ascii"),
         }
         return " ".join(f"{name}={value}" for name, value in told.items())
 
+    @property
+    def redirection(self) -> int:
+        """The id of the connection that is told what this one tracks, 0 for itself, -1 when it tracks nothing."""
+        return self.tracking.redirect if self.tracking is not None else -1
+
     def _flags(self) -> str:
+        mode = self.tracking
         flags = {
             "O": self in self.server.monitors,
             "P": bool(self.channels or self.patterns),
             "x": self.transaction is not None,
             "b": self.connection.paused,
+            "t": mode is not None,
+            "R": mode is not None and mode.broken,
+            "B": mode is not None and mode.broadcast,
             "d": self.watched_changed,
             "A": self.closing,
             "U": self.address.startswith("/"),
@@ -282,6 +294,7 @@ class Client:
             and not self.channels
             and not self.patterns
             and self.touches
+            and self.tracking is None
             and self.server.pause is None
         )
 

@@ -61,7 +61,10 @@ def execute(client: Client, words: Command) -> Reply:
             return _rejected(client, spec, words, error)
     if client.free:
         return run(client, spec, words)
-    return run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
+    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
+    if client.tracking is not None and client.transaction is None and spec.parent != "client":
+        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
+    return reply
 
 
 def admit(client: Client, spec: Spec, words: Command) -> None:
@@ -205,6 +208,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if spec.most and len(words) > spec.most:
             raise too_many(spec, words)
         reply = spec.handler(client, words[spec.words :])
+        if client.tracking is not None:
+            server.events.tracking.note(client, spec, words[spec.words :])
         return _in_steps(client, spec, reply) if type(reply) is Stream else reply
     except OverLimit as error:
         return _over_limit(client, spec, error)

@@ -1,4 +1,5 @@
-"""What happens to keys, told to those who care: transactions that watch them, and listeners to keyspace notifications.
+"""What happens to keys, told to those who care: transactions that watch them, clients that keep what they read, and
+listeners to keyspace notifications.
 
 Redis's classes of events (`notify.c`), by which `notify-keyspace-events` chooses: g generic, $ string, x expired,
 e evicted, m a key that was missed, n a new key; l s h z t d concern types that do not exist here and are accepted.
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from kvpage_server.commands.channels import Channels
+from kvpage_server.commands.tracking import Mode, Tracking
 from kvpage_server.store.memory import Keyspace
 
 if TYPE_CHECKING:
@@ -23,10 +25,16 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 }
 
 
+_BY_ITSELF = ("expired", "evicted")
+_NO_CHANGE = ("keymiss", "new")  # what comes to be is told of by what made it, too
+
+
 class KeyEvents:
     """Listens to a keyspace, which is only asked to tell when somebody cares."""
 
-    def __init__(self, keyspace: Keyspace, channels: Channels) -> None:
+    def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
+        self.acting: Client | None = None  # whose commands are being run
+        self.tracking = tracking
         self._keyspace = keyspace
         self._channels = channels
         self._watchers: dict[bytes, set[Client]] = {}
@@ -38,7 +46,7 @@ class KeyEvents:
         self._listen()
 
     def _listen(self) -> None:
-        wanted = self._watchers or ("K" in self._notified or "E" in self._notified)
+        wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
         self._keyspace.on_event = self._happened if wanted else None
 
     def watch(self, client: Client, key: bytes) -> None:
@@ -60,14 +68,33 @@ class KeyEvents:
             self._listen()
         client.watched_changed = False
 
+    def track(self, client: Client, mode: Mode) -> None:
+        """The client is told from now on when what it read changes."""
+        self.tracking.begin(client, mode)
+        self._listen()
+
+    def untrack(self, client: Client) -> None:
+        """It is told no more, if it was."""
+        self.tracking.end(client)
+        self._listen()
+
+    def forget(self, client: Client) -> None:
+        """The client is gone."""
+        self.unwatch(client)
+        self.tracking.forget(client)
+        self._listen()
+
     def _happened(self, event: str, key: bytes) -> None:
         if event == "flush":
+            self.tracking.flushed()
             for watched in self._watchers:
                 if self._keyspace.find(watched) is not None:
                     self._mark(watched)
             return
         if event != "keymiss":
             self._mark(key)
+        if self.tracking and event not in _NO_CHANGE:
+            self.tracking.changed(key, None if event in _BY_ITSELF else self.acting)
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:

@@ -73,7 +73,7 @@ def _clients(server: Server) -> Fields:
         "client_recent_max_input_buffer": max((client.connection.incoming for client in clients), default=0),
         "client_recent_max_output_buffer": max((client.connection.outgoing for client in clients), default=0),
         "blocked_clients": sum(client.connection.paused for client in clients),
-        "tracking_clients": 0,
+        "tracking_clients": len(server.events.tracking.clients),
         "pubsub_clients": sum(bool(client.channels or client.patterns) for client in clients),
         "watching_clients": sum(bool(client.watching) for client in clients),
         "clients_in_timeout_table": 0,
@@ -163,6 +163,7 @@ def _disk(tiered: Tiered) -> Fields:
 
 def _stats(server: Server) -> Fields:
     stats, counters, refused = server.stats, server.keyspace.counters, server.refusals.total
+    tracking = server.events.tracking
     ops, bytes_in, bytes_out = server.rates
     return {
         "total_connections_received": stats.connections,
@@ -183,6 +184,9 @@ def _stats(server: Server) -> Fields:
         "keyspace_misses": counters.misses,
         "pubsub_channels": len(server.channels.by_name),
         "pubsub_patterns": len(server.channels.by_pattern),
+        "tracking_total_keys": tracking.keys,
+        "tracking_total_items": tracking.items,
+        "tracking_total_prefixes": tracking.prefixes,
         "latest_fork_usec": 0,
         "total_forks": 0,
         "total_error_replies": stats.errors,

@@ -240,6 +240,13 @@ class Session:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
         if self._waiting:
             return
+        self._server.events.acting = self.client
+        try:
+            self._answer_what_came()
+        finally:
+            self._server.events.acting = None
+
+    def _answer_what_came(self) -> None:
         left, deadline = MOST_COMMANDS, time.monotonic_ns() + TURN
         try:
             while left and not (self._ending or self._waiting or (self._transport.queued and self._crowded)):

@@ -1,13 +1,14 @@
 """Values in, buffers out: the reply half of RESP2 and RESP3, without I/O.
 
-A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set, and the
+A command answers with Python values: None, int, bytes, str (a bulk string too), bool, float, list, dict, set (or a
+dict's keys, in their order), and the
 few classes below where RESP knows more than Python. A tuple is a reply in pieces that are already as they go over the
 wire: bytes, and for a value that lies in the store the `Span` of memory it lies in, borrowed, never copied.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -134,6 +135,8 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
         encode(Raw(b",%b\r\n" % digits) if protocol == 3 else digits, protocol, out)
     elif isinstance(value, set | frozenset):
         _encode_items(b"~" if protocol == 3 else b"*", sorted(value), protocol, out)
+    elif isinstance(value, KeysView):  # a set in its order
+        _encode_items(b"~" if protocol == 3 else b"*", list(value), protocol, out)
     elif isinstance(value, Push):
         _encode_items(b">" if protocol == 3 else b"*", value.items, protocol, out)
     elif isinstance(value, Verbatim):

@@ -1,0 +1,353 @@
+"""CLIENT TRACKING: who keeps what it read is told when it changes, as Redis tells it, and nobody is told too much."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+
+import pytest
+from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+from wire import Wire, parse, spell
+
+CHANNEL = b"__redis__:invalidate"
+ALL = b"all keys"  # stands for the null that says so
+
+
+class Cache:
+    """A connection, and the keys that it is told of."""
+
+    def __init__(self, server: RunningServer, protocol: int = 3) -> None:
+        self._wire = Wire(server.port)
+        self._marks = 0
+        self.ask("HELLO", str(protocol))
+        self.id = int(parse(self.ask("CLIENT", "ID")[-1]))
+
+    def ask(self, *words: str | bytes) -> list[bytes]:
+        """A command: the frames that come until it is answered, what it was told before it and the reply."""
+        return self.ask_all([words])
+
+    def ask_all(self, commands: list[tuple[str | bytes, ...]]) -> list[bytes]:
+        """Some commands at once: all frames that they bring, but what is told."""
+        self._told: list[list[bytes]] = getattr(self, "_told", [])
+        spelt = [[word.encode() if isinstance(word, str) else word for word in words] for words in commands]
+        self._wire.send(b"".join(map(spell, spelt)))
+        return list(self._frames())
+
+    def _frames(self) -> Iterator[bytes]:
+        """Frames up to the answer of a ping, without those that tell of keys."""
+        self._marks += 1
+        mark = b"mark %d" % self._marks
+        self._wire.send(spell([b"PING", mark]))
+        while mark not in (frame := self._wire.reply()):
+            keys = told_by(frame)
+            if keys is None:
+                yield frame
+            else:
+                self._told.append(keys)
+
+    def told(self) -> list[bytes]:
+        """Every key that it was told of since it was asked last, in order of their bytes; each as often as it was."""
+        self.ask_all([])
+        told, self._told = self._told, []
+        return sorted(key for keys in told for key in keys)
+
+    def close(self) -> None:
+        self._wire.close()
+
+    def __enter__(self) -> Cache:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def told_by(frame: bytes) -> list[bytes] | None:
+    """The keys that a frame tells of, or that all are gone; None for any other frame."""
+    if frame.startswith(b">2\r\n$10\r\ninvalidate\r\n"):
+        keys = parse(frame)[1]
+    elif frame.startswith((b"*3\r\n$7\r\nmessage\r\n", b">3\r\n$7\r\nmessage\r\n")) and CHANNEL in frame:
+        keys = parse(frame)[2]
+    else:
+        return None
+    return [ALL] if keys is None else list(keys)
+
+
+@pytest.fixture
+def caches(server: RunningServer) -> Iterator[tuple[Cache, Cache]]:
+    """One that keeps what it reads, and one that writes."""
+    with Cache(server) as cache, Cache(server) as writer:
+        writer.ask("FLUSHALL")
+        yield cache, writer
+
+
+PAGE = ("r", "0", "0", "0", "0")
+PAGE_KEY = b"kv:r:0:0:0:0"
+BLOCK = ("r", "0", "1", "1", "1", "0", "1", "0", "1", "2", b"abcd")
+SET_PAGE = ("KVPAGESET", *PAGE, "1", "1", "2", "0", b"abcd")
+
+
+class TestWhatIsTold:
+    def test_a_change_is_told_once_to_those_who_read(self, caches: tuple[Cache, Cache]) -> None:
+        cache, writer = caches
+        writer.ask("MSET", "a", "1", "b", "2")
+        cache.ask("CLIENT", "TRACKING", "ON")
+        assert cache.told() == []
+        cache.ask("MGET", "a", "b", "absent")
+        writer.ask("SET", "a", "2")
+        writer.ask("SET", "a", "3")
+        assert cache.told() == [b"a"]
+        writer.ask("DEL", "b", "a")
+        writer.ask("SET", "absent", "1")
+        assert cache.told() == [b"absent", b"b"]
+        cache.ask("GET", "absent")
+        cache.ask("CLIENT", "TRACKING", "OFF")
+        writer.ask("SET", "absent", "2")
+        assert cache.told() == []
+
+    @pytest.mark.parametrize(
+        "change",
+        [
+            SET_PAGE,
+            ("KVPAGEMSET", "1", *SET_PAGE[1:]),
+            ("KVBLOCKSET", *BLOCK),
+            ("KVPAGEDEL", "r"),
+            ("KVPAGEDEL", "r", "0"),
+            ("DEL", PAGE_KEY),
+            ("SET", PAGE_KEY, "text"),
+            ("EXPIRE", PAGE_KEY, "100"),
+            ("PEXPIRE", PAGE_KEY, "0"),
+            ("FLUSHALL",),
+        ],
+        ids=lambda words: " ".join(str(word) for word in words[:3]),
+    )
+    @pytest.mark.parametrize("stored", ["page by page", "as a block"])
+    def test_every_way_to_change_a_page_tells_who_read_it(
+        self, caches: tuple[Cache, Cache], change: tuple[str | bytes, ...], stored: str
+    ) -> None:
+        cache, writer = caches
+        writer.ask(*(SET_PAGE if stored == "page by page" else ("KVBLOCKSET", *BLOCK)))
+        cache.ask("CLIENT", "TRACKING", "ON")
+        reads = {
+            ("GET", PAGE_KEY): PAGE_KEY,
+            ("KVPAGEGET", *PAGE): PAGE_KEY,
+            ("KVPAGEMGET", "1", *PAGE): PAGE_KEY,
+            ("KVBLOCKGET", "r", "0"): b"kv:r:",
+            ("KVPAGEINDEX", "r"): b"kv:r:",
+            ("SMEMBERS", "kv:r:index"): b"kv:r:index",
+        }
+        for read in reads:
+            cache.ask(*read)
+        assert cache.told() == []
+        writer.ask(*change)
+        assert cache.told() == ([ALL] if change == ("FLUSHALL",) else sorted(set(reads.values())))
+        writer.ask(*SET_PAGE)
+        assert cache.told() == []
+
+    def test_a_new_page_changes_what_was_read_of_its_request_and_no_other_page(
+        self, caches: tuple[Cache, Cache]
+    ) -> None:
+        cache, writer = caches
+        writer.ask(*SET_PAGE)
+        cache.ask("CLIENT", "TRACKING", "ON")
+        cache.ask("GET", PAGE_KEY)
+        cache.ask("SCARD", "kv:r:index")
+        cache.ask("SCARD", "kv:s:index")
+        writer.ask("KVPAGESET", "r", "0", "0", "1", "0", *SET_PAGE[6:])
+        assert cache.told() == [b"kv:r:index"]
+
+    def test_what_expires_and_what_is_evicted_is_told_even_to_who_did_it(self) -> None:
+        with start_server("--maxmemory", "4mb") as server, Cache(server) as cache, server.client() as client:
+            cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
+            cache.ask("SET", "short", "1", "PX", "50")
+            cache.ask("SET", "evicted", bytes(100_000))
+            cache.ask("MGET", "short", "evicted")
+            for i in range(60):
+                cache.ask("SET", f"key:{i}", bytes(100_000))
+            assert client.info("stats")["evicted_keys"] > 0
+            while client.exists("short"):
+                pass
+            assert cache.told() == [b"evicted", b"short"]
+
+    def test_values_that_leave_memory_for_the_disk_have_not_changed(self) -> None:
+        with start_server("--store", "tiered", "--maxmemory", "8mb") as server, Cache(server) as cache:
+            cache.ask("CLIENT", "TRACKING", "ON")
+            cache.ask("SET", "first", bytes(1_000_000))
+            cache.ask("GET", "first")
+            with server.client() as client:
+                client.save()
+                for i in range(20):
+                    client.set(f"key:{i}", bytes(1_000_000))
+                    client.save()
+                assert client.info("kvpage")["disk_dropped_from_memory"] > 0
+            assert cache.told() == []
+
+    def test_own_changes_are_told_after_their_reply_or_not_at_all(self, server: RunningServer) -> None:
+        with Cache(server) as cache:
+            cache.ask("CLIENT", "TRACKING", "ON")
+            cache.ask_all([("GET", "own"), ("SET", "own", "1")])
+            assert cache.told() == [b"own"]
+            cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
+            cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
+            assert cache.told() == []
+
+    def test_a_million_changes_of_a_round_come_in_few_messages(self, caches: tuple[Cache, Cache]) -> None:
+        cache, writer = caches
+        cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "PREFIX", "many:")
+        keys = [f"many:{i}" for i in range(1000)]
+        writer.ask("MSET", *[word for key in keys for word in (key, "1")])
+        cache.ask_all([])
+        assert len(cache._told) == 1
+        assert cache.told() == sorted(key.encode() for key in keys)
+
+
+class TestWhoIsTold:
+    def test_resp2_is_told_on_another_connection(self, server: RunningServer) -> None:
+        with Cache(server, 2) as cache, Cache(server, 2) as listener, Cache(server) as writer:
+            listener.ask("SUBSCRIBE", CHANNEL)
+            assert cache.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(listener.id)) == [b"+OK\r\n"]
+            cache.ask("GET", "redirected")
+            writer.ask("SET", "redirected", "1")
+            assert listener.told() == [b"redirected"]
+            writer.ask("FLUSHALL")
+            assert listener.told() == [ALL]
+            assert cache.told() == []
+
+    def test_a_redirection_to_who_is_gone_is_broken_and_says_so(self, server: RunningServer) -> None:
+        with Cache(server) as cache, Cache(server) as writer, server.client() as client:
+            with Cache(server) as listener:
+                cache.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(listener.id))
+                assert cache.ask("CLIENT", "GETREDIR") == [b":%d\r\n" % listener.id]
+                [line] = [it for it in client.client_list() if it["id"] == str(cache.id)]
+                assert (line["flags"], line["redir"]) == ("t", str(listener.id))
+            cache.ask("GET", "lost")
+            writer.ask("SET", "lost", "1")
+            assert cache.ask("PING") == [b">2\r\n$21\r\ntracking-redir-broken\r\n:%d\r\n" % listener.id, b"+PONG\r\n"]
+            [line] = [it for it in client.client_list() if it["id"] == str(cache.id)]
+            assert line["flags"] == "tR"
+            assert b"broken_redirect" in cache.ask("CLIENT", "TRACKINGINFO")[0]
+
+    def test_nobody_is_told_of_keys_that_it_may_not_read(self, server: RunningServer) -> None:
+        with server.client() as client, Cache(server) as admin, ExitStack() as stack:
+            for name in ("tenantA", "tenantB"):
+                client.acl_setuser(name, enabled=True, nopass=True, keys=[f"kv:{name}.*"], commands=["+@all"])
+            try:
+                a, b, other = (stack.enter_context(Cache(server)) for _ in range(3))
+                for cache, name in ((a, "tenantA"), (b, "tenantB"), (other, "tenantA")):
+                    cache.ask("AUTH", name, "")
+                a.ask("CLIENT", "TRACKING", "ON", "BCAST")
+                b.ask("CLIENT", "TRACKING", "ON", "BCAST", "PREFIX", "kv:")
+                other.ask("CLIENT", "TRACKING", "ON")
+                other.ask("KVPAGEGET", "tenantA.x", "0", "0", "0", "0")
+                other.ask("KVPAGEINDEX", "tenantA.x")
+                admin.ask("KVPAGESET", "tenantA.x", *SET_PAGE[2:])
+                admin.ask("KVBLOCKSET", "tenantB.x", *BLOCK[1:])
+                admin.ask("SET", "other", "1")
+                assert a.told() == [b"kv:tenantA.x:0:0:0:0"]
+                assert b.told() == [b"kv:tenantB.x:0:0:0:0"]
+                assert other.told() == [b"kv:tenantA.x:", b"kv:tenantA.x:0:0:0:0"]
+                refused = [b"-ERR The client ID you want redirect to does not exist\r\n"]
+                b.ask("CLIENT", "TRACKING", "OFF")
+                assert b.ask("CLIENT", "TRACKING", "ON", "REDIRECT", str(a.id)) == refused
+                other.ask("KVPAGEGET", "tenantA.x", "0", "0", "0", "0")
+                client.acl_setuser("tenantA", reset_keys=True, keys=["kv:tenantA.y*"])
+                admin.ask("DEL", "kv:tenantA.x:0:0:0:0")
+                assert a.told() == other.told() == []
+            finally:
+                client.acl_deluser("tenantA", "tenantB")
+
+
+class TestWhatItCosts:
+    def test_no_more_keys_are_noted_than_allowed(self) -> None:
+        with start_server("--tracking-table-max-keys", "100") as server, Cache(server) as cache:
+            cache.ask("CLIENT", "TRACKING", "ON")
+            for i in range(250):
+                cache.ask("GET", f"key:{i}")
+            assert cache.told() == sorted(b"key:%d" % i for i in range(150))
+            with server.client() as client:
+                told = client.info("stats")
+                assert (told["tracking_total_keys"], told["tracking_total_items"]) == (100, 100)
+                assert client.info("clients")["tracking_clients"] == 1
+
+    def test_who_is_gone_leaves_little(self, server: RunningServer) -> None:
+        with Cache(server) as stays, server.client() as client:
+            client.flushall()
+            stays.ask("CLIENT", "TRACKING", "ON")
+            for _ in range(100):
+                with Cache(server) as cache:
+                    cache.ask("CLIENT", "TRACKING", "ON")
+                    cache.ask("GET", "popular")
+                    cache.ask("CLIENT", "TRACKING", "ON", "NOLOOP")
+            assert client.info("stats")["tracking_total_items"] < 10
+            with Cache(server) as cache:
+                cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "PREFIX", "a", "PREFIX", "b")
+                assert client.info("stats")["tracking_total_prefixes"] == 2
+            stays.close()
+            names = ("tracking_clients", "tracking_total_keys", "tracking_total_items", "tracking_total_prefixes")
+            deadline = time.monotonic() + 5
+            while any((told := client.info())[name] for name in names):
+                assert time.monotonic() < deadline, told
+
+
+KEYS = ["a", "b", "user:1", "user:2", "kv:r:0:0:0:0"]
+READS = ["GET {}", "MGET {} {}", "STRLEN {}", "EXISTS {} {}", "TTL {}", "GETRANGE {} 0 -1", "TYPE {}"]
+WRITES = [
+    *("SET {} 1", "SET {} 1 EX 100", "SET {} 1 NX", "DEL {} {}", "INCR {}", "EXPIRE {} 100", "PERSIST {}"),
+    *("MSET {} 1 {} 2", "GETDEL {}", "GETEX {} EX 100", "GETSET {} 1", "UNLINK {}", "PEXPIRE {} 0", "SETNX {} 1"),
+]
+MODES = ["", "BCAST", "OPTIN", "OPTOUT", "NOLOOP", "PREFIX user:", "PREFIX us", "PREFIX b", "REDIRECT {id}"]
+
+
+def random_words(rng: random.Random) -> str:
+    """A command; `{id}` stands for the id of the connection that listens."""
+    kind = rng.random()
+    if kind < 0.35:
+        return rng.choice(READS).format(*rng.choices(KEYS, k=2))
+    if kind < 0.65:
+        return rng.choice(WRITES).format(*rng.choices(KEYS, k=2))
+    if kind < 0.75:
+        return "CLIENT TRACKING ON " + " ".join(rng.choices(MODES, k=rng.randrange(4)))
+    others = ["CLIENT TRACKING OFF", "CLIENT CACHING YES", "CLIENT CACHING NO", "CLIENT TRACKINGINFO"]
+    others += ["CLIENT GETREDIR", "FLUSHALL", "CLIENT TRACKING", "CLIENT TRACKING on nonsense", "RESET"]
+    others += ["CLIENT CACHING maybe", "CLIENT UNBLOCK 999", "CLIENT UNBLOCK 999 never", "CLIENT UNBLOCK x ERROR"]
+    return rng.choice(others)
+
+
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+def test_redis_tells_the_same() -> None:
+    """The same random commands of three clients to redis-server and to ours: the same replies, the same keys told."""
+    with start_redis() as theirs, start_server() as ours:
+        told = 0
+        for seed in range(15):
+            rng = random.Random(seed)
+            with ExitStack() as stack:
+                pairs = [
+                    [stack.enter_context(Cache(server, protocol)) for server in (theirs, ours)]
+                    for protocol in (3, 3, 2, 2)
+                ]
+                listeners = pairs[3]
+                for listener in listeners:
+                    listener.ask("FLUSHALL")
+                    listener.ask("SUBSCRIBE", CHANNEL)
+                sent = []
+                for _ in range(200):
+                    place, batch = rng.randrange(3), [random_words(rng)]
+                    if rng.random() < 0.2:
+                        inside = [random_words(rng) for _ in range(3)]
+                        inside = [words for words in inside if words not in ("RESET", "CLIENT TRACKING OFF")]
+                        batch += ["MULTI", *inside, "EXEC"]
+                    sent.append(f"{place}: {'; '.join(batch)}")
+                    answers = []
+                    for one, listener in zip(pairs[place], listeners, strict=True):
+                        frames = one.ask_all([tuple(words.format(id=listener.id).split()) for words in batch])
+                        if "RESET" in batch:
+                            one.ask("HELLO", "3" if place < 2 else "2")
+                        answers.append([frame.replace(b":%d\r\n" % listener.id, b":id\r\n") for frame in frames])
+                    assert answers[0] == answers[1], sent[-12:]
+                    for there, here in pairs:
+                        keys, ours_keys = set(there.told()), set(here.told())  # once a round is enough
+                        agree = ours_keys <= keys if ALL in ours_keys else ours_keys == keys  # before all: not again
+                        assert agree, f"seed {seed}: {keys} {ours_keys} after " + "\n".join(sent[-40:])
+                        told += len(keys)
+        assert told > 500
