@@ -1,4 +1,5 @@
-"""Client libraries as their users use them: redis-py in every variant, valkey-glide, ioredis, and what reads INFO."""
+"""Client libraries as their users use them: redis-py in every variant and with its cache, valkey-glide, ioredis,
+node-redis with its cache, and what reads INFO."""
 
 from __future__ import annotations
 
@@ -20,6 +21,7 @@ import redis.asyncio
 from redis._parsers import _AsyncHiredisParser, _AsyncRESP2Parser, _HiredisParser, _RESP2Parser
 from redis.asyncio.retry import Retry as AsyncRetry
 from redis.backoff import NoBackoff
+from redis.cache import CacheConfig
 from servers import CLIENT_OPTIONS, RunningServer
 
 from kvpage_server.page import decode_page
@@ -134,6 +136,51 @@ class TestRedisPy:
         assert r.client_setname("tester")
         assert r.client_getname() in ("tester", b"tester")
         assert any(client["name"] == "tester" for client in r.client_list())
+
+
+class TestRedisPyCache:
+    """Its client-side cache answers what it read before without asking, until it is told of a change."""
+
+    @pytest.fixture
+    def keeps(self, server: RunningServer) -> Iterator[redis.Redis]:
+        with server.client(protocol=3, cache_config=CacheConfig()) as client:
+            client.flushall()
+            yield client
+
+    def test_it_is_told_of_every_change(self, keeps: redis.Redis, server: RunningServer) -> None:
+        cache = keeps.get_cache()
+        assert cache is not None
+        with server.client() as writer:
+            for value in (b"1", b"2", b"3"):
+                writer.mset({"kept": value, "beside": value})
+                assert [keeps.get("kept") for _ in range(3)] == [value] * 3
+                assert keeps.mget("kept", "beside") == [value] * 2
+                assert cache.size == 2
+            calls = server_calls(writer)
+            assert [keeps.get("kept") for _ in range(100)] == [b"3"] * 100
+            assert server_calls(writer) - calls < 10, "they were answered from the cache"
+            writer.delete("kept")
+            assert keeps.get("kept") is None
+            writer.flushall()
+            assert keeps.mget("kept", "beside") == [None, None]
+
+    def test_pages_and_what_expires(self, keeps: redis.Redis, server: RunningServer) -> None:
+        key = "kv:clients:5:8:42:0"
+        with server.client() as writer:
+            for body in (BODY, BODY[::-1]):
+                writer.execute_command("KVPAGESET", *NAME, 1, 128, 64, 0, body)
+                assert [keeps.get(key)[64:] for _ in range(3)] == [body] * 3
+            writer.execute_command("KVPAGEDEL", "clients")
+            assert keeps.get(key) is None
+            writer.set("short", "1", px=100)
+            assert keeps.get("short") == b"1"
+            while writer.exists("short"):
+                pass
+            assert keeps.get("short") is None
+
+
+def server_calls(client: redis.Redis) -> int:
+    return int(client.info("stats")["total_commands_processed"])
 
 
 class TestRedisPyConnections:
@@ -273,22 +320,23 @@ NODE = Path(__file__).parent / "node"
 
 
 @pytest.fixture(scope="session")
-def ioredis() -> Path:
-    """The script's folder, with ioredis in it; npm gets it once."""
+def node() -> Path:
+    """The scripts' folder, with their clients in it; npm gets them once."""
     for tool in ("node", "npm"):
         if not shutil.which(tool):
             pytest.skip(f"{tool} is not installed")
-    if not (NODE / "node_modules" / "ioredis").exists():
+    if not all((NODE / "node_modules" / name).exists() for name in ("ioredis", "@redis/client")):
         command = ["npm", "install", "--no-audit", "--no-fund", "--no-package-lock", "--prefix", str(NODE)]
         got = subprocess.run(command, cwd=NODE, capture_output=True, text=True, timeout=100)
         assert got.returncode == 0, got.stderr
     return NODE
 
 
-def test_ioredis(server: RunningServer, ioredis: Path) -> None:
+@pytest.mark.parametrize("script", ["ioredis.mjs", "caching.mjs"])
+def test_clients_of_another_world(server: RunningServer, node: Path, script: str) -> None:
     with server.client() as client:
         client.flushall()
-    command = ["node", str(ioredis / "ioredis.mjs"), str(server.port)]
+    command = ["node", str(node / script), str(server.port)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, result.stderr
 

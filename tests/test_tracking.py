@@ -192,7 +192,7 @@ class TestWhatIsTold:
             cache.ask_all([("GET", "own"), ("SET", "own", "2"), ("MULTI",), ("GET", "own"), ("DEL", "own"), ("EXEC",)])
             assert cache.told() == []
 
-    def test_a_million_changes_of_a_round_come_in_few_messages(self, caches: tuple[Cache, Cache]) -> None:
+    def test_many_changes_come_in_few_messages_where_all_are_told(self, caches: tuple[Cache, Cache]) -> None:
         cache, writer = caches
         cache.ask("CLIENT", "TRACKING", "ON", "BCAST", "PREFIX", "many:")
         keys = [f"many:{i}" for i in range(1000)]

@@ -2,8 +2,11 @@
 
 A tracking client's reads are noted: which client read which key. When the key changes, its readers are told, and the
 note is gone until they read it again. In broadcasting mode nothing is noted: a client is told of every change of keys
-that begin with one of its prefixes. What a round of the event loop changed is told at its end, in one message a client
-and after the replies to its own commands.
+that begin with one of its prefixes.
+
+What changed is told before anybody is sent anything else: who was answered that a key is set can rely on it that those
+who keep the old value have been sent word. A message names one key, as Redis's do (redis-py understands no others), in
+broadcasting mode all that changed.
 
 A command that names a request and no page of it, such as KVBLOCKGET, reads every key of that request: it is noted
 under `kv:{req}:`, as COMMAND GETKEYS tells, and so is a request's index under its key. Both change with any page.
@@ -56,7 +59,7 @@ class Mode:
 
 @dataclass(slots=True)
 class _Prefix:
-    """Those who are told of every key that begins so, and what changed in this round, by whom if by one of them."""
+    """Those who are told of every key that begins so, and what changed that they are to be told, by whom if by one."""
 
     clients: dict[Client, None] = field(default_factory=dict)
     changed: dict[bytes, Client | None] = field(default_factory=dict)
@@ -64,7 +67,7 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Due:
-    """What a client is to be told at the end of the round: that everything is gone, then keys."""
+    """What a client is to be told: that everything is gone, then keys."""
 
     flushed: bool = False
     keys: dict[bytes, None] = field(default_factory=dict)
@@ -76,6 +79,7 @@ class Tracking:
     def __init__(self, clients: Mapping[int, Client], most_keys: Callable[[], int]) -> None:
         self.clients: dict[Client, None] = {}  # those that track
         self.items = 0  # readers of all keys
+        self.is_due = False  # whether something is to be told
         self._everybody = clients
         self._most_keys = most_keys
         self._notes: Notes = OrderedDict()
@@ -83,7 +87,6 @@ class Tracking:
         self._prefixes: dict[bytes, _Prefix] = {}
         self._lengths: list[int] = []  # of the prefixes, each once
         self._due: dict[Client, _Due] = {}
-        self._telling = False  # at the end of the round
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -212,21 +215,19 @@ class Tracking:
         return self._due.setdefault(client, _Due())
 
     def _tell_soon(self) -> None:
-        if not self._telling:
-            self._telling = True
-            asyncio.get_running_loop().call_soon(self._tell)
+        if not self.is_due:
+            self.is_due = True
+            asyncio.get_running_loop().call_soon(self.tell)  # unless something is sent before
 
-    def _tell(self) -> None:
-        """The round is over: tell what it changed."""
-        self._telling = False
+    def tell(self) -> None:
+        """Tell what changed."""
+        self.is_due = False
         everything_due, self._due = self._due, {}
         for client, due in everything_due.items():
             if client.tracking is None:
                 continue
-            if due.flushed:
-                _send(client, None)
-            if due.keys:
-                _send(client, due.keys)
+            messages: list[list[bytes] | None] = [None] if due.flushed else []
+            _send(client, [*messages, *([key] for key in due.keys)])
         for prefix in self._prefixes.values():
             changed, prefix.changed = prefix.changed, {}
             if changed:
@@ -249,24 +250,26 @@ def _broadcast(clients: Iterable[Client], changed: Mapping[bytes, Client | None]
         if mode is None or to is None:
             continue
         if mode.no_loop and client in actors:
-            _send(client, [key for key, by in changed.items() if by is not client])
+            _send(client, [[key for key, by in changed.items() if by is not client]])
         elif not (client.sees_all and to.sees_all):
-            _send(client, changed)
+            _send(client, [list(changed)])
         else:
             protocol = to.protocol
             if protocol not in encoded:
-                encoded[protocol] = _spelt(list(changed), protocol)
+                encoded[protocol] = _spelt([list(changed)], protocol)
             to.push(encoded[protocol])
 
 
-def _send(client: Client, keys: Iterable[bytes] | None) -> None:
+def _send(client: Client, messages: Sequence[list[bytes] | None]) -> None:
     """Tell a client, or who is told in its place, of keys that both may read; None: of all of them."""
     to = _told(client)
     if to is None:
         return
-    seen = keys if keys is None else [key for key in keys if client.sees(key) and to.sees(key)]
-    if seen is None or seen:
-        to.push(_spelt(seen, to.protocol))
+    if not (client.sees_all and to.sees_all):
+        seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
+        messages = [message for message in seen if message is None or message]
+    if messages:
+        to.push(_spelt(messages, to.protocol))
 
 
 def _told(client: Client) -> Client | None:
@@ -285,11 +288,13 @@ def _told(client: Client) -> Client | None:
     return to if to.protocol == 3 or listens else None
 
 
-def _spelt(keys: list[bytes] | None, protocol: int) -> Raw:
-    """A message that keys changed; to RESP2 it comes as from a channel."""
+def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
+    """Messages that keys changed; to RESP2 they come as from a channel."""
     pieces: list[Piece] = []
-    value: Reply = keys if keys is None else [bytes(key) for key in keys]
-    encode(Push([b"invalidate", value] if protocol == 3 else [b"message", CHANNEL, value]), protocol, pieces)
+    opening: list[Reply] = [b"invalidate"] if protocol == 3 else [b"message", CHANNEL]
+    for keys in messages:
+        value: Reply = keys if keys is None else [bytes(key) for key in keys]
+        encode(Push([*opening, value]), protocol, pieces)
     return Raw(b"".join(piece for piece in pieces if isinstance(piece, bytes)))
 
 

@@ -82,13 +82,15 @@ class Session:
         self._loop = loop
         self._line = line
         self._limits = limits.of_frames(server.config)
+        self._tracking = server.events.tracking
         arena = server.keyspace.arena
         self._parser = Parser(arena.allocate, slab=arena.slab, hashed=self._is_hashed, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # and not an array of many
-        self._pushed: list[Reply] = []  # what waits for the end of that reply
+        self._answering = False  # a command is being run
+        self._pushed: list[Reply] = []  # what waits for the end of its reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
         self._hold: Hold | None = None  # what it needs stays in memory until it has run
         self._waiting = False  # for the disk
@@ -179,7 +181,7 @@ class Session:
         """Send something that was not asked for; after the reply that is under way, if one is."""
         if self._ending:
             return
-        if self._stream is not None:
+        if self._answering or self._stream is not None:
             self._pushed.append(message)
             return
         encode(message, self.client.protocol, self._out)
@@ -347,6 +349,7 @@ class Session:
     def _answer(self, command: Command) -> None:
         client = self.client
         before = self._promised.position if self._promised is not None else 0
+        self._answering = True
         try:
             reply = execute(client, command)
         except Postponed as postponed:
@@ -355,6 +358,8 @@ class Session:
         except Paused:
             self._postponed, self._hold = command, None
             raise
+        finally:
+            self._answering = False
         self._hold = None
         if self._promised is not None:
             self._note_promise(self._promised, before)
@@ -375,6 +380,8 @@ class Session:
                 self._flush()
         elif not silent:
             encode(reply, client.protocol, self._out)
+        if self._pushed and self._stream is None:
+            self._out += self._spell_pushed()
 
     def _continue_stream(self, deadline: int) -> bool:
         """Take some steps; False when there was no time for more."""
@@ -428,6 +435,8 @@ class Session:
         return waiting > HIGH_WATER and (waiting > GENEROUS or limits.is_tight(self._server))
 
     def _flush(self) -> None:
+        if self._tracking.is_due:
+            self._tracking.tell()
         if self.client.owes and self._is_held_back():
             return
         if self._out:
