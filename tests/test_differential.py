@@ -18,6 +18,7 @@ from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_se
 from wire import Wire, items, parse, spell
 
 import kvpage_server.commands  # noqa: F401  fills the table
+from kvpage_server.commands.absent import ABSENT
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec
 
 SEEDS = 20
@@ -370,3 +371,22 @@ def test_command_info_says_what_redis_says(pair: Pair) -> None:
             if (sorted(theirs) != sorted(ours)) if isinstance(theirs, list) else (theirs != ours):
                 different.add((name, said))
     assert different == {(name, row.split(": ")[1]) for row in allowed for name in spread(row.split(": ")[0])}
+
+
+def test_every_command_of_redis_is_here_or_listed_as_absent(pair: Pair) -> None:
+    with Wire(pair[0].port) as wire:
+        rows = parse(wire.ask(b"COMMAND"))
+    theirs = {row[0].decode(): row[6] for top in rows for row in [top, *top[9]]}
+    assert theirs.keys() <= TABLE.keys() | ABSENT.keys()
+    assert not TABLE.keys() & ABSENT.keys()
+    for name in theirs.keys() & ABSENT.keys():
+        assert {category.removeprefix("@") for category in theirs[name]} == ABSENT[name], name
+    listed = {name for names in rows_of("Commands of Redis that do not exist here") for name in spread(names[1])}
+    without_their_container = {name for name in ABSENT if name.rpartition("|")[0] not in ABSENT}
+    assert listed == without_their_container
+
+
+def rows_of(heading: str) -> list[list[str]]:
+    """The cells of the table in a section of the document, without its head."""
+    section = DOCUMENT.split(f"\n## {heading}\n", 1)[1].split("\n## ", 1)[0]
+    return [line.strip("|").strip().split(" | ") for line in section.splitlines() if line.startswith("| ")][1:]

@@ -8,6 +8,8 @@ K and E choose the channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from kvpage_server.commands.channels import Channels
@@ -48,6 +50,7 @@ class KeyEvents:
     def _listen(self) -> None:
         wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
         self._keyspace.on_event = self._happened if wanted else None
+        self._keyspace.on_block = self._happened_to_block if wanted else None
 
     def watch(self, client: Client, key: bytes) -> None:
         """The client's next transaction fails when something happens to `key`."""
@@ -94,7 +97,25 @@ class KeyEvents:
         if event != "keymiss":
             self._mark(key)
         if self.tracking and event not in _NO_CHANGE:
-            self.tracking.changed(key, None if event in _BY_ITSELF else self.acting)
+            self.tracking.changed((key,), None if event in _BY_ITSELF else self.acting)
+        self._notify(event, key)
+
+    def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
+        """All at once: there may be thousands, of which nobody knows."""
+        if self._watchers:
+            for key in self._watchers.keys() & keys:
+                self._mark(key)
+        events = iter(events)
+        first = next(events, None)
+        if first is None:
+            return
+        if self.tracking:
+            self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
+        if self._notified:
+            for event, key in chain([first], events):
+                self._notify(event, key)
+
+    def _notify(self, event: str, key: bytes) -> None:
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:

@@ -25,13 +25,17 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.commands.keys import Prefix
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Piece, Push, Raw, Reply, encode
+from kvpage_server.resp.reply import Push, Raw
 
 if TYPE_CHECKING:
     from kvpage_server.commands.context import Client
     from kvpage_server.commands.registry import Spec
 
 CHANNEL = b"__redis__:invalidate"  # on which RESP2 is told, by another connection
+_OPENING = {
+    2: b"*3\r\n$7\r\nmessage\r\n$%d\r\n%b\r\n" % (len(CHANNEL), CHANNEL),
+    3: b">2\r\n$10\r\ninvalidate\r\n",
+}
 _INDEX = b":index"
 _STEP = 1000  # notes that are freed before others have their turn
 
@@ -163,23 +167,31 @@ class Tracking:
 
     # -- what changed ----------------------------------------------------------------------------------------------
 
-    def changed(self, key: bytes, by: Client | None) -> None:
-        """A key changed, by a command of a client or by itself."""
+    def changed(self, keys: Sequence[bytes], by: Client | None) -> None:
+        """A key changed, or all pages of a block did, by a command of a client or by themselves."""
         for length in self._lengths:
-            if length <= len(key) and (prefix := self._prefixes.get(key[:length])) is not None:
+            self._changed_prefixes(keys, length, by)
+        notes = self._notes
+        if notes:
+            for key in [key for key in keys if key in notes]:
+                self._changed(key, by)
+            first = keys[0]
+            if self._of_requests and first[:3] == b"kv:":
+                for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
+                    self._changed(name, by)
+
+    def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Client | None) -> None:
+        """Note which of the prefixes of that length changed."""
+        prefixes = self._prefixes
+        for key in keys:
+            prefix = prefixes.get(key[:length]) if len(key) >= length else None
+            if prefix is not None:
                 prefix.changed[key] = by
                 self._tell_soon()
-        if self._notes:
-            self._changed(key, by)
-            if self._of_requests and key[:3] == b"kv:":
-                for name in list(self._of_requests.get(key[: key.find(b":", 3) + 1], ())):
-                    self._changed(name, by)
 
     def _changed(self, name: bytes, by: Client | None) -> None:
         """Something noted changed: its readers are to be told, and the note is gone."""
-        readers = self._notes.pop(name, None)
-        if readers is None:
-            return
+        readers = self._notes.pop(name)
         self.items -= len(readers)
         if request := _request_read(name):
             names = self._of_requests[request]
@@ -290,12 +302,14 @@ def _told(client: Client) -> Client | None:
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
     """Messages that keys changed; to RESP2 they come as from a channel."""
-    pieces: list[Piece] = []
-    opening: list[Reply] = [b"invalidate"] if protocol == 3 else [b"message", CHANNEL]
-    for keys in messages:
-        value: Reply = keys if keys is None else [bytes(key) for key in keys]
-        encode(Push([*opening, value]), protocol, pieces)
-    return Raw(b"".join(piece for piece in pieces if isinstance(piece, bytes)))
+    opening = _OPENING[protocol]
+    return Raw(b"".join([opening + _spelt_keys(keys, protocol) for keys in messages]))
+
+
+def _spelt_keys(keys: list[bytes] | None, protocol: int) -> bytes:
+    if keys is None:
+        return b"_\r\n" if protocol == 3 else b"$-1\r\n"
+    return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
 
 
 def _free(notes: Notes) -> None:

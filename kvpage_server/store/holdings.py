@@ -6,7 +6,7 @@ reading), `memory` (writing).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -24,6 +24,7 @@ from kvpage_server.store.queues import Queues
 from kvpage_server.store.quota import Quotas
 
 OVER_QUOTA = "over quota"
+BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events
 _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
 
 
@@ -51,6 +52,7 @@ class Holdings:
         self.ghosts = Ghosts()
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
+        self.on_block: BlockListener | None = None  # told likewise of all pages of a block, where `on_event` is
         self._expiry = Expiry(self.expires_of)
         self._units: Queues | Quotas = POLICIES[policy]()
         self._quotas: Quotas | None = None  # they are the policy of units then
@@ -176,11 +178,11 @@ class Holdings:
         self._units.removed(block)
         self.guards.removed(block)
         self.ghosts.block_went(block, reason or _REASONS[event], self._who(block, event, reason))
-        keys = list(block.page_keys()) if self.on_event is not None else []
+        keys = list(block.page_keys()) if self.on_block is not None else []
         self._expiry.keys -= self._catalogue.take_pages(block)
         block.extent = None  # whoever still looks at the block does not keep its memory
-        for key in keys:
-            self.tell(event, key)
+        if self.on_block is not None:
+            self.on_block(keys, ((event, key) for key in keys))
         return block.pages
 
     def _who(self, block: Block, event: str, reason: str) -> str:

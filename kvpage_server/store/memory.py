@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
 from kvpage_server.page import HEADER_SIZE
@@ -18,6 +18,16 @@ from kvpage_server.store.room import OutOfMemory
 __all__ = ["Fallen", "Keyspace", "OutOfMemory"]
 
 LONGEST_TEXT = 1024  # longer strings lie in the arena
+
+
+def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
+    """What happens to the keys of a block that is stored whole, where some were there before with some expiry."""
+    for key in keys:
+        if key not in had:
+            yield "new", key
+        yield "set", key
+        if expires and had.get(key) != expires:
+            yield "expire", key
 
 
 class Fallen:
@@ -146,13 +156,9 @@ class Keyspace(Lookup):
         self.counters.writes += 1
         self._units.used(block)
         self._join(block)
-        if self.on_event is not None:
-            for key in block.page_keys():
-                if key not in had:
-                    self.on_event("new", key)
-                self.on_event("set", key)
-                if extent.expires and had.get(key) != extent.expires:
-                    self.on_event("expire", key)
+        if self.on_block is not None:
+            keys = list(block.page_keys())
+            self.on_block(keys, _events_of_block(keys, had, extent.expires))
 
     def _drop_pages(self, block: Block, stay: Mapping[int, int]) -> dict[bytes, int]:
         """Take all pages from a block that gets others, which are those in the rows `stay`.
@@ -164,11 +170,16 @@ class Keyspace(Lookup):
         gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
         if gone:
             self.ghosts.pages_went(block, gone, "overwritten")
-        told = self.on_event is not None
-        had = {key: self.expires_of(key) for key in block.page_keys()} if told else {}
+        had = self._expiries(block) if self.on_block is not None else {}
         self._expiry.keys -= self._catalogue.take_pages(block)
         self._grow(block, -block.footprint)
         return had
+
+    def _expiries(self, block: Block) -> dict[bytes, int]:
+        """When each page of a block expires, by key."""
+        if block.extent is not None:
+            return dict.fromkeys(block.page_keys(), block.extent.expires)
+        return {key: self._catalogue.entries[key].expires for key in block.page_keys()}
 
     # -- strings ---------------------------------------------------------------------------------------------------
 
