@@ -6,7 +6,6 @@ import logging
 import time
 from collections.abc import Iterator
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
 from kvpage_server.commands.context import Client
@@ -15,14 +14,10 @@ from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec, find, too_many
-from kvpage_server.commands.value import make_room
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory import OutOfMemory
 from kvpage_server.store.quota import OverLimit
-
-if TYPE_CHECKING:
-    from kvpage_server.commands.transaction import Transaction
 
 log = logging.getLogger("kvpage")
 
@@ -48,8 +43,8 @@ def execute(client: Client, words: Command) -> Reply:
         client.last_command = spec.name
         if not client.free:
             admit(client, spec, words)
-        if ("denyoom" in spec.flags or spec.name == "exec") and client.server.keyspace.is_full:
-            _make_room(client, spec)
+        if client.server.keyspace.is_full and _takes_memory(client, spec):
+            _make_room(client)
     except ReplyError as error:
         return _rejected(client, spec, words, error)
     if client.transaction is not None and spec.name not in _AT_ONCE:
@@ -77,21 +72,16 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
         )
     if client.transaction is not None and "no_multi" in spec.flags:
         raise ReplyError("ERR Command not allowed inside a transaction")
-    if client.transaction is not None and _takes_memory(client.transaction, spec):
-        make_room(client)
     pause = client.server.pause
     if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
         raise Paused
 
 
-def _make_room(client: Client, spec: Spec) -> None:
+def _make_room(client: Client) -> None:
     """Have room for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
 
     It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction.
     """
-    queued = client.transaction.commands if client.transaction is not None else []
-    if spec.name == "exec" and not any("denyoom" in spec.flags for spec, _ in queued):
-        return
     try:
         client.server.keyspace.make_room()
     except OutOfMemory:
@@ -122,10 +112,12 @@ def _writes(client: Client, spec: Spec) -> bool:
     return bool(spec.flags & {"write", "may_replicate"})
 
 
-def _takes_memory(transaction: Transaction, spec: Spec) -> bool:
-    """Whether a command within a transaction needs room: any that is queued, and EXEC if what was queued does."""
+def _takes_memory(client: Client, spec: Spec) -> bool:
+    """Whether a command needs room: one that stores something, any that is queued, and EXEC of one that stores."""
+    if client.transaction is None:
+        return "denyoom" in spec.flags
     if spec.name == "exec":
-        return any("denyoom" in queued.flags for queued, _ in transaction.commands)
+        return any("denyoom" in queued.flags for queued, _ in client.transaction.commands)
     return spec.name not in ("discard", "quit", "reset")
 
 
