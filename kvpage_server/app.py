@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> None:
         defaults.enter(config)
         server = Server(config, _open_store(config))
         _load_users(server)
+        server.users.warn_of_absent()
         server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

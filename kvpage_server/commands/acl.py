@@ -88,6 +88,7 @@ def acl_setuser(client: Client, args: list[Argument]) -> Reply:
 def _settle(client: Client) -> None:
     """Rights changed: find out what each connection may do, and end those that may not even be what they are."""
     users = client.server.users
+    users.warn_of_absent()
     for other in list(client.server.clients.values()):
         if other.user is not None and users.by_name.get(other.user.name) is not other.user:
             other.close() if other is client else other.connection.abort()

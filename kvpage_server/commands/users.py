@@ -63,7 +63,6 @@ class Users:
             self.by_name[name] = changed
         else:
             user.become(changed)
-        self._warn_of_absent([changed])
 
     def require_password(self, password: str) -> None:
         """The default user's only password; empty: it needs none."""
@@ -94,11 +93,10 @@ class Users:
             self.by_name[name].become(loaded[name])
             loaded[name] = self.by_name[name]
         self.by_name = loaded
-        self._warn_of_absent(loaded.values())
 
-    def _warn_of_absent(self, users: Iterable[User]) -> None:
+    def warn_of_absent(self) -> None:
         """Log, once each, which commands rules name that Redis has and this server has not."""
-        named = {rule[1:] for user in users for rule in user.rules} & ABSENT.keys() - self._warned_of
+        named = {rule[1:] for user in self.by_name.values() for rule in user.rules} & ABSENT.keys() - self._warned_of
         if named:
             self._warned_of |= named
             log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
