@@ -194,6 +194,10 @@ class AgentEngine:
         self._woken.clear()
         return bool(self._jobs)
 
+    def model_changed(self) -> None:
+        """Say that the model was changed while answers run, as to the batch."""
+        self._batch.model_changed()
+
     def wake(self) -> None:
         """End the waiting of a `step`, or of the next one. From any thread."""
         self._woken.set()

@@ -55,10 +55,12 @@ from engine.resuming import SHORT, ResumingGenerator
 from engine.sampling import Guarded
 from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
+from engine.watch import ModelWatch
 
 log = logging.getLogger(__name__)
 
 PREFILL_CHUNK = 512  # tokens of a prompt computed between two tokens of an answer
+CHANGED = "the model is not the one that was probed"
 
 
 class BlockPoolBatchEngine:
@@ -75,7 +77,7 @@ class BlockPoolBatchEngine:
 
     Where mlx-lm has no batches for a model, or wrong ones, prompts run in turns, a sequence at a time. A model whose
     kind of cache nobody knows is run so too, and its contexts are not kept: `spec.refusal` says why, and every
-    completion's `not_kept`.
+    completion's `not_kept`. It is the same for a model that is not, or no longer, the one that was probed.
     """
 
     def __init__(
@@ -99,6 +101,7 @@ class BlockPoolBatchEngine:
         self.spec = spec
         self.pool = pool
         self._model = model
+        self._watch = ModelWatch(model, spec)
         self._keeper = BlockKeeper(spec, pool, state_budget)
         self.wait_for_blocks = wait_for_blocks
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
@@ -188,6 +191,7 @@ class BlockPoolBatchEngine:
             on_token=on_token,
             on_prompt=on_prompt,
             logprobs=logprobs,
+            not_kept=self.spec.refusal,
         )
         self.pool.share((block.block_id for block in request.shared), agent_id)
         if self.wait_for_blocks:
@@ -233,6 +237,16 @@ class BlockPoolBatchEngine:
                 del self._running[running]
                 return self._keeper.release(request)
         raise KeyError(f"no request {uid} is pending")
+
+    def model_changed(self) -> None:
+        """Say that the model was changed, and perhaps changed back, while answers run: they will not be kept.
+
+        Not needed for what can be seen: an attribute, array or layer that is another when a prompt is started, when
+        its blocks are published, or when its answer is complete. All weights are read anew, too.
+        """
+        self._watch.forget()
+        for request in self._running.values():
+            request.not_kept = request.not_kept or CHANGED
 
     def step(self) -> Iterator[CompletedGeneration]:
         """Run the batch and yield each generation as it completes, until none is left.
@@ -296,6 +310,8 @@ class BlockPoolBatchEngine:
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:
+        if not self._keeps(request):
+            self._forget_reused(request)
         ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
@@ -323,6 +339,17 @@ class BlockPoolBatchEngine:
         self._generator = self._new_generator()
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
+    def _keeps(self, request: Request) -> bool:
+        """Whether all of it was computed by the model that was probed."""
+        if not request.not_kept and not self._watch.same():
+            request.not_kept = CHANGED
+        return not request.not_kept
+
+    def _forget_reused(self, request: Request) -> None:
+        """All of it is computed."""
+        self.pool.free((block.block_id for block in request.shared), request.agent_id)
+        request.shared, request.tokens_reused, request.cache = (), 0, self._empty_cache()
+
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
         """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
         tell if it is at its last token but one."""
@@ -349,7 +376,7 @@ class BlockPoolBatchEngine:
     def _has_more(self, request: Request) -> bool:
         """Whether somebody waits for full blocks of the prompt that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
-        return request.on_prompt is not None and full > len(request.shared) and not self.spec.refusal
+        return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
 
     def _new_generator(self) -> Any:
         """mlx-lm's batches, where they are right."""
@@ -390,8 +417,8 @@ class BlockPoolBatchEngine:
 
     def _complete(self, uid: int, cache: Cache, tokens: Sequence[int], reason: str) -> CompletedGeneration:
         request = self._running.pop(uid)
-        not_kept = self.spec.refusal
         blocks = None
+        not_kept = None if self._keeps(request) else request.not_kept
         if not not_kept:
             try:
                 blocks = self._keeper.make_context(request, cache, tokens)

@@ -131,6 +131,7 @@ class Request:
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
     states: dict[int, Arrays] = field(default_factory=dict)  # what the layers carried at the checkpoints passed
+    not_kept: str | None = None  # why there will be no context to go on from
 
     @property
     def capacity(self) -> int:

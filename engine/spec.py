@@ -12,8 +12,6 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-import xxhash
-from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.caches import (
@@ -27,6 +25,7 @@ from engine.caches import (
     nesting,
     parts,
 )
+from engine.identity import Identity, UnknownIdentityError
 from engine.trial import Trial
 from kvpage_server.page import Plane
 
@@ -77,6 +76,7 @@ class ModelCacheSpec:
     batches: bool  # whether mlx-lm's batches of the model say what it says alone
     resumes: bool = False  # whether, in them, a question to a context may be computed in one pass, last token and all
     refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
+    identity: str | None = None  # the digest of what the model computes with; None where that cannot be known
 
     @classmethod
     def probe(
@@ -99,13 +99,15 @@ class ModelCacheSpec:
         logits = model(mx.array([PROBED]), cache=probed)
         layers: tuple[Layer, ...] = ()
         nestings: tuple[Nesting, ...] = ()
-        refusal = None
+        identity, refusal = _identity(model)
         try:
-            layers, nestings = _describe_all(model, probed)
+            layers, nestings = _describe_all(probed)
         except UnsupportedCacheError as error:
             if cache is not None:
                 raise
             refusal = str(error)
+        if refusal:
+            layers, nestings = (), ()
         vocabulary = logits.shape[-1]
         batches = resumes = False
         if layers and all(hasattr(layer.KIND, "merge") for layer in layers):
@@ -119,10 +121,11 @@ class ModelCacheSpec:
             nesting=nestings,
             vocab_size=vocabulary,
             context=_context(model),
-            fingerprint=fingerprint(model, tokenizer, layers, block_tokens),
+            fingerprint=fingerprint(identity, tokenizer, layers, block_tokens),
             batches=batches,
             resumes=resumes,
             refusal=refusal,
+            identity=identity,
         )
 
     @property
@@ -169,12 +172,18 @@ def pages(shapes: Shapes) -> list[PageAt]:
     ]
 
 
-def _describe_all(model: nn.Module, cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nesting, ...]]:
+def _identity(model: nn.Module) -> tuple[str | None, str | None]:
+    """The digest of what the model computes with, or why there is none. It has been run: some complete themselves."""
+    try:
+        return Identity(model).digest, None
+    except UnknownIdentityError as error:
+        return None, str(error)
+
+
+def _describe_all(cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nesting, ...]]:
     layers = tuple(describe(i, part) for i, layer in enumerate(cache) for part in parts([layer]))
     if not any(layer.planes for layer in layers):
         raise UnsupportedCacheError("the model caches nothing that could be reused")
-    if not _configuration(model):
-        raise UnsupportedCacheError("the model has no configuration that would tell it from others")
     return layers, tuple(nesting(layer) for layer in cache)
 
 
@@ -192,33 +201,24 @@ def _nbytes(shapes: Shapes) -> int:
     return sum(kept.nbytes for layer in shapes for kept in layer)
 
 
-def fingerprint(model: nn.Module, tokenizer: Any, layers: Sequence[Layer], block_tokens: int) -> int:
+def fingerprint(identity: str | None, tokenizer: Any, layers: Sequence[Layer], block_tokens: int) -> int:
     """64 bits of everything that makes two caches interchangeable.
 
-    The weights as they lie in memory (so a fine-tune, an adapter or another quantisation differs, and a copy in
-    another directory does not), the model's class and configuration (rope, norms), the vocabulary, the geometry
-    and dtypes of the cache, the block size and the layout's version. Not the model's name.
+    What the model computes with (so a fine-tune, an adapter or another scale of it differs, and a copy in another
+    directory does not), the vocabulary, the geometry and dtypes of the cache, the block size and the layout's version.
+    Not the model's name.
     """
-    identity = {
+    told = {
         "layout": LAYOUT_VERSION,
-        "model": [type(model).__module__, _configuration(model)],
-        "weights": _weights_digest(model),
+        "model": identity,
         "vocabulary": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
         "layers": [[layer.KIND.__name__, dataclasses.astuple(layer)] for layer in layers],
         "block_tokens": block_tokens,
     }
-    canonical = json.dumps(identity, sort_keys=True, default=vars).encode()
+    canonical = json.dumps(told, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(canonical, digest_size=8).digest(), "little")
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
     """What the model was made with, by the names it has it under: args, or config."""
     return {name: vars(value) for name, value in vars(model).items() if dataclasses.is_dataclass(value)}
-
-
-def _weights_digest(model: nn.Module) -> str:
-    digest = xxhash.xxh3_128()
-    for name, array in sorted(tree_flatten(model.parameters())):
-        digest.update(f"{name} {array.dtype} {array.shape}\n".encode())
-        digest.update(memoryview(array.reshape(-1).view(mx.uint8)))
-    return digest.hexdigest()

@@ -10,6 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
 from engine.pool import BlockPool
+from engine.watch import ModelWatch
 
 
 class Watched:
@@ -35,6 +36,7 @@ class EngineBench:
         self.model = Watched(of.model)
         self.pool = BlockPool(blocks)
         self.batch = BlockPoolBatchEngine(self.model, tokenizer, of.spec, self.pool, **options)
+        self.batch._watch = ModelWatch(of.model, of.spec)  # who looks on makes no other model
 
     def free(self, *held: CompletedGeneration) -> None:
         for done in held:

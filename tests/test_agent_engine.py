@@ -34,6 +34,7 @@ from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
+from engine.watch import ModelWatch
 
 MODEL = tiny_llama()
 TOKENIZER = letter_tokenizer()
@@ -74,7 +75,9 @@ class Bench:
         pages = PageTier(url, SPEC, self.pool, deadline=deadline) if url else None
         cold = SafetensorsCacheAdapter(SPEC, self.pool, directory) if directory else None
         self.store = AgentCacheStore(SPEC, self.pool, pages=pages, cold=cold, **options)
-        self.engine = AgentEngine(BlockPoolBatchEngine(self.model, TOKENIZER, SPEC, self.pool), self.store)
+        batch = BlockPoolBatchEngine(self.model, TOKENIZER, SPEC, self.pool)
+        batch._watch = ModelWatch(MODEL, SPEC)  # who looks on makes no other model
+        self.engine = AgentEngine(batch, self.store)
         self.tokens: dict[int, list[Token]] = {}
         self.answers: dict[int, Answer] = {}
         self.errors: dict[int, Exception] = {}

@@ -98,9 +98,9 @@ def test_a_configuration_counts_by_whatever_name_the_model_has_it() -> None:
 class Nameless(nn.Module):
     """A model that doesn't say what it was made with."""
 
-    def __init__(self) -> None:
+    def __init__(self, theta: float) -> None:
         super().__init__()
-        self.inner = tiny_llama()
+        self.inner = tiny_llama(rope_theta=theta).model
         self.layers = self.inner.layers
 
     def __call__(self, tokens: mx.array, cache: list[KVCache]) -> mx.array:
@@ -108,10 +108,11 @@ class Nameless(nn.Module):
         return logits
 
 
-def test_a_model_without_a_configuration_could_be_taken_for_another_and_keeps_nothing() -> None:
-    spec = probe(Nameless())
-    assert spec.refusal == "the model has no configuration that would tell it from others"
-    assert (spec.layers, spec.batches, spec.tag) == ((), False, ModelTag("", 0, 0, 0, 256))
+def test_a_model_without_a_configuration_is_what_it_computes_with() -> None:
+    spec, other = probe(Nameless(1e4)), probe(Nameless(5e5))
+    assert (spec.refusal, spec.context) == (None, None)
+    assert spec.fingerprint == probe(Nameless(1e4)).fingerprint
+    assert spec.fingerprint != other.fingerprint
 
 
 def test_the_fingerprint_changes_with_the_block_size_and_the_vocabulary() -> None:
