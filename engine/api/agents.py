@@ -41,7 +41,7 @@ async def save(request: Request) -> Response:
 async def fork(request: Request) -> Response:
     """Let another agent go on from where this one is."""
     service, tenant = _asked(request)
-    body = ForkBody.parse(await service.body(request))
+    body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]
     agent_id, new_id = tenant.agent(given, "agent_id"), tenant.agent(body.to, "to")
     if not await asyncio.to_thread(service.engine.store.fork, agent_id, new_id):

@@ -20,7 +20,7 @@ async def chat(request: Request) -> Response:
     """The next message of a conversation."""
     service: Service = request.app.state.service
     tenant = service.tenant(request)
-    body = ChatBody.parse(await service.body(request))
+    body = await service.parsed(ChatBody, request)
     service.check_model(body.model)
     prompts = service.prompts
     logprobs = body.top_logprobs if body.logprobs else None
@@ -35,7 +35,7 @@ async def complete(request: Request) -> Response:
     """How a text goes on."""
     service: Service = request.app.state.service
     tenant = service.tenant(request)
-    body = CompletionBody.parse(await service.body(request))
+    body = await service.parsed(CompletionBody, request)
     service.check_model(body.model)
     tokens = await unless_gone(request, service.prompts.of_text(body.prompt))
     prompt, given = _prompt(service, request, tenant, body, tokens, body.max_tokens, body.logprobs)

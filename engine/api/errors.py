@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from starlette.responses import JSONResponse
 
+SHOWN = 100  # letters
+
 
 @dataclass(slots=True)
 class ApiError(Exception):
@@ -39,6 +41,14 @@ class ApiError(Exception):
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
     """A request that can't be understood or honoured."""
     return ApiError(400, message, param, code)
+
+
+def shortened(value: object) -> str:
+    """Something that a client sent, for a message: what is long is not said again."""
+    if isinstance(value, str):
+        return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
+    plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)
+    return repr(value) if plain else f"a {type(value).__name__}"
 
 
 def _type(status: int) -> str:

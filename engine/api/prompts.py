@@ -17,11 +17,13 @@ from jinja2 import TemplateError
 from mlx_lm.generate import TextStateMachine, make_text_state_machine
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.api.errors import ApiError, invalid
-from engine.api.schema import ChatBody, Message
+from engine.api.errors import invalid
+from engine.api.schema import ChatBody, Message, Tool
 from engine.spec import ModelCacheSpec
 
 SHORT = 1000  # letters, made in half a millisecond
+FEW = 16  # messages
+LETTERS = 16  # a token has fewer, nearly always
 
 _Made = TypeVar("_Made")
 
@@ -38,26 +40,19 @@ class Prompts:
 
     async def of_chat(self, body: ChatBody) -> list[int]:
         """The tokens of a conversation, set for the answer, as mlx-lm makes them. Raises ApiError."""
-        tools = [tool.model_dump(exclude_none=True) for tool in body.tools] if body.tool_choice == "auto" else []
+        tools = body.tools if body.tool_choice == "auto" else []
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
         if not self._tokenizer.has_chat_template:
             raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
-        messages = [_plain(message, i) for i, message in enumerate(body.messages)]
-        letters = sum(len(str(part)) for part in (*messages, *tools))
-        tokens = await self._made("messages", letters, lambda: self._of_messages(messages, tools or None))
-        return self._fitting(tokens, "messages")
+        texts = [message.content or "" for message in body.messages]
+        calls = tools or any(message.tool_calls for message in body.messages)
+        short = not calls and len(texts) <= FEW and sum(map(len, texts)) <= SHORT
+        return await self._made("messages", short, lambda: self._of_messages(body.messages, tools, texts))
 
     async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
         """The tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
-        if isinstance(prompt, str):
-            text = prompt
-            tokens = await self._made("prompt", len(text), lambda: self._encode(text))
-        else:
-            tokens = list(prompt)
-        if wrong := [token for token in tokens if token >= self._spec.vocab_size]:
-            raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {wrong[0]}", "prompt")
-        return self._fitting(tokens, "prompt")
+        return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     def shown(self, token: int) -> str:
         """A token by itself."""
@@ -78,9 +73,9 @@ class Prompts:
             state = "reasoning" if opened > closed else "normal"
         return self._marked.make_state(self._tokenizer.response_initial_state or state)
 
-    async def _made(self, param: str, letters: int, make: Callable[[], _Made]) -> _Made:
+    async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
         try:
-            if letters <= SHORT and not self._long:
+            if short and not self._long:
                 return make()
             made = self._thread.submit(make)
             self._long.add(made)
@@ -89,21 +84,39 @@ class Prompts:
         except TemplateError as error:
             raise invalid(f"{param}: the model's chat template refuses this: {error}", param) from error
 
-    def _of_messages(self, messages: list[dict[str, Any]], tools: list[dict[str, Any]] | None) -> list[int]:
-        return list(self._tokenizer.apply_chat_template(messages, tools=tools, add_generation_prompt=True))
+    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool], texts: Sequence[str]) -> list[int]:
+        self._check_length(texts, "messages")
+        plain = [_plain(message, i) for i, message in enumerate(messages)]
+        offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        tokens = self._tokenizer.apply_chat_template(plain, tools=offered, add_generation_prompt=True)
+        return self._fitting(list(tokens), "messages")
+
+    def _of_text(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_length([prompt], "prompt")
+            return self._fitting(self._encode(prompt), "prompt")
+        if prompt and (largest := max(prompt)) >= self._spec.vocab_size:
+            raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", "prompt")
+        return self._fitting(list(prompt), "prompt")
+
+    def _check_length(self, texts: Sequence[str], param: str) -> None:
+        """Of a text that is far too long the beginning is, too: the rest need not be looked at."""
+        limit = LETTERS * (self._spec.context or 0)
+        if limit and sum(map(len, texts)) > limit:
+            self._fitting(self._encode("".join(text[:limit] for text in texts)[:limit]), param, least="at least ")
 
     def _encode(self, text: str) -> list[int]:
         bos = self._tokenizer.bos_token
         return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
 
-    def _fitting(self, tokens: list[int], param: str) -> list[int]:
+    def _fitting(self, tokens: list[int], param: str, least: str = "") -> list[int]:
         if not tokens:
             raise invalid(f"{param}: has no token", param)
         context = self._spec.context
         if context and len(tokens) >= context:
-            raise ApiError(
-                400,
-                f"{param}: {len(tokens)} tokens leave no room for an answer in this model's context of {context}",
+            many = f"{least}{len(tokens)} tokens"
+            raise invalid(
+                f"{param}: {many} leave no room for an answer in this model's context of {context}",
                 param,
                 "context_length_exceeded",
             )

@@ -9,12 +9,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
-from engine.api.errors import ApiError, invalid
+from engine.api import bounds
+from engine.api.errors import ApiError, invalid, shortened
 
 MAX_STOPS = 16
+MAX_STOP = 256  # letters: every token of the answer is compared with them
+MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 
 
@@ -37,9 +49,8 @@ def _text(content: Any) -> Any:
     for i, part in enumerate(content):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise PydanticCustomError(
-                "unsupported_value", "part {i} is {kind}; this engine takes text alone", {"i": i, "kind": repr(kind)}
-            )
+            shown = {"i": i, "kind": shortened(kind)}
+            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes text alone", shown)
         if not isinstance(part.get("text"), str):
             raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
     return "".join(part["text"] for part in content)
@@ -49,21 +60,31 @@ def _listed(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
-def _alone(prompt: Any) -> Any:
-    """The prompt that is the only one of a list; several are refused."""
-    if not isinstance(prompt, list) or not any(isinstance(part, str) for part in prompt):
+def _prompt(prompt: Any) -> str | list[int]:
+    """A text, the only one of a list, or token ids. Of these there may be very many, so they are looked at here, where
+    others have their turn meanwhile."""
+    if isinstance(prompt, str):
         return prompt
-    if len(prompt) > 1:
-        raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
-    return prompt[0]
+    if not isinstance(prompt, list):
+        raise PydanticCustomError("string_type", "Input should be a valid string, or a list of token ids")
+    if any(isinstance(part, str) for part in prompt):
+        if len(prompt) > 1:
+            raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
+        return str(prompt[0])
+    for i, token in enumerate(prompt):
+        if type(token) is not int or token < 0:
+            name = f"prompt[{i}]"
+            raise invalid(f"{name}: a token id is a number, 0 or more, got {shortened(token)}", name)
+    return prompt
 
 
-class _Body(BaseModel):
+class Body(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
         """From JSON. Raises ApiError, which names the field."""
+        bounds.check(raw)
         try:
             body = from_json(raw, allow_inf_nan=False)
         except ValueError as error:
@@ -76,14 +97,14 @@ class _Body(BaseModel):
             raise _refusal(error.errors(include_url=False)) from error
 
 
-class Function(_Body):
+class Function(Body):
     """What the model wants to be called."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(_Body):
+class ToolCall(Body):
     """A call that the model made in an earlier turn."""
 
     id: str
@@ -91,17 +112,17 @@ class ToolCall(_Body):
     function: Function
 
 
-class Message(_Body):
+class Message(Body):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text)] = None
     name: str | None = None
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
 
 
-class FunctionTool(_Body):
+class FunctionTool(Body):
     """A function that may be called."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
@@ -109,29 +130,33 @@ class FunctionTool(_Body):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(_Body):
+class Tool(Body):
     """What may be called."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class StreamOptions(_Body):
+class StreamOptions(Body):
     """How to stream."""
 
     include_usage: bool = False
 
 
-class ResponseFormat(_Body):
+class ResponseFormat(Body):
     """In what form to answer."""
 
     type: Annotated[str, _only("text")]
 
 
-Stops = Annotated[list[Annotated[str, Field(min_length=1)]], BeforeValidator(_listed), Field(max_length=MAX_STOPS)]
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
+    Field(fail_fast=True, max_length=MAX_STOPS),
+    BeforeValidator(_listed),
+]
 
 
-class Asked(_Body):
+class Asked(Body):
     """What both kinds of completion have in common."""
 
     model: str
@@ -158,16 +183,16 @@ class Asked(_Body):
 class ChatBody(Asked):
     """Of POST /v1/chat/completions."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
-    tools: list[Tool] = Field(default_factory=list)
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
     tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
     functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
     function_call: Annotated[Any, _only("auto", "none")] = "auto"
     response_format: ResponseFormat | None = None
-    modalities: Annotated[list[str], _only(["text"])] = Field(default_factory=lambda: ["text"])
+    modalities: Annotated[list[str], Field(fail_fast=True), _only(["text"])] = Field(default_factory=lambda: ["text"])
 
     @property
     def limit(self) -> int | None:
@@ -184,14 +209,14 @@ class ChatBody(Asked):
 class CompletionBody(Asked):
     """Of POST /v1/completions."""
 
-    prompt: Annotated[str | list[Annotated[int, Field(ge=0)]], BeforeValidator(_alone)]
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
     logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     echo: Annotated[bool, _only(False)] = False
     best_of: Annotated[int, _only(1)] = 1
     suffix: Annotated[str, _only("")] = ""
 
 
-class ForkBody(_Body):
+class ForkBody(Body):
     """Of POST /v1/agents/{id}/fork."""
 
     to: str

@@ -25,7 +25,7 @@ def add_to(commands: Any) -> None:
     add("--name", help="what clients call the model (default: its directory's name, or its id)")
     add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN": who may ask; each a tenant of its own')
     add("--max-tokens", type=count, default=512, metavar="N", help="of answers to who gives no limit (%(default)s)")
-    add("--max-body", type=size, default=8 << 20, metavar="SIZE", help="of a request (default: 8mb)")
+    add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="of a request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="answers at once, waiting ones included (%(default)s)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help="for a request to be answered (%(default)g)")
     add("--grace", type=seconds, default=30.0, metavar="S", help="for what runs when it is stopped (%(default)g)")
