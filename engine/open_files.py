@@ -9,6 +9,18 @@ from __future__ import annotations
 import importlib
 import resource
 
+OTHERS = 256  # files and sockets that are no client's
+
+
+def room_for(connections: int) -> int:
+    """Raise the limit for so many connections; for how many there is room."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = connections + OTHERS
+    allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < allowed:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    return max(1, allowed - OTHERS)
+
 
 def import_mlx_lm() -> None:
     """Import mlx_lm and leave the limit of open files as it is."""

@@ -34,6 +34,7 @@ def engine(tiny: Path, server: RunningServer, tmp_path_factory: pytest.TempPathF
     tokens.write_text(TOKENS)
     limits = ["--max-queue", str(QUEUE), "--max-body", "1mb"]
     with start_engine(tiny, "--token-file", str(tokens), "--store", server.url, *limits) as engine:
+        engine.token = "acme-secret"
         yield engine
         assert eventually(lambda: engine.metric("pending") == 0)
 
@@ -351,7 +352,8 @@ def test_nothing_can_be_had_without_a_token_but_its_health(engine: RunningEngine
     assert post(engine, "/v1/chat/completions", asked(), token="").headers["www-authenticate"] == "Bearer"
     for path in ("/health", "/health/live", "/health/ready"):
         assert httpx.get(engine.url + path).json() == {"status": "ok"}
-    metrics = httpx.get(engine.url + "/metrics").text
+    assert httpx.get(engine.url + "/metrics").status_code == 401
+    metrics = httpx.get(engine.url + "/metrics", headers={"Authorization": "Bearer umbrella-secret"}).text
     assert 'kvpage_engine_requests_total{endpoint="chat",status="401"}' in metrics
     assert "secret" not in metrics
 

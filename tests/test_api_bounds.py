@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from servers import resident
 
+from engine import json_bounds
 from engine.api import bounds
 from engine.api.errors import ApiError
 from engine.api.schema import Body, ChatBody, CompletionBody, ForkBody
@@ -131,20 +132,15 @@ def test_no_body_takes_long(kind: type[Body], worst: str) -> None:
 )
 def test_what_a_body_holds_is_counted_as_a_parser_would(value: Any, piece: int) -> None:
     """Whatever its strings look like, and wherever a piece of it ends."""
-    containers, strings, commas = counted(value)
+    limits = dict(zip(("containers", "strings", "values"), counted(value), strict=True))
     raw = json.dumps(value).encode()
-    bound = {"MAX_CONTAINERS": containers, "MAX_STRINGS": strings, "MAX_VALUES": commas}
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(bounds, "PIECE", piece)
-        for name, found in bound.items():
-            patch.setattr(bounds, name, found)
-        bounds.check(raw)
-        for name, found in bound.items():
+        patch.setattr(json_bounds, "PIECE", piece)
+        json_bounds.check(raw, **limits)
+        for name, found in limits.items():
             if found:
-                patch.setattr(bounds, name, found - 1)
-                with pytest.raises(ApiError):
-                    bounds.check(raw)
-                patch.setattr(bounds, name, found)
+                with pytest.raises(json_bounds.TooMuchError):
+                    json_bounds.check(raw, **{**limits, name: found - 1})
 
 
 def counted(value: Any) -> tuple[int, int, int]:

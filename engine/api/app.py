@@ -41,6 +41,7 @@ def make_app(service: Service) -> Starlette:
         return _health(service.ready)
 
     async def metrics(request: Request) -> Response:
+        service.tenant(request)
         return Response(service.metrics.exposition(), media_type=EXPOSITION)
 
     app = Starlette(

@@ -33,6 +33,9 @@ class Metrics:
         shared: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter(name + "requests", "HTTP requests", ["endpoint", "status"], **shared)
         self.cancelled = Counter(name + "cancelled", "Answers that their clients did not wait for", **shared)
+        self.closed = Counter(
+            name + "connections_closed", "Connections that were closed on their clients", ["reason"], **shared
+        )
         self._answers = Counter(name + "answers", "Answers", ["tier", "finish_reason"], **shared)
         self._prompt = Counter(name + "prompt_tokens", "Tokens of prompts", **shared)
         self._reused = Counter(name + "reused_tokens", "Those that were not computed", ["tier"], **shared)

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import cast
 
 import uvicorn
 import uvloop
@@ -19,6 +20,7 @@ import uvloop
 from engine.api.answering import UNREAD
 from engine.api.app import make_app
 from engine.api.auth import Tokens
+from engine.api.connections import IDLE_WITHIN, MAX_HEADERS, Connection, Door
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.assembly import CANNOT_OPEN, Engine, Options, model_name
@@ -65,9 +67,12 @@ def run(
     sys.setswitchinterval(SWITCH_INTERVAL)
     worker = EngineThread(lambda: Engine.open(options, tell))
     service = Service(worker, name or model_name(options.model), tokens, limits)
+    door = Door(limits.connections, limits.for_each, service.metrics.closed)
     config = uvicorn.Config(
         make_app(service),
-        http="h11",  # it bounds what a client may send as headers
+        http=cast("type[asyncio.Protocol]", partial(Connection, door=door)),
+        h11_max_incomplete_event_size=MAX_HEADERS,
+        timeout_keep_alive=IDLE_WITHIN,
         log_level="warning",
         access_log=False,
         server_header=False,

@@ -33,6 +33,8 @@ class Limits:
     queue: int = 64  # answers on their way, those that wait included
     seconds: float = 600.0  # from a request to the end of its answer
     max_tokens: int = 512  # of an answer to who does not say
+    connections: int = 1024
+    for_each: int = 256  # connections of one address
 
 
 class Service:
@@ -89,6 +91,9 @@ class Service:
 
     async def body(self, request: Request) -> bytes:
         """What was sent. Raises ApiError when it is too much, or too slow."""
+        length = request.headers.get("Content-Length", "0")
+        if int(length) > self.limits.body:
+            raise self._too_long()  # who expects to be asked for it is not
         body = bytearray()
         within = min(BODY_WITHIN, self.limits.seconds)
         try:
@@ -96,10 +101,13 @@ class Service:
                 async for part in request.stream():
                     body += part
                     if len(body) > self.limits.body:
-                        raise ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
+                        raise self._too_long()
         except TimeoutError as error:
             raise ApiError(408, f"the body did not come within {within:g} seconds", code="timeout") from error
         return bytes(body)
+
+    def _too_long(self) -> ApiError:
+        return ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
 
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
         """What was sent, as a body of that kind; a long one is parsed beside the event loop. Raises ApiError."""

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
+from engine.open_files import room_for
 
 
 def add_to(commands: Any) -> None:
@@ -27,6 +28,8 @@ def add_to(commands: Any) -> None:
     add("--max-tokens", type=count, default=512, metavar="N", help="of answers to who gives no limit (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="of a request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="answers at once, waiting ones included (%(default)s)")
+    add("--max-connections", type=count, default=1024, metavar="N", help="of all clients (default: %(default)s)")
+    add("--max-from-address", type=count, default=256, metavar="N", help="connections of one (default: %(default)s)")
     add("--timeout", type=seconds, default=600.0, metavar="S", help="for a request to be answered (%(default)g)")
     add("--grace", type=seconds, default=30.0, metavar="S", help="for what runs when it is stopped (%(default)g)")
     parser.set_defaults(run=serve)
@@ -42,7 +45,14 @@ def serve(args: argparse.Namespace) -> NoReturn:
         from engine.api.server import ServeError, run
         from engine.api.service import Limits
 
-        limits = Limits(args.max_body, args.max_queue, args.timeout, args.max_tokens)
+        limits = Limits(
+            args.max_body,
+            args.max_queue,
+            args.timeout,
+            args.max_tokens,
+            room_for(args.max_connections),
+            args.max_from_address,
+        )
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
             code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace, tell=tell)

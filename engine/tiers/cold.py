@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,12 +34,13 @@ from dataclasses import asdict
 from datetime import UTC, datetime
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, BinaryIO, NamedTuple, cast
 
 import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import json_bounds
 from engine.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id
 from engine.caches import MLX_DTYPES, Matrices, QuantizedLayer
 from engine.pool import BlockPool, PoolExhaustedError
@@ -78,6 +80,7 @@ _NAMES = (
     "v_layer_{}_scales",
     "v_layer_{}_biases",
 )
+MAX_TOKENS = 2_000_000  # of a context; a header has no room for more
 _STRIP = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
 
 
@@ -175,7 +178,7 @@ class SafetensorsCacheAdapter:
     ) -> tuple[AgentBlocks | None, str | None]:
         """What `load` finds, and why it found nothing. Reads on while it isn't `given_up`, which is no miss."""
         try:
-            with self._path(agent_id).open("rb") as file:
+            with _open(self._path(agent_id)) as file:
                 return self._load(agent_id, TensorReader(file), tokens, given_up), None
         except _GivenUpError:
             return None, None
@@ -188,7 +191,7 @@ class SafetensorsCacheAdapter:
     def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
         """How many tokens of `tokens` the agent's file has, or of anything, by its header alone; no miss is counted."""
         try:
-            with self._path(agent_id).open("rb") as file:
+            with _open(self._path(agent_id)) as file:
                 return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
         except (Miss, DamagedFileError, OSError):
             return 0
@@ -262,16 +265,31 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
         if reader.metadata.get(name) != value:
             raise Miss(name.removesuffix("_id"))
     try:
-        tokens, states = (json.loads(reader.metadata[name]) for name in ("tokens", "states"))
+        tokens, states = (_numbers(reader.metadata[name]) for name in ("tokens", "states"))
         total = int(reader.metadata["total_tokens"])
-        edges = {*range(spec.block_tokens, total, spec.block_tokens), total}
-        sound = len(tokens) == total and all(type(token) is int for token in tokens) and edges.issuperset(states)
-        places = _places(spec, total, states) if sound else []
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise Miss("schema") from error
+    edges = {*range(spec.block_tokens, len(tokens), spec.block_tokens), len(tokens)}
+    sound = len(tokens) == total and edges.issuperset(states) and sorted({*states}) == states
+    sound = sound and all(0 <= token < spec.vocab_size for token in tokens)
+    places = _places(spec, total, states) if sound else []
     if not sound or list(reader.tensors.items()) != [(place.name, place.tensor) for place in places]:
         raise Miss("schema")
     return tuple(tokens), states
+
+
+def _numbers(text: str) -> list[int]:
+    """Of a list, as JSON. Raises ValueError, or RecursionError, for anything else."""
+    json_bounds.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
+    numbers = json.loads(text)
+    if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
+        raise ValueError("a list of numbers")
+    return numbers
+
+
+def _open(path: Path) -> BinaryIO:
+    """To read. What is no file, but a pipe, is not waited for."""
+    return cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
 
 
 def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], wanted: Sequence[int] | None) -> int:

@@ -12,6 +12,8 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import accumulate, pairwise
 from typing import Any, BinaryIO, NamedTuple
@@ -20,11 +22,16 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from engine import json_bounds
+
 ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
 ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes
 _LENGTH = 8
-_MAX_HEADER = 100_000_000  # bytes, the format's own limit
+_MAX_HEADER = 16 << 20  # bytes; the format allows more, and a context of a million tokens has half of it
+_MAX_TENSORS = 16_384
+_MAX_DIMENSIONS = 8
 _NO_DIGEST = "0" * 16
+_DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedFileError(ValueError):
@@ -78,23 +85,22 @@ class TensorReader:
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._left = os.fstat(file.fileno()).st_size
+        status = os.fstat(file.fileno())
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedFileError("it is no file")
+        self._left = status.st_size
         length = int.from_bytes(self._read(_LENGTH), "little")
         if length > _MAX_HEADER:
             raise DamagedFileError(f"a header has at most {_MAX_HEADER} bytes, this one {length}")
         self._header = self._read(length).tobytes()
         try:
-            described = json.loads(self._header)
-            self.metadata: dict[str, str] = described.pop("__metadata__", {})
-            placed = sorted((tuple(tensor["data_offsets"]), name) for name, tensor in described.items())
-            self.tensors = {
-                name: Tensor(described[name]["dtype"], tuple(described[name]["shape"])) for _, name in placed
-            }
-            sizes = [tensor.nbytes for tensor in self.tensors.values()]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            self.metadata, placed = _described(self._header)
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise DamagedFileError(f"the header is malformed: {error!r}") from error
+        self.tensors = {name: tensor for _, name, tensor in placed}
+        sizes = [tensor.nbytes for tensor in self.tensors.values()]
         ends = [0, *accumulate(sizes)]
-        if [offsets for offsets, _ in placed] != list(pairwise(ends)):
+        if [offsets for offsets, _, _ in placed] != list(pairwise(ends)):
             raise DamagedFileError("the tensors do not lie one after the other, each as long as its shape")
         if ends[-1] != self._left:
             raise DamagedFileError(f"the tensors have {ends[-1]} bytes, {self._left} are there")
@@ -120,3 +126,29 @@ class TensorReader:
             raise DamagedFileError(f"the file is cut off: {count} bytes expected, {len(found)} are there")
         self._left -= count
         return found
+
+
+def _described(header: bytes) -> tuple[dict[str, str], list[tuple[tuple[int, ...], str, Tensor]]]:
+    """The file's metadata; and its tensors, by where they lie. Raises all that can be raised by what is malformed."""
+    json_bounds.check(header, containers=3 * _MAX_TENSORS, strings=6 * _MAX_TENSORS, values=12 * _MAX_TENSORS)
+    described = json.loads(header)
+    metadata = described.pop("__metadata__", {})
+    if not all(isinstance(value, str) for value in metadata.values()):
+        raise TypeError("metadata is text")
+    if not _DIGEST.fullmatch(metadata.get("digest", _NO_DIGEST)):
+        raise ValueError("the digest is none")
+    tensors = (
+        (_numbers(one["data_offsets"]), name, Tensor(str(one["dtype"]), _numbers(one["shape"])))
+        for name, one in described.items()
+    )
+    placed = sorted(tensors)
+    for _, _, tensor in placed:
+        if tensor.dtype not in ITEMSIZES:
+            raise ValueError(f"dtype {tensor.dtype[:20]!r}")
+    return metadata, placed
+
+
+def _numbers(listed: Any) -> tuple[int, ...]:
+    if len(listed) > _MAX_DIMENSIONS or not all(type(number) is int and 0 <= number < 1 << 63 for number in listed):
+        raise ValueError(f"sizes and places are numbers, {_MAX_DIMENSIONS} at most")
+    return tuple(listed)

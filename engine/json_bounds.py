@@ -1,0 +1,43 @@
+"""How much a JSON text holds, seen before it is parsed.
+
+A parser makes an object of everything it is told, in one call that nobody can interrupt. So what is counted is what it
+would make: lists and objects, strings, and what lies between commas. Counting looks at a piece of the text at a time.
+"""
+
+from __future__ import annotations
+
+PIECE = 64 << 10  # bytes
+LONG_NUMBER = b"0" * 400  # takes as long as thousands of others
+ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
+
+
+class TooMuchError(ValueError):
+    """A text that holds more than it may; the message says of what."""
+
+
+def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
+    """Raise TooMuchError for more than so many lists and objects, strings (names included), or values.
+
+    What is no JSON may pass.
+    """
+    found_containers = quotes = commas = 0
+    inside = False  # a string
+    rest = b""  # of an escape that the last piece has begun
+    for start in range(0, len(raw), PIECE):
+        piece = (rest + raw[start : start + PIECE]).replace(b"\\\\", b"")
+        rest = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece[: len(piece) - len(rest)].replace(b'\\"', b"").split(b'"')
+        outside = b"".join(parts[1::2] if inside else parts[::2])
+        inside ^= len(parts) % 2 == 0
+        quotes += len(parts) - 1
+        found_containers += outside.count(b"[") + outside.count(b"{")
+        commas += outside.count(b",")
+        if LONG_NUMBER in outside.translate(ZEROS):
+            raise TooMuchError("a number of more than 400 digits")
+        for found, most, what in (
+            (found_containers, containers, "lists and objects"),
+            (quotes // 2, strings, "strings, names included"),
+            (commas, values, "values"),
+        ):
+            if found > most:
+                raise TooMuchError(f"more than {most} {what}")
