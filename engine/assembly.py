@@ -42,6 +42,7 @@ class Options:
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
     restore_within: float = RESTORE_WITHIN  # seconds that loading a context takes at most
+    kv_quantised_from: int = 0  # tokens of a prompt that are computed before its keys and values are quantised
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,12 +66,14 @@ class Engine:
         Raises UnknownModelError, UnsupportedCacheError, ValueError for a URL that isn't one, and OSError for a
         directory that can't be used. A page server that doesn't answer is no error.
         """
+        if options.kv_quantised_from and not options.kv_bits:
+            raise ValueError("without --kv-bits nothing is quantised, from no token on")
         directory = _directory(options.model)
         begun = time.monotonic()
         tell(f"loading the weights of {options.model}, {_megabytes(directory)} MB")
         model, tokenizer = load(directory)
         tell("hashing them, and trying how the model keeps its cache")
-        spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits)
+        spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
         pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
@@ -87,8 +90,11 @@ class Engine:
         self.store.close()
 
 
-def _probe(model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None) -> ModelCacheSpec:
-    """With keys and values in `kv_bits` where layers keep them token by token. Others stay as they are, and are named.
+def _probe(
+    model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int
+) -> ModelCacheSpec:
+    """With keys and values in `kv_bits` where layers keep them token by token, from a prompt's token `quantised_from`
+    on. Others stay as they are, and are named.
 
     Raises UnsupportedCacheError for a model that cannot do with such keys and values.
     """
@@ -100,7 +106,7 @@ def _probe(model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits
     if QuantizedKVCache not in kinds:
         return ModelCacheSpec.probe(model, tokenizer, model_id=model_id)
     try:
-        return ModelCacheSpec.probe(model, tokenizer, model_id=model_id, cache=cache)
+        return ModelCacheSpec.probe(model, tokenizer, model_id=model_id, cache=cache, quantised_from=quantised_from)
     except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise UnsupportedCacheError(
             f"{model_id} cannot do with keys and values of {kv_bits} bits, in groups of {KV_GROUP_SIZE}: {error}"

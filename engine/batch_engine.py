@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from itertools import count, pairwise
 from typing import Any
 
@@ -382,12 +383,19 @@ class BlockPoolBatchEngine:
         """mlx-lm's batches, where they are right."""
         stop, chunk = self._tokenizer.eos_token_ids, self._prefill_chunk
         if not self.spec.batches:
-            return SingleGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk)
+            return SingleGenerator(
+                self._model,
+                stop_tokens=stop,
+                prefill_step_size=chunk,
+                quantised_from=self.spec.quantised_from,
+                quantised=partial(kvcache.quantised, self.spec),
+            )
         short = SHORT if self.spec.resumes else 0
         return ResumingGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk, short=short)
 
     def _empty_cache(self) -> Cache:
-        return make_prompt_cache(self._model) if self.spec.refusal else kvcache.empty(self.spec)
+        own = self.spec.refusal or self.spec.quantised_from
+        return make_prompt_cache(self._model) if own else kvcache.empty(self.spec)
 
     def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> Cache:
         return kvcache.reconstruct(self.spec, cache.blocks, tokens)

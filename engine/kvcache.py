@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from engine.blocks import Arrays, BlockError, KVBlock
-from engine.caches import ArraysLayer, StateLayer, TokenLayer, assemble, describe, parts, rows
+from engine.caches import ArraysLayer, QuantizedLayer, StateLayer, TokenLayer, assemble, describe, parts, rows
 from engine.spec import ModelCacheSpec
 
 Cache = list[Any]  # a cache of mlx-lm's for each layer
@@ -18,6 +18,19 @@ Cache = list[Any]  # a cache of mlx-lm's for each layer
 def empty(spec: ModelCacheSpec) -> Cache:
     """Caches, one a layer, without a token."""
     return assemble(spec.nesting, (layer.empty() for layer in spec.layers))
+
+
+def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
+    """`cache`, as the model makes it, with the layers quantised that `spec` has so."""
+    return assemble(
+        spec.nesting,
+        (
+            part.to_quantized(layer.group_size, layer.bits)
+            if isinstance(layer, QuantizedLayer) and hasattr(part, "to_quantized")
+            else part
+            for layer, part in zip(spec.layers, parts(cache), strict=True)
+        ),
+    )
 
 
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:

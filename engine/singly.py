@@ -49,6 +49,7 @@ class _Sequence:
     cache: list[Any]
     tokens: list[int]  # that the cache holds
     left: int  # tokens that may still be generated
+    whole: int  # tokens of the cache that it will hold before it is quantised
     sampler: Sampler
     upcoming: mx.array | None = None  # [1], the token sampled last, which the cache doesn't hold yet
     logprobs: mx.array | None = None  # [1, vocabulary], from which it was
@@ -57,11 +58,22 @@ class _Sequence:
 class SingleGenerator:
     """Runs each prompt on its own, in turns."""
 
-    def __init__(self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int) -> None:
-        """`prefill_step_size`: tokens in a chunk of a prompt."""
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        stop_tokens: Collection[int],
+        prefill_step_size: int,
+        quantised_from: int = 0,
+        quantised: Callable[[list[Any]], list[Any]] = list,
+    ) -> None:
+        """`prefill_step_size`: tokens in a chunk of a prompt. Caches that hold nothing yet are `quantised` when
+        `quantised_from` tokens of their prompt are computed, or all but the last."""
         self._model = model
         self._stop_tokens = frozenset(stop_tokens)
         self._chunk = prefill_step_size
+        self._quantised_from = quantised_from
+        self._quantised = quantised
         self._uids = count()
         self._steps = 0
         self._prompts: deque[_Sequence] = deque()  # the next in turn first
@@ -81,9 +93,10 @@ class SingleGenerator:
         """
         added = []
         for parts, left, cache, tokens, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
-            *whole, (*rest, last) = parts
-            ahead = deque([*map(list, whole), *([rest] if rest else []), [last]])
-            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, sampler or likeliest))
+            *others, (*rest, last) = parts
+            ahead = deque([*map(list, others), *([rest] if rest else []), [last]])
+            whole = 0 if tokens else min(self._quantised_from, max(1, sum(map(len, ahead)) - 1))
+            added.append(_Sequence(next(self._uids), ahead, cache, list(tokens), left, whole, sampler or likeliest))
         self._prompts.extend(added)
         return [sequence.uid for sequence in added]
 
@@ -119,17 +132,24 @@ class SingleGenerator:
         if len(sequence.segments) == 1:
             self._sample(sequence, mx.array(segment))
             sequence.tokens += segment
+            self._quantise_if_due(sequence)
             self._answers.append(sequence)
             return Progress(sequence.uid, end_of_segment=True, end_of_prompt=True)
-        chunk, sequence.segments[0] = segment[: self._chunk], segment[self._chunk :]
+        count = min(self._chunk, sequence.whole - len(sequence.tokens)) if sequence.whole else self._chunk
+        chunk, sequence.segments[0] = segment[:count], segment[count:]
         if not sequence.segments[0]:
             sequence.segments.popleft()
         self._model(mx.array([chunk]), cache=sequence.cache)
         mx.eval([layer.state for layer in sequence.cache])
         mx.clear_cache()
         sequence.tokens += chunk
+        self._quantise_if_due(sequence)
         self._prompts.append(sequence)
         return Progress(sequence.uid, end_of_segment=len(chunk) == len(segment), end_of_prompt=False)
+
+    def _quantise_if_due(self, sequence: _Sequence) -> None:
+        if sequence.whole and len(sequence.tokens) >= sequence.whole:
+            sequence.cache, sequence.whole = self._quantised(sequence.cache), 0
 
     def _generate(self, sequence: _Sequence) -> NextToken:
         """The token that was sampled last; the one after it is being computed."""

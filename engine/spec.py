@@ -77,6 +77,7 @@ class ModelCacheSpec:
     resumes: bool = False  # whether, in them, a question to a context may be computed in one pass, last token and all
     refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
     identity: str | None = None  # the digest of what the model computes with; None where that cannot be known
+    quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
 
     @classmethod
     def probe(
@@ -87,11 +88,13 @@ class ModelCacheSpec:
         model_id: str = "",
         block_tokens: int = BLOCK_TOKENS,
         cache: Sequence[Any] | None = None,
+        quantised_from: int = 0,
     ) -> ModelCacheSpec:
         """Run some tokens through `model` and describe the cache they leave, and more to see what it does in a batch.
 
         `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one. One that is not
         understood raises UnsupportedCacheError; if the model makes it for itself, the spec says so in its `refusal`.
+        `quantised_from`: so many tokens of a prompt are computed before its cache is quantised.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -121,11 +124,12 @@ class ModelCacheSpec:
             nesting=nestings,
             vocab_size=vocabulary,
             context=_context(model),
-            fingerprint=fingerprint(identity, tokenizer, layers, block_tokens),
+            fingerprint=fingerprint(identity, tokenizer, layers, block_tokens, quantised_from),
             batches=batches,
             resumes=resumes,
             refusal=refusal,
             identity=identity,
+            quantised_from=quantised_from,
         )
 
     @property
@@ -201,7 +205,9 @@ def _nbytes(shapes: Shapes) -> int:
     return sum(kept.nbytes for layer in shapes for kept in layer)
 
 
-def fingerprint(identity: str | None, tokenizer: Any, layers: Sequence[Layer], block_tokens: int) -> int:
+def fingerprint(
+    identity: str | None, tokenizer: Any, layers: Sequence[Layer], block_tokens: int, quantised_from: int
+) -> int:
     """64 bits of everything that makes two caches interchangeable.
 
     What the model computes with (so a fine-tune, an adapter or another scale of it differs, and a copy in another
@@ -214,6 +220,7 @@ def fingerprint(identity: str | None, tokenizer: Any, layers: Sequence[Layer], b
         "vocabulary": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
         "layers": [[layer.KIND.__name__, dataclasses.astuple(layer)] for layer in layers],
         "block_tokens": block_tokens,
+        "quantised_from": quantised_from,
     }
     canonical = json.dumps(told, sort_keys=True).encode()
     return int.from_bytes(hashlib.blake2b(canonical, digest_size=8).digest(), "little")

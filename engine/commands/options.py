@@ -37,6 +37,13 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
     )
     add("--cold", type=Path, metavar="DIR", help="keep contexts in files there, too")
     add("--kv-bits", type=int, choices=[4, 8], help="keep keys and values in so many bits; prompts then run in turns")
+    add(
+        "--kv-quantised-from",
+        type=count,
+        default=0,
+        metavar="N",
+        help="with --kv-bits, compute the first N tokens of a prompt before (default: 0; mlx-lm's chunk is 2048)",
+    )
     add("--memory", type=size, metavar="SIZE", help="for contexts, such as 4gb (default: a quarter of the machine's)")
     add(
         "--restore-within",
@@ -52,7 +59,9 @@ def options(args: argparse.Namespace) -> Options:
     import_engine()
     from engine.assembly import Options
 
-    return Options(args.model, args.store, args.cold, args.kv_bits, args.memory, args.restore_within)
+    return Options(
+        args.model, args.store, args.cold, args.kv_bits, args.memory, args.restore_within, args.kv_quantised_from
+    )
 
 
 def open_engine(args: argparse.Namespace) -> Engine:
