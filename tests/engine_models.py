@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 END = "<|end|>"
-ADAPTERS = [(11, 0.5), (12, 2.0)]  # the seed of an adapter's matrices, and its scale
+ADAPTERS = [(11, 0.5), (11, 4.0), (12, 2.0)]  # the seed of an adapter's matrices, and its scale
 
 
 def tiny_llama(seed: int = 7, dtype: mx.Dtype = mx.float32, **changes: object) -> llama.Model:
