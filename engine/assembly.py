@@ -91,7 +91,7 @@ class Engine:
 
 
 def _probe(
-    model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int
+    model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int = 0
 ) -> ModelCacheSpec:
     """With keys and values in `kv_bits` where layers keep them token by token, from a prompt's token `quantised_from`
     on. Others stay as they are, and are named.
