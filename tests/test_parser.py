@@ -83,6 +83,19 @@ def batches(draw: st.DrawFn) -> Words:
 
 
 @st.composite
+def shapes(draw: st.DrawFn) -> Words:
+    """Words of a few sizes, from 3 bytes to 300 KB, in a pattern that repeats, with some that break it."""
+    sizes = st.sampled_from([3, 60, 75, 150, 185, 4096, 10_000, 100_000]) | st.integers(3, 300_000)
+    pattern = draw(st.lists(sizes, min_size=1, max_size=4))
+    odd = draw(st.lists(sizes, max_size=3))
+    count = min(draw(st.integers(1, 120)), 4_000_000 // sum(pattern))
+    lengths = pattern * count + odd
+    for _ in range(draw(st.integers(0, 2))):
+        lengths[draw(st.integers(0, len(lengths) - 1))] = draw(sizes)
+    return [b"MSET", *(b"%c" % (65 + at % 26) * length for at, length in enumerate(lengths))]
+
+
+@st.composite
 def questions(draw: st.DrawFn) -> Words:
     """How many groups of short words, and these: most of them as long as those before."""
     width, every = draw(st.integers(1, 6)), draw(st.sampled_from([1, 7, 40]))
@@ -120,6 +133,13 @@ class TestSplits:
         data[at : at + 1] = noise
         one_by_one = parse(cut(bytes(data), range(len(data))))
         assert parse([bytes(data)]) == parse(cut(bytes(data), positions)) == one_by_one
+
+    @given(shapes(), steps)
+    @example([b"MSET", *[b"m" * 150, b"b" * 10_000] * 20, b"m" * 150], range(0, 200_000, 65536))
+    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    def test_words_of_any_sizes_in_any_order_are_what_was_sent(self, words: Words, positions: Sequence[int]) -> None:
+        data = spell(words) + spell([b"PING"])
+        assert parse(cut(data, positions)) == ([words, [b"PING"]], False)
 
     @given(st.lists(batches(), min_size=1, max_size=2), steps, st.booleans())
     @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])

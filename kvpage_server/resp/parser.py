@@ -22,7 +22,7 @@ from kvpage_server.page import checksum
 from kvpage_server.resp import groups
 from kvpage_server.resp.groups import DECLARED
 from kvpage_server.resp.inline import split_words
-from kvpage_server.resp.run import LEAST_BEFORE, BrokenRun, Run, Slab, may_repeat
+from kvpage_server.resp.run import BrokenRun, Run, Slab, group_size, may_repeat
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -475,30 +475,39 @@ class Parser:
         every, self._every = self._every, 0
         length, _ = self._last_long
         begun = self._data[self._pos :]
-        size, last = self._slab_size(every, length), self._args[-every:-1]
-        if self._make_slab is not None and len(begun) < size and may_repeat(last):
+        last = self._args[-every:-1]
+        if self._make_slab is None or not may_repeat(last):
+            return
+        size = self._slab_size(every, group_size(map(len, last), length))
+        if len(begun) < size:
             self._run = Run(self._make_slab(size), last, length, begun, hashed=self._hashes)
             self._data, self._pos = b"", 0
 
-    def _slab_size(self, every: int, length: int) -> int:
-        """Bytes for the rest of the command, if it goes on like this."""
-        return min(self._missing // every * (length + LEAST_BEFORE), _SLAB_SIZE)
+    def _slab_size(self, every: int, group: int) -> int:
+        """Bytes for the rest of the command, if it goes on with groups of `every` words that take so many bytes."""
+        return min(self._missing // every * group, _SLAB_SIZE)
 
     def _take_run(self, run: Run) -> None:
-        """Take what has arrived of a run, and end it when the rest is of another kind, or has no room there."""
+        """Take what has arrived of a run, slab by slab.
+
+        It ends when the rest is of another kind, or when a slab was filled and no whole group was in it.
+        """
         every = run.short + 1
-        try:
-            taken = run.take(self._missing // every)
-        except BrokenRun:
-            raise ProtocolError(_NO_CRLF) from None
-        self._args += taken
-        self._missing -= len(taken)
-        self._size += len(taken) // every * run.length
-        if run.is_full and not run.is_over and self._missing > every and self._make_slab is not None:
-            run.go_on(self._make_slab(self._slab_size(every, run.length)))
-            self._take_run(run)
-        elif run.is_over or run.is_full or self._missing < every:
-            self._end_run(run)
+        while True:
+            try:
+                taken = run.take(self._missing // every)
+            except BrokenRun:
+                raise ProtocolError(_NO_CRLF) from None
+            self._args += taken
+            self._missing -= len(taken)
+            self._size += len(taken) // every * run.length
+            if run.is_over or self._missing < every or (run.is_full and not taken):
+                self._end_run(run)
+                return
+            if not run.is_full:
+                return
+            assert self._make_slab is not None
+            run.go_on(self._make_slab(self._slab_size(every, run.group)))
 
     def _end_run(self, run: Run) -> None:
         self._data, self._pos, self._run = run.leave(), 0, None

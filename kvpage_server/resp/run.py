@@ -73,6 +73,11 @@ def may_repeat(words: Sequence[Argument]) -> TypeGuard[Sequence[bytes]]:
     return LEAST_BEFORE <= _room_of(map(len, cast("Sequence[bytes]", words))) < _HEAD
 
 
+def group_size(sizes: Iterable[int], length: int) -> int:
+    """Bytes of a group: arguments of those sizes, and a body of `length` behind them."""
+    return _layout(tuple(sizes), length).size
+
+
 def _room_of(sizes: Iterable[int]) -> int:
     """Bytes before a body's frame, with CRLF, of arguments of those sizes."""
     return sum(len(b"$%d\r\n\r\n" % size) + size for size in sizes)
@@ -212,6 +217,11 @@ class Run:
     def _digest_of(self, start: int) -> int:
         """The digest of the body that starts there."""
         return checksum(self._view[start : start + self.length])
+
+    @property
+    def group(self) -> int:
+        """Bytes of the next group, if it is like the last."""
+        return self._layout.size
 
     @property
     def is_full(self) -> bool:
