@@ -9,6 +9,7 @@ ALL = (
     "pages",
     "tiered",
     "small_commands",
+    "stalls",
     "parser",
     "persistent",
     "engine_reconstruct",

@@ -173,9 +173,9 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
             case 7:
                 if block := keyspace.block(req, page):
                     if chance.random() < 0.5:
-                        keyspace.guards.lease(block, block.footprint, unix_ms() + 5, keyspace.guardable)
+                        keyspace.guards.lease(block, block.footprint, unix_ms() + 5, keyspace.guardable(block))
                     else:
-                        keyspace.guards.pin(block, block.footprint, keyspace.guardable)
+                        keyspace.guards.pin(block, block.footprint, keyspace.guardable(block))
             case _:
                 if (block := keyspace.block(req, page)) and not keyspace.guards.unpin(block) and chance.random() < 0.2:
                     keyspace.remove_block(block, "del")
@@ -207,7 +207,7 @@ def check(keyspace: Keyspace) -> None:
 
 
 def test_a_lease_of_something_that_is_gone_protects_nothing() -> None:
-    guards = Guards()
+    guards = Guards(lambda unit: None)
     assert guards.lease(b"key", 100, 50, most=150)
     assert not guards.lease(b"other", 100, 50, most=150)
     guards.removed(b"key")

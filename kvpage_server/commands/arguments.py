@@ -12,14 +12,23 @@ from kvpage_server.resp.reply import ReplyError
 _INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
 I64 = (-(2**63), 2**63 - 1)
 
+LONGEST_WORD = 4 * 1024 * 1024  # bytes of what is no value to be stored: a key, a message
+
 SYNTAX_ERROR = "ERR syntax error"
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
 OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:
-    """The argument's bytes, copied out of the arena when it is a long one."""
-    return argument if isinstance(argument, bytes) else bytes(argument.body)
+    """The argument's bytes, copied out of the arena when it is a long one. Raises ReplyError for one that is too long.
+
+    Only values are longer than that, and these stay where they are.
+    """
+    if isinstance(argument, bytes):
+        return argument
+    if len(argument.body) > LONGEST_WORD:
+        raise ReplyError(f"ERR only a value may be longer than {LONGEST_WORD} bytes, got {len(argument.body)}")
+    return bytes(argument.body)
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:

@@ -9,14 +9,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import lru_cache
 
-from kvpage_server.commands.arguments import batch, integer_in, plain, plain_all
+from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Ahead
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.needs import blocks, nothing
-from kvpage_server.commands.registry import command
-from kvpage_server.commands.request import hash_in_steps, page_id, request_name
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.request import block_names, chained, hash_in_steps, page_id, request_name
+from kvpage_server.commands.steps import each
 from kvpage_server.page import (
     MAX_HEAD,
     MAX_KV_TYPE,
@@ -30,7 +31,7 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.blocks import has_block, read_block
 from kvpage_server.store.cold import Cold
@@ -135,21 +136,25 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     needs=blocks(1),
     fetches=True,
     usage="N req page [req page ...]",
+    parts=Parts(1, 2),
     summary="Returns N blocks' bytes, null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     """Bulk strings, each block looked up as the reply comes to it; each is taken to extend the one before it."""
-    names = [(request_name(req), page_id(page)) for req, page in batch("KVBLOCKMGET", args, 2, "block")]
-    found = (client.keyspace.index.block(req_id, page) for req_id, page in names)
-    client.keyspace.chain([block for block in found if block is not None])
+    check_batch("KVBLOCKMGET", args, 2, "block")
+    index = client.keyspace.index
 
     def bodies() -> Iterator[Reply]:
+        names = yield from each(args[1:], block_names, 2)
+        found = yield from each(names, lambda some: [index.block(*name) for name in some])
+        yield from chained(client.keyspace, [block for block in found if block])
+        yield Raw(b"*%d\r\n" % len(names))
         ahead = Ahead(client, _cold_of, names, of_pages=False)
         for req_id, page in names:
             yield from ahead.next()
             yield _read(client, req_id, page, ahead.lent)
 
-    return Stream(len(names), bodies())
+    return Stream(None, bodies())
 
 
 @command(

@@ -53,10 +53,15 @@ class Channels:
 
     def forget(self, client: Client) -> None:
         """The client listens to nothing any more."""
-        for channel in list(client.channels):
-            self.unsubscribe(client, channel)
-        for pattern in list(client.patterns):
-            self.punsubscribe(client, pattern)
+        for channel in client.channels:
+            _leave(self.by_name, channel, client)
+        for pattern in client.patterns:
+            _leave(self.by_pattern, pattern, client)
+            if pattern not in self.by_pattern:
+                self._matches.pop(pattern, None)
+        client.channels.clear()
+        client.patterns.clear()
+        client.settle()
 
     def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
         """Push a message to everybody who listens, and may know of the key that it is about; how many times.

@@ -8,7 +8,7 @@ from typing import Any
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import READ, WRITE, Use
-from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, command, help_of, subcommands, top_level
+from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Parts, Spec, command, help_of, subcommands, top_level
 from kvpage_server.commands.usage import arguments
 from kvpage_server.glob import PatternTooLong, glob
 from kvpage_server.resp.parser import Argument
@@ -115,6 +115,7 @@ def command_count(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="2.8.13",
     usage="[command-name [command-name ...]]",
+    parts=Parts(joined="array"),
     summary="Describes some commands.",
 )
 def command_info(client: Client, args: list[Argument]) -> Reply:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from time import monotonic_ns
 
-from kvpage_server.commands.arguments import OUT_OF_MEMORY, plain
+from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Postponed, prepare, wait_for_room
 from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.needs import nothing
-from kvpage_server.commands.registry import Spec, find, too_many
+from kvpage_server.commands.registry import AT_ONCE, Spec, find, too_many
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.memory import OutOfMemory
@@ -28,6 +29,7 @@ _WHILE_SUBSCRIBED = frozenset(
 _SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
 _HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
 _INTERNAL = "ERR internal error, the server's log says more"
+_MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
 
 
@@ -42,29 +44,28 @@ def execute(client: Client, words: Command) -> Reply:
         spec = find(words)
         client.last_command = spec.name
         if not client.free:
-            admit(client, spec, words)
-        if client.server.keyspace.is_full and _takes_memory(client, spec):
-            _make_room(client)
+            check_rights(client, spec, words)
+            admit(client, spec)
+        have_room(client, spec)
     except ReplyError as error:
-        return _rejected(client, spec, words, error)
+        return rejected(client, spec, words, error)
     if client.transaction is not None and spec.name not in _AT_ONCE:
         return client.transaction.queue(spec, words)
     if client.server.tiered is not None:
         try:
             prepare(client, client.server.tiered, spec, words)
         except ReplyError as error:
-            return _rejected(client, spec, words, error)
-    if client.free:
-        return run(client, spec, words)
-    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
-    if client.tracking is not None and client.transaction is None and spec.parent != "client":
-        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
-    return reply
+            return rejected(client, spec, words, error)
+    return run_now(client, spec, words)
 
 
-def admit(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError when the client may not call the command now, Paused when it has to wait."""
-    check_rights(client, spec, words)
+def is_at_once(words: Command) -> bool:
+    """Whether a command is run even after MULTI."""
+    return _name(words).decode("latin1") in _AT_ONCE
+
+
+def admit(client: Client, spec: Spec) -> None:
+    """Raises ReplyError when nobody in the client's state may call the command, Paused when it has to wait."""
     if (client.channels or client.patterns) and client.protocol == 2 and spec.name not in _WHILE_SUBSCRIBED:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
@@ -77,11 +78,13 @@ def admit(client: Client, spec: Spec, words: Command) -> None:
         raise Paused
 
 
-def _make_room(client: Client) -> None:
+def have_room(client: Client, spec: Spec) -> None:
     """Have room for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
 
     It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction.
     """
+    if not client.server.keyspace.is_full or not _takes_memory(client, spec):
+        return
     try:
         client.server.keyspace.make_room()
     except OutOfMemory:
@@ -121,20 +124,36 @@ def _takes_memory(client: Client, spec: Spec) -> bool:
     return spec.name not in ("discard", "quit", "reset")
 
 
-def _rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
+def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
+    """The error as the reply to a command that was not run."""
     stats = client.server.stats
     stats.note_error(str(error))
     if spec is not None:
         stats.calls[spec.name].rejected += 1
-    elif plain(words[0]).lower() in _HTTP:
+    elif _name(words) in _HTTP:
         log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
         client.connection.abort()
-    if plain(words[0]).lower() == b"exec":
+    if _name(words) == b"exec":
         client.end_transaction()
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
     if client.transaction is not None:
         client.transaction.refused = True
     return _bare(error)
+
+
+def _name(words: Command) -> bytes:
+    """The first word, if it is as short as names are."""
+    return words[0].lower() if isinstance(words[0], bytes) else b""
+
+
+def run_now(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command that was admitted, as its client's reading of keys counts."""
+    if client.free:
+        return run(client, spec, words)
+    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
+    if client.tracking is not None and client.transaction is None and spec.parent != "client":
+        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
+    return reply
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
@@ -151,7 +170,7 @@ def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
                 return
             yield item
 
-    return Stream(reply.length, items()) if type(reply) is Stream else reply
+    return replace(reply, items=items()) if type(reply) is Stream else reply
 
 
 def _bare(error: ReplyError) -> ReplyError:
@@ -239,7 +258,7 @@ def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
         except ReplyError as error:
             yield _failed(client, spec, error)
 
-    return Stream(None, items())
+    return replace(reply, items=items())
 
 
 def _over_limit(client: Client, spec: Spec, error: OverLimit) -> ReplyError:
@@ -253,10 +272,11 @@ def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
-    """A command's words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
+    """A command's first words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
+    more, words = len(words) - _MOST_SHOWN, words[:_MOST_SHOWN]
     if spec.name in _SECRET:
         words = [*words[: spec.words], *[b"(redacted)"] * (len(words) - spec.words)]
-    return [_cut(word, most) for word in words]
+    return [*(_cut(word, most) for word in words), *([b"... (%d more words)" % more] if more > 0 else [])]
 
 
 def _cut(word: Argument, most: int) -> bytes:

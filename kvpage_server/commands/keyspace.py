@@ -11,7 +11,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.needs import extents, nothing
-from kvpage_server.commands.registry import command
+from kvpage_server.commands.registry import Parts, command
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key
 from kvpage_server.resp.parser import Argument
@@ -20,11 +20,22 @@ from kvpage_server.store.memory import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
 _U64_MAX = 2**64 - 1
+_EACH_KEY = Parts(joined="sum")
+MOST_SCANNED = 1000  # keys that a call of SCAN returns, or those of one block: COUNT is a hint
+_PLACES = 5  # of keys, some of which may be blocks of a thousand, that are looked at together
 _STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
 
 
 @command(
-    "del", -2, "write", keys=(1, -1, 1), group="generic", usage="key [key ...]", summary="Deletes keys.", needs=extents
+    "del",
+    -2,
+    "write",
+    keys=(1, -1, 1),
+    group="generic",
+    usage="key [key ...]",
+    needs=extents,
+    parts=_EACH_KEY,
+    summary="Deletes keys.",
 )
 def del_(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
@@ -41,6 +52,7 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="4.0.0",
     usage="key [key ...]",
+    parts=_EACH_KEY,
     summary="Deletes keys; deleting is quick here anyway.",
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
@@ -56,6 +68,7 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
     needs=nothing,
     group="generic",
     usage="key [key ...]",
+    parts=_EACH_KEY,
     summary="Counts the keys that exist.",
 )
 def exists(client: Client, args: list[Argument]) -> Reply:
@@ -81,6 +94,7 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     group="generic",
     since="3.2.1",
     usage="key [key ...]",
+    parts=_EACH_KEY,
     summary="Counts the keys that exist, and uses them.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
@@ -132,9 +146,7 @@ def keys(client: Client, args: list[Argument]) -> Reply:
         for some in _visible_keys(client):
             found += some if matches is None else filter(matches, some)
             yield ()
-        yield Raw(b"*%d\r\n" % len(found))
-        for start in range(0, len(found), _STEP):
-            yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in found[start : start + _STEP]),)
+        yield from _spelt(found)
 
     return Stream(None, steps())
 
@@ -142,9 +154,13 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
     """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
     keyspace = client.server.keyspace
-    names = keyspace.names()
-    for start in range(0, len(names), _STEP):
-        yield client.visible(keyspace.living(names[start : start + _STEP]))
+    places, some = keyspace.places(), list[bytes]()
+    for start in range(0, len(places), _PLACES):
+        some += keyspace.living(places[start : start + _PLACES])
+        if len(some) >= _STEP:
+            yield client.visible(some)
+            some.clear()
+    yield client.visible(some)
 
 
 @command(
@@ -168,6 +184,7 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     if not client.sees_all:
         return _scan_all(client, matches, wanted_type)
     found: list[bytes] = []
+    count = min(count, MOST_SCANNED)
     if wanted_type == b"set":
         cursor, requests = keyspace.scan_requests(cursor, count)
         found = list(map(index_key, requests))
@@ -182,15 +199,35 @@ def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Re
 
     def steps() -> Iterator[Reply]:
         found: list[bytes] = []
+        scanned: Iterator[list[bytes]] = iter(())
         if wanted_type == b"set":
-            found = client.visible(map(index_key, client.server.keyspace.scan_requests(0, _U64_MAX)[1]))
+            scanned = _visible_requests(client)
         elif wanted_type == b"string":
-            for some in _visible_keys(client):
-                found += some
-                yield ()
-        yield [b"0", found if matches is None else list(filter(matches, found))]
+            scanned = _visible_keys(client)
+        for some in scanned:
+            found += some if matches is None else filter(matches, some)
+            yield ()
+        yield Raw(b"*2\r\n$1\r\n0\r\n")
+        yield from _spelt(found)
 
     return Stream(None, steps())
+
+
+def _visible_requests(client: Client) -> Iterator[list[bytes]]:
+    """The index keys that the client may know of, a step's worth of them looked at at a time."""
+    keyspace, cursor = client.keyspace, 0
+    while True:
+        cursor, requests = keyspace.scan_requests(cursor, _PLACES)
+        yield client.visible(map(index_key, requests))
+        if not cursor:
+            return
+
+
+def _spelt(keys: list[bytes]) -> Iterator[Reply]:
+    """An array of keys, in steps."""
+    yield Raw(b"*%d\r\n" % len(keys))
+    for start in range(0, len(keys), _STEP):
+        yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys[start : start + _STEP]),)
 
 
 def scan_cursor(word: bytes) -> int:

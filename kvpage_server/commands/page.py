@@ -18,7 +18,8 @@ from kvpage_server.commands.disk import Ahead, fetched
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.needs import extents_of_pages, nothing, values
-from kvpage_server.commands.registry import command
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.steps import freed
 from kvpage_server.page import (
     ALLOWED_DTYPES,
     LAYOUT,
@@ -37,14 +38,17 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import OK, Piece, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.arena import Slot, room_before
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_cold, is_page
 from kvpage_server.store.index import Block
+from kvpage_server.store.known import Needed
+from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 NAME_ARGUMENTS = 5
 PAGE_ARGUMENTS = 10
+AT_ONCE = 256  # pages that are read, checked or stored before other clients may have their turn
 STEP = 16  # pages hashed, or sent from disk, before other clients may have their turn
 _MOST_BYTES, _MOST_PAGES = 16 * 1024 * 1024, 256
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
@@ -226,31 +230,44 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     group="page",
     usage="N req layer head page type dtype page_size head_dim ttl body "
     "[req layer head page type dtype page_size head_dim ttl body ...]",
+    parts=Parts(1, PAGE_ARGUMENTS),
     summary="Stores N pages, all or none.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     """OK; an error when one page is refused, and then none is stored."""
     count = check_batch("KVPAGEMSET", args, PAGE_ARGUMENTS, "page")
-    read: list[tuple[PageName, Shape, Slot]] = []
-    try:
-        read.extend(_read_pages(client, args[1:]))
-    except ReplyError as error:
-        code, message = str(error).split(" ", 1)
-        raise ReplyError(f"{code} page {len(read) + 1} of {count}: {message}") from None
 
     def store() -> Iterator[Reply]:
-        """Hash some pages a step; then all become visible at once."""
+        """Read all, then hash some pages a step; then they become visible, `AT_ONCE` of them at once."""
+        read: list[tuple[PageName, Shape, Slot]] = []
+        for start in range(1, len(args), AT_ONCE * PAGE_ARGUMENTS):
+            try:
+                read.extend(_read_pages(client, args[start : start + AT_ONCE * PAGE_ARGUMENTS]))
+            except ReplyError as error:
+                code, message = str(error).split(" ", 1)
+                raise ReplyError(f"{code} page {len(read) + 1} of {count}: {message}") from None
+            yield ()
         now, with_checksum = unix_ms(), client.server.config.page_checksums
         pages: list[NewPage] = []
         for start in range(0, count, STEP):
             pages += _describe(read[start : start + STEP], now, with_checksum)
             yield ()
-        blocks = dict.fromkeys((name.req_id, name.page) for name, _, _ in pages)
-        yield from fetched(client, lambda tiered: tiered.extents_at(blocks))
-        client.keyspace.set_pages(pages)
+        at_once = count if client.keyspace.rationed else AT_ONCE  # what limits them may refuse them, and then all
+        for start in range(0, count, at_once):
+            some = pages[start : start + at_once]
+            blocks = dict.fromkeys((name.req_id, name.page) for name, _, _ in some)
+            yield from fetched(client, partial(_extents_at, blocks))
+            client.keyspace.set_pages(some)
+            yield ()
+        yield from freed(read)
+        yield from freed(pages)
         yield OK
 
     return Stream(None, store())
+
+
+def _extents_at(blocks: Iterable[tuple[bytes, int]], tiered: Tiered) -> Iterable[Needed]:
+    return tiered.extents_at(blocks)
 
 
 @command(
@@ -262,19 +279,23 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     fetches=True,
     group="page",
     usage="N req layer head page type [req layer head page type ...]",
+    parts=Parts(1, NAME_ARGUMENTS),
     summary="Returns N pages' bodies, null for those that are not there.",
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     """An array of bodies, each looked up as the reply comes to it."""
     count = check_batch("KVPAGEMGET", args, NAME_ARGUMENTS, "page")
-    keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
-    most, tiered = _most_at_once(keyspace.find(keys[0])), client.server.tiered
-    if count <= most and (slots := keyspace.read_apart(keys)):
+    keyspace, tiered = client.keyspace, client.server.tiered
+    most = _most_at_once(keyspace.find(page_key(args[1:])))
+    if count <= most and (slots := keyspace.read_apart(page_keys(args[1:], NAME_ARGUMENTS))):
         return b"*%d\r\n" % count, *slots
-    for i in keyspace.without_entry(keys):
-        page_name(args[1 + i * NAME_ARGUMENTS :])
 
     def bodies() -> Iterator[Reply]:
+        keys: list[bytes] = []
+        for start in range(1, len(args), AT_ONCE * NAME_ARGUMENTS):
+            keys += _checked_keys(keyspace, args[start : start + AT_ONCE * NAME_ARGUMENTS])
+            yield ()
+        yield Raw(b"*%d\r\n" % count)
         absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
         step = STEP if tiered is not None and tiered.any_cold else most
         steps = [keys[start : start + step] for start in range(0, count, step)]
@@ -302,7 +323,15 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
                         page_missed(client, page_name(key.split(b":")[1:]))
             yield (*pieces,)
 
-    return Stream(count, bodies())
+    return Stream(None, bodies())
+
+
+def _checked_keys(keyspace: Keyspace, args: Sequence[Argument]) -> list[bytes]:
+    """The keys of pages, five arguments each. Raises ReplyError for the first that can be no page's."""
+    keys = page_keys(args, NAME_ARGUMENTS)
+    for i in keyspace.without_entry(keys):
+        page_name(args[i * NAME_ARGUMENTS : (i + 1) * NAME_ARGUMENTS])
+    return keys
 
 
 def _most_at_once(first: Entry | None) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from kvpage_server.commands.arguments import check_batch
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.needs import extents, nothing
-from kvpage_server.commands.page import NAME_ARGUMENTS, STEP, WRONG_TYPE, page_keys, page_name
-from kvpage_server.commands.registry import command
+from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_keys, page_name
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.steps import each
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Reply, ReplyError, Stream
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import header_of, is_cold, is_page
+
+_TOLD = 1024  # answers in a step
 
 
 @command(
@@ -24,27 +27,26 @@ from kvpage_server.store.entry import header_of, is_cold, is_page
     uses=pages(1, NAME_ARGUMENTS),
     needs=nothing,
     usage="N req layer head page type [req layer head page type ...]",
+    parts=Parts(1, NAME_ARGUMENTS),
     summary="Says of N pages whether they are there, from the index alone.",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
     check_batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
-    keyspace, keys = client.keyspace, page_keys(args[1:], NAME_ARGUMENTS)
+    keyspace = client.keyspace
+
+    def are_there(names: Sequence[Argument]) -> list[int]:
+        entries = list(map(keyspace.find, page_keys(names, NAME_ARGUMENTS)))
+        for i, entry in enumerate(entries):
+            if entry is None:
+                page_name(names[i * NAME_ARGUMENTS : (i + 1) * NAME_ARGUMENTS])
+        return list(map(int, map(is_page, entries)))
 
     def steps() -> Iterator[Reply]:
-        found: list[int] = []
-        for i, key in enumerate(keys):
-            entry = keyspace.find(key)
-            if entry is None:
-                try:
-                    page_name(args[1 + i * NAME_ARGUMENTS : 1 + (i + 1) * NAME_ARGUMENTS])
-                except ReplyError as error:
-                    yield error
-                    return
-            found.append(int(is_page(entry)))
-            if i % STEP == STEP - 1:
-                yield ()
-        yield found
+        found = yield from each(args[1:], are_there, NAME_ARGUMENTS)
+        yield Raw(b"*%d\r\n" % len(found))
+        for start in range(0, len(found), _TOLD):
+            yield (b":%d\r\n" * len(some := found[start : start + _TOLD]) % tuple(some),)
 
     return Stream(None, steps())
 

@@ -6,12 +6,13 @@ from collections.abc import Callable, Iterable
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.registry import Parts, command, container
 from kvpage_server.glob import PatternTooLong, channel_glob
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, encode
 
 _FLAGS = "pubsub noscript loading stale"
+_EACH = Parts(joined="apart")
 
 
 def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
@@ -41,6 +42,7 @@ def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[b
     channels="all",
     since="2.0.0",
     usage="channel [channel ...]",
+    parts=_EACH,
     summary="Listens to channels.",
 )
 def subscribe(client: Client, args: list[Argument]) -> Reply:
@@ -56,6 +58,7 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     channels="patterns",
     since="2.0.0",
     usage="pattern [pattern ...]",
+    parts=_EACH,
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -73,6 +76,7 @@ def psubscribe(client: Client, args: list[Argument]) -> Reply:
     group="pubsub",
     since="2.0.0",
     usage="[channel [channel ...]]",
+    parts=_EACH,
     summary="Listens to some channels, or to all, no more.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -88,6 +92,7 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     group="pubsub",
     since="2.0.0",
     usage="[pattern [pattern ...]]",
+    parts=_EACH,
     summary="Listens to some patterns, or to all, no more.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -144,6 +149,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     group="pubsub",
     since="2.8.0",
     usage="[channel [channel ...]]",
+    parts=Parts(joined="array", items=2),
     summary="Counts who listens to channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:

@@ -36,9 +36,9 @@ All pages of one `req` and `page` are a *block*: they are evicted as one, and ar
 such a value under its own key writes the page. `kv:{{req}}:index` is a read-only set: the page keys that a request has.
 `KEYS` and `SCAN` do not list it; `SCAN` with `TYPE set` lists the index keys alone, which is how to list requests.
 
-A block that is leased or pinned is not evicted. Leases and pins together may take half of `maxmemory`. They protect
-from nothing else: what is deleted or expires is gone. A lease lasts an hour at the most, and can be prolonged but not
-ended.
+A block that is leased or pinned is not evicted. Leases and pins together may take half of `maxmemory`, those of the
+blocks of a quota half of it. They protect from nothing else: what is deleted or expires is gone. A lease lasts an hour
+at the most, and can be prolonged but not ended.
 """
 
 _TITLES = {

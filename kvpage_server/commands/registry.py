@@ -40,6 +40,24 @@ _FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale 
 FLAGS = frozenset(_FLAGS.split())
 
 
+AT_ONCE = 1024  # words of a command that is run at once; see `parts`
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a command of very many words is divided: every part has the `first` arguments, and some items of the rest.
+
+    `joined` says what the replies of the parts make together: their `sum`; an `array` with `items` for each argument;
+    replies that stand `apart`; or the `last` one. A command without it works in steps of its own, and is run whole:
+    only rights are asked part by part.
+    """
+
+    first: int = 0
+    width: int = 1  # arguments of an item
+    joined: str = ""
+    items: int = 1
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Spec:
     """A row of the table."""
@@ -47,6 +65,7 @@ class Spec:
     name: str
     arity: int  # words with the name; negative: at least that many
     most: int  # words of a subcommand at the most, 0 where there is no such number
+    parts: Parts | None  # how it is done with more than AT_ONCE words; None when it takes no more
     flags: frozenset[str]  # Redis's command flags
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
@@ -112,6 +131,7 @@ def command(
     since: str = "1.0.0",
     tips: str = "",
     most: int = 0,
+    parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
     """Enter a function into the table. `access` is what `flags` say unless it is given."""
     given = set(flags.split())
@@ -124,6 +144,7 @@ def command(
             name=name,
             arity=arity,
             most=most,
+            parts=parts,
             flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses and not keys[0] else set()),
             categories=_categories(given, group),
             keys=keys,

@@ -6,8 +6,9 @@ that comes or goes meanwhile is seen as it is when its turn comes.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
+from heapq import merge
 
 import xxhash
 
@@ -16,7 +17,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.needs import blocks_of_request, nothing
-from kvpage_server.commands.registry import command
+from kvpage_server.commands.registry import AT_ONCE, Parts, command
+from kvpage_server.commands.steps import STEP, Steps, each
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
@@ -28,6 +30,7 @@ from kvpage_server.store.known import Needed
 from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.tiered import Tiered
 
+_SORTED = 4096  # page ids that are sorted in a step
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
 
@@ -44,12 +47,47 @@ def page_id(raw: Argument) -> int:
     return integer_in("page_id", raw, 0, MAX_PAGE)
 
 
-def named_blocks(client: Client, args: list[Argument]) -> list[Block]:
+def block_names(args: Sequence[Argument]) -> list[tuple[bytes, int]]:
+    """The blocks that arguments name, two each."""
+    return [(request_name(req), page_id(page)) for req, page in zip(args[::2], args[1::2], strict=True)]
+
+
+def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
+    """Say of blocks that each extends the one before it."""
+    for start in range(0, len(blocks), STEP):
+        keyspace.chain(blocks[start : start + STEP + 1])
+        yield ()
+
+
+def are_few(client: Client, args: Sequence[Argument]) -> bool:
+    """Whether what `req [page ...]` names may be looked at at once."""
+    return len(args) <= AT_ONCE and (len(args) > 1 or client.keyspace.index.count(plain(args[0])) <= AT_ONCE)
+
+
+def named_blocks(client: Client, args: Sequence[Argument]) -> Steps[list[Block]]:
     """The living blocks that `req [page ...]` names: those pages, each once, or all of the request by page id."""
-    req_id, pages = request_name(args[0]), dict.fromkeys(map(page_id, args[1:]))
-    if not pages:
-        return client.keyspace.blocks_of(req_id)
-    return [block for page in pages if (block := client.keyspace.block(req_id, page))]
+    keyspace, req_id = client.keyspace, request_name(args[0])
+    if len(args) == 1:
+        return (yield from blocks_of(client, req_id))
+    ids = yield from each(args[1:], lambda some: list(map(page_id, some)))
+    found = yield from each(list(dict.fromkeys(ids)), lambda some: [keyspace.block(req_id, page) for page in some])
+    return [block for block in found if block]
+
+
+def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
+    """The blocks of a request with their living pages, by page id."""
+    keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
+    sorted_ids: list[Iterable[int]] = []
+    for start in range(0, len(ids), _SORTED):
+        sorted_ids.append(sorted(ids[start : start + _SORTED]))
+        yield ()
+    found: list[Block] = []
+    for at, page in enumerate(merge(*sorted_ids)):
+        if block := keyspace.block(req_id, page):
+            found.append(block)
+        if at % STEP == STEP - 1:
+            yield ()
+    return found
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
@@ -65,14 +103,15 @@ def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     uses=requests(0),
     needs=nothing,
     usage="req [page ...]",
+    parts=Parts(1),
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     """How many pages went. Blocks go whole; the last goes first, so what is left is always a prefix."""
-    keyspace, blocks = client.keyspace, named_blocks(client, args)
+    keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
-        removed = 0
+        blocks, removed = (yield from named_blocks(client, args)), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
             removed += keyspace.remove_block(block, "del")
             yield ()
@@ -100,10 +139,9 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     with_sizes = [plain(arg).upper() for arg in args[1:]]
     if with_sizes not in ([], [b"WITHSIZES"]):
         raise ReplyError(SYNTAX_ERROR)
-    blocks = keyspace.blocks_of(req_id)
 
     def steps() -> Iterator[Reply]:
-        found: list[Reply] = []
+        blocks, found = (yield from blocks_of(client, req_id)), []
         for block in _still_there(keyspace, blocks):
             found.append(_describe(keyspace, block, bool(with_sizes)))
             yield ()
@@ -138,14 +176,15 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> dict[str, R
     needs=blocks_of_request,
     fetches=True,
     usage="req [page ...]",
+    parts=Parts(1),
     summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
 )
 def kvpageverify(client: Client, args: list[Argument]) -> Reply:
     """A map: pages checked, pages unchecked (written without a checksum), and the keys of the corrupt ones."""
-    keyspace, blocks = client.keyspace, named_blocks(client, args)
+    keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
-        checked = unchecked = 0
+        blocks, checked, unchecked = (yield from named_blocks(client, args)), 0, 0
         corrupt: list[bytes] = []
         for block in _still_there(keyspace, blocks):
             lost = yield from _fetch(client, block)
@@ -218,6 +257,7 @@ def _check(page: Page) -> Generator[Reply, None, bool | None]:
 def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
     """The XXH3-64 of some bytes; between its steps others are served."""
     if len(body) <= HASHED_AT_ONCE:
+        yield ()
         return checksum(body)
     digest = xxhash.xxh3_64()
     for start in range(0, len(body), HASHED_AT_ONCE):

@@ -7,25 +7,24 @@ from collections.abc import Iterator
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import request_of
-from kvpage_server.commands.keyspace import scan_cursor, scan_options
+from kvpage_server.commands.keyspace import MOST_SCANNED, scan_cursor, scan_options
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import command
+from kvpage_server.commands.request import are_few, blocks_of
+from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import is_page
-from kvpage_server.store.index import Block
 
 
-def _blocks(client: Client, raw: Argument) -> list[Block]:
-    """The blocks of the request that an index key lists. Raises ReplyError for a key that holds a string."""
+def _request(client: Client, raw: Argument) -> bytes:
+    """The request that an index key lists, empty for another key. Raises ReplyError for a key that holds a string."""
     key = plain(raw)
     req_id = request_of(key)
-    if req_id is not None:
-        return client.keyspace.blocks_of(req_id)
-    if client.keyspace.find(key) is not None:
+    if req_id is None and client.keyspace.find(key) is not None:
         raise ReplyError(WRONG_TYPE)
-    return []
+    return req_id or b""
 
 
 @command(
@@ -40,11 +39,11 @@ def _blocks(client: Client, raw: Argument) -> list[Block]:
 )
 def smembers(client: Client, args: list[Argument]) -> Reply:
     """A set, gathered in steps."""
-    blocks = _blocks(client, args[0])
+    req_id = _request(client, args[0])
 
     def steps() -> Iterator[Reply]:
         keys: list[bytes] = []
-        for block in blocks:
+        for block in (yield from blocks_of(client, req_id)):
             keys += block.page_keys()
             yield ()
         yield Raw(b"%b%d\r\n" % (b"~" if client.protocol == 3 else b"*", len(keys)))
@@ -65,7 +64,12 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
 )
 def scard(client: Client, args: list[Argument]) -> Reply:
     """0 when there is no such request."""
-    return sum(block.pages for block in _blocks(client, args[0]))
+    req_id = _request(client, args[0])
+
+    def steps() -> Steps[int]:
+        return sum(block.pages for block in (yield from blocks_of(client, req_id)))
+
+    return stepwise(steps(), small=are_few(client, [req_id]))
 
 
 @command(
@@ -81,7 +85,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
 def sismember(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
     index, member = plain(args[0]), plain(args[1])
-    if not _blocks(client, index):
+    if not client.keyspace.has_pages(_request(client, index)):
         return 0
     of_request = member.startswith(index.removesuffix(b"index"))
     return int(of_request and is_page(client.keyspace.find(member)))
@@ -101,8 +105,8 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
 def sscan(client: Client, args: list[Argument]) -> Reply:
     """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
     start = scan_cursor(plain(args[1]))
-    blocks = _blocks(client, args[0])
-    if not blocks:
+    req_id, keyspace = _request(client, args[0]), client.keyspace
+    if not keyspace.has_pages(req_id):
         return [b"0", []]
     options = plain_all(args[2:])
     matches, wanted, _ = scan_options(options)
@@ -110,11 +114,10 @@ def sscan(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError(SYNTAX_ERROR)
     cursor = 0
     found: list[bytes] = []
-    for block in blocks:
-        if block.page + 1 < start:
-            continue
-        if len(found) >= wanted:
-            cursor = block.page + 1
+    for page in keyspace.index.pages_from(req_id, start - 1):
+        if len(found) >= min(wanted, MOST_SCANNED):
+            cursor = page + 1
             break
-        found += block.page_keys()
+        if block := keyspace.block(req_id, page):
+            found += block.page_keys()
     return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]

@@ -12,7 +12,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.needs import as_used, extents, nothing, values
-from kvpage_server.commands.registry import command
+from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
@@ -248,6 +248,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     needs=values,
     group="string",
     usage="key [key ...]",
+    parts=Parts(joined="array"),
     summary="Returns the values of keys.",
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
@@ -276,6 +277,7 @@ def _mset(client: Client, args: list[Argument]) -> None:
     group="string",
     since="1.0.1",
     usage="key value [key value ...]",
+    parts=Parts(width=2, joined="last"),
     summary="Sets the values of keys.",
 )
 def mset(client: Client, args: list[Argument]) -> Reply:

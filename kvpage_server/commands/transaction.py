@@ -7,23 +7,36 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch import run_queued
 from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.needs import nothing
-from kvpage_server.commands.registry import Spec, command
+from kvpage_server.commands.registry import Parts, Spec, command
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError
+
+MOST_WATCHED = 8192  # keys of a client
+MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
+
+
+def too_much_queued() -> ReplyError:
+    """The error for more than `MOST_QUEUED`."""
+    return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
 
 
 class Transaction:
     """What a client queued since MULTI. Long arguments wait in the memory they were received into."""
 
-    __slots__ = ("commands", "refused", "size")
+    __slots__ = ("commands", "refused", "size", "words")
 
     def __init__(self) -> None:
         self.commands: list[tuple[Spec, Command]] = []
         self.refused = False  # a command could not be queued: EXEC will run none
         self.size = 0  # bytes of all arguments
+        self.words = 0  # how many these are, with the commands' names
 
     def queue(self, spec: Spec, words: Command) -> Reply:
         """Keep a command for EXEC."""
+        self.words += len(words)
+        if self.words > MOST_QUEUED:
+            self.refused = True
+            return too_much_queued()
         self.commands.append((spec, words))
         self.size += sum(len(word) if isinstance(word, bytes) else len(word.body) for word in words)
         return QUEUED
@@ -95,6 +108,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     group="transactions",
     since="2.2.0",
     usage="key [key ...]",
+    parts=Parts(joined="last"),
     summary="Lets the next transaction run only if some keys do not change before.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
@@ -103,6 +117,8 @@ def watch(client: Client, args: list[Argument]) -> Reply:
         raise ReplyError("ERR WATCH inside MULTI is not allowed")
     for key in plain_all(args):
         refuse_to_watch(key)
+        if len(client.watching) >= MOST_WATCHED:
+            raise ReplyError(f"ERR a client watches at most {MOST_WATCHED} keys: EXEC looks at all of them")
         client.keyspace.find(key)  # one that is overdue goes before it is watched
         client.server.events.watch(client, key)
     return OK

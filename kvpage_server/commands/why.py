@@ -10,7 +10,8 @@ from kvpage_server.commands.misses import HOLE, INCOMPLETE, NEVER_STORED
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_name
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.request import request_name
+from kvpage_server.commands.request import are_few, blocks_of, request_name
+from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import is_page
@@ -40,7 +41,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     if len(args) == 1:
-        return _why_request(keyspace, request_name(args[0]))
+        return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args))
     if len(args) != NAME_ARGUMENTS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)
@@ -53,15 +54,18 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     return {"reason": STORED}
 
 
-def _why_request(keyspace: Keyspace, req_id: bytes) -> dict[str, Reply]:
+def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
     """The first block that a reader from the request's start would miss."""
-    blocks = {block.page: block for block in keyspace.blocks_of(req_id)}
+    keyspace = client.keyspace
+    blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
         return _explain(keyspace, keyspace.ghosts.of_request(req_id))
     for page in count():
         block = blocks.get(page)
         ghost = keyspace.ghosts.of_block(req_id, page, block.rows if block is not None else {})
         if block is not None and block.is_full:
+            if page % STEP == 0:
+                yield ()
             continue
         if block is None and ghost is None and page > max(blocks):
             return {"reason": STORED, "blocks": len(blocks)}

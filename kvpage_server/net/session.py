@@ -11,12 +11,15 @@ from typing import Protocol
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
-from kvpage_server.commands.dispatch import Paused, execute
+from kvpage_server.commands.dispatch import Paused, is_at_once
+from kvpage_server.commands.parts import execute
+from kvpage_server.commands.steps import freed
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Argument, Command, Parser, ProtocolError
-from kvpage_server.resp.reply import Piece, Reply, Stream, Wait, encode
+from kvpage_server.resp.reply import QUEUED, Piece, Reply, Stream, Wait, encode
+from kvpage_server.store.arena import Slab, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.hold import Hold
 from kvpage_server.store.spelling import Value
@@ -83,13 +86,16 @@ class Session:
         self._line = line
         self._limits = limits.of_frames(server.config)
         self._tracking = server.events.tracking
-        arena = server.keyspace.arena
-        self._parser = Parser(arena.allocate, slab=arena.slab, hashed=self._is_hashed, limits=self._limits)
+        self._keyspace = server.keyspace
+        self._receiving = 0  # bytes of memory for a command that has not come to its end
+        self._queued = 0  # and for those that wait for EXEC
+        self._parser = Parser(self._allocate, slab=self._slab, hashed=self._is_hashed, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # and not an array of many
         self._answering = False  # a command is being run
+        self._is_whole = False  # and is to be done to its end
         self._pushed: list[Reply] = []  # what waits for the end of its reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
         self._hold: Hold | None = None  # what it needs stays in memory until it has run
@@ -133,6 +139,28 @@ class Session:
         """Whether the pages that come with a command of that name have checksums."""
         return name in _HASHED and self._server.config.page_checksums
 
+    def _allocate(self, size: int) -> Slot:
+        """Memory for a value that is being received. Raises MemoryError."""
+        slot = self._keyspace.arena.allocate(size)
+        self._receive(slot.footprint)
+        return slot
+
+    def _slab(self, size: int) -> Slab:
+        """Memory for many of them. Raises MemoryError."""
+        slab = self._keyspace.arena.slab(size)
+        self._receive(slab.nbytes)
+        return slab
+
+    def _receive(self, size: int) -> None:
+        """So many bytes more, or less, are the sender's: they count against it, and nothing is evicted for them."""
+        self._receiving += size
+        self._keyspace.receiving += size
+
+    def _queue(self, size: int) -> None:
+        """So many bytes more, or less, are of commands that wait for EXEC: the sender's, too."""
+        self._queued += size
+        self._keyspace.receiving += size
+
     def received(self, count: int) -> None:
         """Bytes are there: run what they complete."""
         self._server.stats.bytes_in += count
@@ -162,6 +190,11 @@ class Session:
         """Hold nothing any more."""
         self._gone = self._ending = self.client.gone = True
         self.client.transaction = None
+        self._receive(-self._receiving)
+        self._queue(-self._queued)
+        if self._stream is not None and self._is_whole:
+            self._line.finish(self._stream)
+        self._line.finish(freed(self._parser.give_up()))
         self._stream = self._postponed = self._hold = None
         self._pushed.clear()
         self._out.clear()
@@ -347,20 +380,29 @@ class Session:
             self.client.owes = promised.position
 
     def _answer(self, command: Command) -> None:
-        client = self.client
+        client, theirs = self.client, self._receiving
+        self._receive(-theirs)  # from here on it is the store's, unless it waits for EXEC
+        queued = self._queued if is_at_once(command) else 0
+        self._queue(-queued)
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
         try:
             reply = execute(client, command)
         except Postponed as postponed:
             self._postponed, self._hold = command, postponed.hold or self._hold
+            self._receive(theirs)
+            self._queue(queued)
             raise
         except Paused:
             self._postponed, self._hold = command, None
+            self._receive(theirs)
+            self._queue(queued)
             raise
         finally:
             self._answering = False
         self._hold = None
+        if reply is QUEUED:
+            self._queue(theirs)
         if self._promised is not None:
             self._note_promise(self._promised, before)
         silent = client.silence != 0
@@ -370,7 +412,7 @@ class Session:
             if reply.length is not None and not silent:
                 self._out.append(b"*%d\r\n" % reply.length)
             self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
-            self._is_one = reply.length is None
+            self._is_one, self._is_whole = reply.length is None, reply.whole
         elif type(reply) is tuple and not silent:
             self._out += reply
             for piece in reply[:_FEW]:
@@ -398,6 +440,7 @@ class Session:
                     self._wait(step)
                     return False
                 encode(step, self.client.protocol, self._out)
+                in_time = time.monotonic_ns() < deadline
                 if self._is_one and self._out:  # it leaves before what was needed for it is freed
                     break
             except StopIteration:
@@ -408,7 +451,6 @@ class Session:
                 log.exception("a reply broke off; so does the connection of %s", self.client.address)
                 self.abort()
                 return False
-            in_time = time.monotonic_ns() < deadline
             if not in_time:
                 break
         if self._promised is not None:

@@ -10,7 +10,10 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
+from collections.abc import Iterator
 from typing import Protocol
+
+from kvpage_server.resp.reply import Reply, Wait
 
 TURN = 1_000_000  # nanoseconds
 ROUND = 2_000_000  # nanoseconds
@@ -46,3 +49,29 @@ class Line:
                 break
         if line:
             self._loop.call_soon(self._serve)
+
+    def finish(self, steps: Iterator[Reply]) -> None:
+        """Do what nobody waits for any more."""
+        self.join(_Rest(self, steps))
+
+
+class _Rest:
+    """What is left to do of a command whose client is gone."""
+
+    def __init__(self, line: Line, steps: Iterator[Reply]) -> None:
+        self._line = line
+        self._steps = steps
+
+    def take_turn(self) -> None:
+        """Do some of it."""
+        end = time.monotonic_ns() + TURN
+        for step in self._steps:
+            if type(step) is Wait:
+                step.start(self._go_on)
+                return
+            if time.monotonic_ns() > end:
+                self._go_on()
+                return
+
+    def _go_on(self) -> None:
+        self._line.join(self)

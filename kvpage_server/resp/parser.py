@@ -235,6 +235,11 @@ class Parser:
         """How many arguments of the command under way are held."""
         return len(self._args)
 
+    def give_up(self) -> Command:
+        """The arguments of the command under way, which will not come to its end."""
+        args, self._args = self._args, []
+        return args
+
     def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
         if self._ready:

@@ -93,6 +93,7 @@ class Stream:
 
     length: int | None
     items: Iterator[Reply]
+    whole: bool = False  # it changes something, and is done to its end even when nobody waits for the reply any more
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:

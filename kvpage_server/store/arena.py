@@ -102,6 +102,11 @@ class Slab:
         self.live += len(starts) * (size + _BESIDE)
         return [Slot(self, start, size, digest) for start, digest in zip(starts, digests, strict=True)]
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory it occupies."""
+        return self._memory.footprint
+
     def close(self) -> None:
         """Nothing more is cut from it."""
         self.sparse_from = len(self.view) // 2

@@ -31,7 +31,7 @@ class Catalogue:
         self.entries: dict[bytes, Entry] = {}
         self.index = PageIndex()
         self._in_extents = 0  # pages without an entry
-        self._scans: ScanOrder[Place] = ScanOrder(self._places, self.__len__)
+        self._scans: ScanOrder[Place] = ScanOrder(self.places, self.__len__)
         self._strays: dict[tuple[bytes, int], set[bytes]] = {}  # plain strings under keys of pages, by block
 
     def __len__(self) -> int:
@@ -63,15 +63,12 @@ class Catalogue:
             return None
         return block.extent.page(block, name.page, name.layer, name.head, name.kv_type)
 
-    def names(self) -> list[bytes]:
-        """Every key."""
-        return [key for place in self._places() for key in self._names_at(place)]
-
-    def _places(self) -> list[Place]:
-        """Every entry's key, and every block whose pages have none."""
+    def places(self) -> list[Place]:
+        """Every entry's key, and every block whose pages have none: `names_at` has the keys of each."""
         return [*self.entries, *(block for block in self.index if block.extent), *self.index.resting_blocks()]
 
-    def _names_at(self, place: Place) -> Iterable[bytes]:
+    def names_at(self, place: Place) -> Iterable[bytes]:
+        """The keys at one of the places, none if it is not what it was."""
         if isinstance(place, bytes):
             return (place,)
         if isinstance(place, tuple):
@@ -82,15 +79,14 @@ class Catalogue:
             return block.page_keys() if block is not None and block.extent is None else ()
         return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
 
-    def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and the names in the next `count` places of the order; dead ones too."""
-        cursor, places = self._scans.visit(cursor, count, unix_ms())
-        return cursor, [name for place in places for name in self._names_at(place)]
+    def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
+        """The next cursor, 0 at the end, and the next `count` places of the order; dead ones too."""
+        return self._scans.visit(cursor, count, unix_ms())
 
     def draw(self) -> bytes | None:
         """A random name; every second one lives, or nearly. None when nothing lives where it was drawn."""
         place = self._scans.draw(unix_ms())
-        names = list(self._names_at(place)) if place is not None else []
+        names = list(self.names_at(place)) if place is not None else []
         return random.choice(names) if names else None
 
     def rest(self, now: int) -> None:
@@ -118,11 +114,13 @@ class Catalogue:
 
     def split(self, block: Block) -> list[bytes]:
         """Make entries of the pages of an extent; their keys."""
-        keys = list(block.page_keys())
-        for key in keys:
-            page = self.page_in_extent(key)
+        keys, extent = [], block.extent
+        assert extent is not None
+        for key, layer, head, kv_type in block.page_names():
+            page = extent.page(block, block.page, layer, head, kv_type)
             assert page is not None
             self.put(key, page)
+            keys.append(key)
         self._in_extents -= len(keys)
         block.split()
         return keys

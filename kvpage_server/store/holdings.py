@@ -21,7 +21,7 @@ from kvpage_server.store.index import Block
 from kvpage_server.store.lease import Guards
 from kvpage_server.store.policies import POLICIES
 from kvpage_server.store.queues import Queues
-from kvpage_server.store.quota import Quotas
+from kvpage_server.store.quota import Quota, Quotas
 
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events
@@ -48,7 +48,7 @@ class Holdings:
         self.arena = Arena()
         self._catalogue = Catalogue()
         self.index = self._catalogue.index
-        self.guards = Guards()
+        self.guards = Guards(self._quota_of)
         self.ghosts = Ghosts()
         self.counters = Counters()
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
@@ -58,14 +58,15 @@ class Holdings:
         self._quotas: Quotas | None = None  # they are the policy of units then
         self._touching = True  # whether reading counts as a use
         self._texts = 0  # bytes of short strings
+        self.receiving = 0  # bytes of slots that are being received: they are their senders', not the store's yet
 
     def __len__(self) -> int:
         return len(self._catalogue)
 
     @property
     def used_memory(self) -> int:
-        """Bytes that count against maxmemory: slots in use, those being received too, and short strings."""
-        return self.arena.used + self._texts
+        """Bytes that count against maxmemory: slots in use, but for those being received, and short strings."""
+        return self.arena.used - self.receiving + self._texts
 
     @property
     def volatile(self) -> int:
@@ -161,6 +162,11 @@ class Holdings:
                 self.guards.removed(unit)
         elif new is None or self._unit(key, new) != key:
             self._units.removed(key)
+
+    def _quota_of(self, unit: Unit) -> Quota | None:
+        """The quota with a limit that a unit counts against, if there is one."""
+        quota = self._quotas.of(unit) if self._quotas is not None else None
+        return quota if quota is not None and quota.limit else None
 
     def _grow(self, block: Block, size: int) -> None:
         block.footprint += size

@@ -10,8 +10,10 @@ pages it has. Costs: add and discard O(1); listing O(pages listed).
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
 from functools import lru_cache
+from itertools import islice
 from types import MappingProxyType
 
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, BlockShape
@@ -102,15 +104,21 @@ class Block:
 
     def page_keys(self) -> Iterator[bytes]:
         """The keys of its pages by layer, plane and head: the order of a block's body."""
+        return (key for key, *_ in self.page_names())
+
+    def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
+        """The keys of its pages in that order, each with its layer, head and plane."""
         rows = self.rows
         for row in sorted(rows):
             plane, group = divmod(row, _GROUPS)
-            prefix = b"kv:%b:%d:" % (self.req_id, plane // _TYPES)
-            suffix = b":%d:%d" % (self.page, plane % _TYPES)
+            layer, kv_type = divmod(plane, _TYPES)
+            prefix = b"kv:%b:%d:" % (self.req_id, layer)
+            suffix = b":%d:%d" % (self.page, kv_type)
             heads = rows[row]
             while heads:
                 lowest = heads & -heads
-                yield b"%b%d%b" % (prefix, group * _ROW_HEADS + lowest.bit_length() - 1, suffix)
+                head = group * _ROW_HEADS + lowest.bit_length() - 1
+                yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
                 heads ^= lowest
 
     def expires_at(self, expires: int) -> None:
@@ -145,6 +153,7 @@ class PageIndex:
     def __init__(self) -> None:
         self._requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting
         self._scans = ScanOrder(lambda: list(self._requests), lambda: len(self._requests))
+        self._order: tuple[bytes, list[int]] | None = None  # the request that was last listed, and its page ids
         self.blocks = 0
         self.resting = 0  # pages of blocks that are
         self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages that have those rows
@@ -161,6 +170,8 @@ class PageIndex:
                 self._scans.add(req_id)
         block = request.get(page)
         if block is None:
+            if self._order is not None and self._order[0] == req_id:
+                self._order = None
             block = request[page] = Block(req_id, page)
             self.blocks += 1
         elif type(block) is not Block:
@@ -224,6 +235,21 @@ class PageIndex:
         """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
         self._scans.rest(now)
 
+    def page_ids(self, req_id: bytes) -> list[int]:
+        """The page ids of a request's blocks, in no particular order."""
+        return list(self._requests.get(req_id, ()))
+
+    def count(self, req_id: bytes) -> int:
+        """How many blocks a request has."""
+        return len(self._requests.get(req_id, ()))
+
+    def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
+        """The page ids of a request's blocks in their order, from `first` on."""
+        order = self._order
+        if order is None or order[0] != req_id:
+            order = self._order = req_id, sorted(self._requests.get(req_id, ()))
+        return islice(order[1], bisect_left(order[1], first), None)
+
     def requests(self) -> list[bytes]:
         """Every request."""
         return list(self._requests)
@@ -254,5 +280,6 @@ class PageIndex:
         """Forget everything; what there was."""
         old, self._requests = self._requests, {}
         self._scans.clear()
+        self._order = None
         self.blocks = self.resting = 0
         return old

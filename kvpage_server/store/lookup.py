@@ -9,6 +9,7 @@ from typing import cast
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.arena import Slot
+from kvpage_server.store.catalogue import Place
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, Page, are_cold
 from kvpage_server.store.index import Block
@@ -118,22 +119,43 @@ class Lookup(Ration):
 
     def keys(self) -> list[bytes]:
         """Every living key."""
-        return self.living(self.names())
+        return self.living(self.places())
 
     def names(self) -> list[bytes]:
         """Every key, those that are overdue too."""
-        return self._catalogue.names()
+        return [name for place in self.places() for name in self._catalogue.names_at(place)]
 
-    def living(self, names: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that exist."""
-        now, get = unix_ms(), self._catalogue.get
-        found = [(name, entry) for name in names if (entry := get(name)) is not None]
-        return [name for name, entry in found if not entry.expires or entry.expires > now]
+    def places(self) -> list[Place]:
+        """Where keys are: see `living`."""
+        return self._catalogue.places()
+
+    def living(self, places: Iterable[Place]) -> list[bytes]:
+        """The keys at some places that exist."""
+        now, entries, found = unix_ms(), self._catalogue.entries, list[bytes]()
+        for place in places:
+            if isinstance(place, bytes):
+                entry = entries.get(place)
+                if entry is not None and (not entry.expires or entry.expires > now):
+                    found.append(place)
+            elif isinstance(place, Block) and (not place.soonest or place.soonest > now):
+                found += self._catalogue.names_at(place)
+            else:
+                names = self._catalogue.names_at(place)
+                found += [name for name in names if not (expires := self.expires_of(name)) or expires > now]
+        return found
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
-        """The next cursor, 0 at the end, and the living keys in the next `count` places of the order of scans."""
-        cursor, names = self._catalogue.scan(cursor, count)
-        return cursor, [name for name in names if self.find(name) is not None]
+        """The next cursor, 0 at the end, and the living keys in the next places of the order of scans.
+
+        Those are `count` places, or fewer if there are many keys at them: a block stored whole is one place.
+        """
+        found: list[bytes] = []
+        for _ in range(count):
+            cursor, places = self._catalogue.scan(cursor, 1)
+            found += self.living(places)
+            if not cursor or len(found) >= count:
+                break
+        return cursor, found
 
     def random_key(self) -> bytes | None:
         """A living key; None when there is none."""
@@ -157,7 +179,11 @@ class Lookup(Ration):
     def scan_requests(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
         cursor, req_ids = self.index.scan(cursor, count, unix_ms())
-        return cursor, [req_id for req_id in req_ids if self.blocks_of(req_id)]
+        return cursor, list(filter(self.has_pages, req_ids))
+
+    def has_pages(self, req_id: bytes) -> bool:
+        """Whether a request has a living page."""
+        return any(self.block(req_id, page) is not None for page in self.index.page_ids(req_id))
 
     def _living(self, block: Block) -> Block | None:
         now = unix_ms()

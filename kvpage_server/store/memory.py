@@ -139,8 +139,7 @@ class Keyspace(Lookup):
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
-        if self._quotas is not None:
-            self._admit_block(req_id, page, HEADER_SIZE * extent.shape.pages + extent.shape.nbytes)
+        self.admit_block(req_id, page, extent.shape)
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
             self._remove(key, "del")

@@ -90,6 +90,7 @@ class Quotas:
     def __init__(self, rules: Iterable[Rule], every: Queues, make: Callable[[], Queues]) -> None:
         self.every = every
         self._quotas = [Quota(rule, make()) for rule in rules]
+        self.limits = sum(quota.limit for quota in self._quotas)  # bytes
         self._names: dict[bytes, Quota | None] = {}
         self.now = every.now  # of every one of them
 

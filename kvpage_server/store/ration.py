@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from kvpage_server.page import HEADER_SIZE, unix_ms
+from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.entry import Entry, is_page
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.index import Block
@@ -50,6 +50,7 @@ class Ration(Room):
         for quota in self.quotas:
             if quota.pattern in old:
                 quota.evicted = old[quota.pattern].evicted
+        self.guards.recount()
         self._uncounted = self._count_all() if rules else None
         self._count_some()
 
@@ -73,11 +74,11 @@ class Ration(Room):
             self._make_way(quota, lacking, stay)
         return growth
 
-    def _admit_block(self, req_id: bytes, page: int, size: int) -> None:
+    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""
-        assert self._quotas is not None
-        quota = self._quotas.named(block_name(req_id))
+        quota = self._quotas.named(block_name(req_id)) if self._quotas is not None else None
         if quota is not None:
+            size = HEADER_SIZE * shape.pages + shape.nbytes
             block = self.index.block(req_id, page)
             had = quota.sizes.get(block, 0) if block is not None else 0
             self._make_way(quota, size - had, {(req_id, page)})

@@ -142,9 +142,16 @@ class Room(Holdings):
         if self.maxmemory and not isinstance(entry, Text):
             unit = self._unit(key, entry)
             size = unit.footprint if isinstance(unit, Block) else entry.footprint
-            self.guards.lease(unit, size, unix_ms() + PROMISE, self.guardable)
+            self.guards.lease(unit, size, unix_ms() + PROMISE, self.guardable(unit))
 
-    @property
-    def guardable(self) -> int:
-        """Bytes that leases and pins may take together."""
-        return int(self.maxmemory * SHARE) if self.maxmemory else sys.maxsize
+    def guardable(self, unit: Unit) -> int:
+        """Bytes that leases and pins may take together: of a unit's quota, or of all that have none.
+
+        Quotas that are more than there is of memory, taken together, have no more of it than it is.
+        """
+        quota, promised = self._quota_of(unit), self._quotas.limits if self._quotas is not None else 0
+        if not self.maxmemory:
+            return int(quota.limit * SHARE) if quota is not None else sys.maxsize
+        if quota is not None:
+            return int(quota.limit * min(1, self.maxmemory / promised) * SHARE)
+        return int((self.maxmemory - min(promised, self.maxmemory)) * SHARE)

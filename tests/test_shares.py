@@ -1,0 +1,138 @@
+"""What one tenant sends, pins and leases is its own: it takes no memory from others."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import pytest
+import redis
+from health import until
+from servers import RunningServer, start_server
+from stored_pages import held, set_block, set_page
+from wire import spell
+
+MIB = 1024**2
+
+
+@contextmanager
+def two_tenants(*options: str) -> Iterator[tuple[RunningServer, redis.Redis, redis.Redis]]:
+    """A full store, nearly all of which is tenant B's; the server, and a client of each."""
+    quotas = ["--quota", "kv:a.*", "8mb", "kv:b.*", "48mb"]
+    users = ["--user", "a", "on", ">a", "~kv:a.*", "+@all", "--user", "b", "on", ">b", "~kv:b.*", "+@all"]
+    with start_server("--maxmemory", "64mb", *users, *quotas, *options) as server, ExitStack() as stack:
+        a, b = (stack.enter_context(server.client(username=name, password=name)) for name in "ab")
+        for page in range(40):
+            set_page(b, "b.x", page, body=b"b" * MIB)
+        yield server, a, b
+
+
+def half_sent(server: RunningServer, size: int) -> socket.socket:
+    """A connection of tenant A that declares a value, and sends a byte of it."""
+    sock = server.connect()
+    sock.sendall(b"AUTH a a\r\n*3\r\n$3\r\nSET\r\n$6\r\nkv:a.v\r\n$%d\r\nx" % size)
+    assert sock.recv(5) == b"+OK\r\n"
+    return sock
+
+
+def test_values_that_are_half_sent_evict_nothing() -> None:
+    with two_tenants("--maxmemory-clients", "1gb") as (server, _, b), ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(half_sent(server, 40 * MIB))
+        with server.client() as admin:
+            until(lambda: admin.info("memory")["arena_used"] > 190 * MIB)
+            set_page(b, "b.x", 40)
+            assert held(b, "b.x") == list(range(41))
+            assert admin.info("memory")["used_memory"] < 64 * MIB
+
+
+def test_whoever_sends_too_much_at_once_is_ended_and_nobody_else_is() -> None:
+    with two_tenants("--maxmemory-clients", "100mb") as (server, _, b), ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(half_sent(server, 40 * MIB))
+        with server.client() as admin:
+            until(lambda: admin.info("memory")["arena_used"] < 150 * MIB)
+        assert b.ping()
+        assert held(b, "b.x") == list(range(40))
+
+
+def test_what_waits_for_exec_is_its_senders() -> None:
+    with two_tenants("--maxmemory-clients", "1gb") as (server, a, b):
+        connection = a.connection_pool.get_connection()
+        connection.send_command("MULTI")
+        connection.read_response()
+        for at in range(4):
+            connection.send_command("SET", f"kv:a.{at}", b"x" * 15 * MIB)
+            assert connection.read_response() == b"QUEUED"
+        set_page(b, "b.x", 40)
+        assert held(b, "b.x") == list(range(41))
+        connection.send_command("DISCARD")
+        assert connection.read_response() == b"OK"
+        with server.client() as admin:
+            until(lambda: admin.info("memory")["arena_used"] < 64 * MIB)
+        a.connection_pool.release(connection)
+
+
+def test_what_goes_for_a_quota_goes_before_anything_of_others() -> None:
+    with two_tenants("--maxmemory-policy", "allkeys-lru") as (_, a, b):
+        for page in range(40, 44):
+            set_page(b, "b.x", page, body=b"b" * MIB)
+        for page in range(60):
+            set_page(a, "a.x", page, body=b"a" * MIB)
+        assert held(b, "b.x") == list(range(44))
+        assert len(held(a, "a.x")) == 7
+
+
+def test_a_tenants_pins_and_leases_count_against_its_own_quota() -> None:
+    with two_tenants() as (_, a, b):
+        for page in range(6):
+            set_page(a, "a.x", page, body=b"a" * MIB)
+        assert a.execute_command("KVPAGELEASE", "a.x", 60_000) == 3  # half of its quota, and no more
+        with pytest.raises(redis.ResponseError, match=r"half of the quota, .* more would be too many"):
+            a.execute_command("KVPAGEPIN", "a.x")
+        assert b.execute_command("KVPAGEPIN", "b.x", *range(20)) == 20  # what A holds takes nothing from B
+        assert b.execute_command("KVPAGELEASE", "b.x", 60_000) < 40
+
+
+def test_pins_are_counted_anew_when_quotas_change() -> None:
+    with start_server("--maxmemory", "1mb") as server, server.client() as client:
+        for page in range(4):
+            set_block(client, "a.x", page, size=10_000)
+        assert client.execute_command("KVPAGEPIN", "a.x") == 4
+        set_block(client, "a.y", 0, size=10_000)
+        client.config_set("quota", "kv:a.* 300kb")  # half of which the pins take
+        with pytest.raises(redis.ResponseError, match=r"half of the quota, .* more would be too many"):
+            client.execute_command("KVPAGEPIN", "a.y")
+        client.config_set("quota", "")
+        assert client.execute_command("KVPAGEPIN", "a.y") == 1
+        assert client.execute_command("KVPAGEUNPIN", "a.x") == 4
+
+
+def test_what_is_refused_in_a_transaction_is_nobodys() -> None:
+    """It is free again at once: counted as its sender's, it would seem that much less were stored."""
+    with two_tenants("--maxmemory-clients", "1gb") as (_, a, b):
+        connection = a.connection_pool.get_connection()
+        connection.send_command("MULTI")
+        assert connection.read_response() == b"OK"
+        for _ in range(20):
+            connection.send_command("NOSUCH", b"x" * 8 * MIB)
+            with pytest.raises(redis.ResponseError, match="only a value"):
+                connection.read_response()
+        for page in range(100):
+            set_page(b, "b.y", page, body=b"b" * MIB)
+        assert len(held(b, "b.y")) + len(held(b, "b.x")) <= 64
+        a.connection_pool.release(connection)
+
+
+def test_a_command_that_comes_slowly_counts_once() -> None:
+    """Not what was received of it and the memory that more of it is received into as well."""
+    body = bytes(70_000)
+    pages = [[b"r", b"0", b"0", b"%d" % page, b"0", b"8", b"1", b"70000", b"0", body] for page in range(40)]
+    data = spell([b"KVPAGEMSET", b"40", *(word for page in pages for word in page)])
+    with start_server("--client-query-buffer-limit", "4mb") as server, server.connect() as sock:
+        for start in range(0, len(data), 200_000):
+            sock.sendall(data[start : start + 200_000])
+            time.sleep(0.01)
+        assert sock.recv(100) == b"+OK\r\n"

@@ -1,0 +1,87 @@
+"""Nothing that a client asks for holds up the others, and what it costs grows as what is asked for.
+
+Counted in processor time of a server in this process, so that what else the machine does counts little;
+`python -m benchmarks stalls` measures what a client beside it feels.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from turns import Cost, Turns, measured
+from wire import spell
+
+from benchmarks.stalls import Scene, scenes
+from kvpage_server.commands.registry import TABLE
+
+FEW, FOUR_TIMES = 1100, 4400
+AT_LEAST = 0.015  # seconds of a turn that are not looked at: what else runs here
+SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
+    (
+        *("DEL present", "EXISTS absent", "MGET present", "MSET new", "WATCH absent", "SUBSCRIBE absent", "MGET cold"),
+        *("KVPAGEMGET absent", "KVPAGEMGET in blocks", "KVPAGEMGET absent beside blocks", "KVPAGEMGET cold"),
+        *(
+            "KVPAGEMEXISTS absent",
+            "KVPAGEMEXISTS in blocks",
+            "KVPAGEMSET new",
+            "KVPAGEDEL whole",
+            "SMEMBERS many blocks",
+        ),
+        *("KVPAGEPREFIX present, of one request", "KVBLOCKMGET absent, of as many requests", "KVPAGEPIN by its blocks"),
+        *(
+            "SMEMBERS many blocks",
+            "SSCAN many blocks",
+            "SCAN strings",
+            "SCAN blocks",
+            "KEYS blocks",
+            "PING ten times as many words",
+        ),
+    )
+)
+BY_DESIGN = {"EXEC as much as may be queued"}  # nobody may see half of it; how much that is at most is bounded
+
+
+def name_of(scene: Scene) -> str:
+    return f"{scene.words[0].decode()} {scene.name}"
+
+
+def cost(turns: Turns, scene: Scene) -> Cost:
+    """What a command costs a store that has what the scene wants and nothing else."""
+    before = [[b"FLUSHALL"], *scene.before, *([[b"SAVE"]] if scene.cold else [])]
+    return turns.cost(b"".join(map(spell, before)), spell(scene.words) + spell([b"RESET"]))
+
+
+def is_bad(little: Cost, much: Cost, name: str) -> bool:
+    """Whether a turn took much of the work, or the work grew faster than what was asked for, four times as much."""
+    holds = much.longest > max(AT_LEAST, much.total / 4) and name not in BY_DESIGN
+    return holds or much.total > 8 * little.total + AT_LEAST
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("all_of_them", [False, pytest.param(True, marks=pytest.mark.soak)], ids=["some", "all"])
+@pytest.mark.parametrize("cold", [False, True], ids=["memory", "disk"])
+def test_no_turn_takes_much_of_the_work_and_work_grows_as_what_is_asked_for(
+    cold: bool, all_of_them: bool, tmp_path: Path
+) -> None:
+    options = ("--maxmemory", "1mb") if cold else ()
+    with measured(*options, directory=tmp_path if cold else None) as turns:
+        pairs = [
+            (small, large)
+            for small, large in zip(scenes(FEW), scenes(FOUR_TIMES), strict=False)
+            if small.cold == cold and (all_of_them or name_of(small) in SHORT)
+        ]
+        assert pairs
+        bad = []
+        for small, large in pairs:
+            found = cost(turns, small), cost(turns, large)
+            if is_bad(*found, name_of(large)):
+                found = cost(turns, small), cost(turns, large)  # it may have been something else
+                if is_bad(*found, name_of(large)):
+                    bad.append((name_of(large), *found))
+        assert not bad, "\n".join(map(str, bad))
+
+
+def test_every_command_is_asked_with_its_worst_arguments() -> None:
+    asked = {scene.words[0].lower().decode() for scene in scenes(10)}
+    assert {spec.name.split("|")[0] for spec in TABLE.values() if spec.arity < 0} <= asked

@@ -1,0 +1,162 @@
+"""A real server on an event loop of this process that measures its turns: how much processor time each took."""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvpage_server.app import _calm_the_collector
+from kvpage_server.commands.configure import apply
+from kvpage_server.commands.context import Server
+from kvpage_server.config import from_arguments
+from kvpage_server.net.limits import Watch
+from kvpage_server.net.listener import Listener
+from kvpage_server.page import unix_ms
+from kvpage_server.store.disk import Disk
+from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.tiered import Tiered
+
+_MARK = b"$4\r\nmark\r\n"
+_END = b"*2\r\n$4\r\nECHO\r\n" + _MARK
+
+
+class MeasuredLoop(asyncio.SelectorEventLoop):
+    """Knows the processor seconds of its longest turn, what it calls between two looks at the sockets, and of all."""
+
+    longest = total = 0.0
+    turns = 0
+
+    def __init__(self) -> None:
+        super().__init__(selectors.DefaultSelector())
+
+    def _run_once(self) -> None:
+        super()._run_once()  # type: ignore[misc]
+        took = time.thread_time() - self._began_at
+        self.longest = max(self.longest, took)
+        self.total += took
+        self.turns += 1
+
+    def _process_events(self, event_list: list[Any]) -> None:
+        self._began_at = time.thread_time()
+        super()._process_events(event_list)  # type: ignore[misc]
+
+
+@dataclass
+class Cost:
+    """Of a command: processor seconds of the longest turn and of all, and how many turns there were."""
+
+    longest: float
+    total: float
+    turns: int
+
+
+@dataclass
+class Turns:
+    """A server that runs."""
+
+    loop: MeasuredLoop
+    server: Server
+
+    def cost(self, before: bytes, command: bytes) -> Cost:
+        """What a command costs on a connection of its own, with what is left to do after it; `before` was sent first.
+
+        Both are spelt already.
+        """
+        with socket.create_connection(("127.0.0.1", self.server.port), timeout=60) as sock:
+            self._converse(sock, before)
+            self.on_loop(self._forget)
+            self._converse(sock, command)
+        return self.on_loop(lambda: Cost(self.loop.longest, self.loop.total, self.loop.turns))
+
+    def _converse(self, sock: socket.socket, data: bytes) -> None:
+        """Send something, and read until all of it is answered."""
+        sending = threading.Thread(target=sock.sendall, args=(data + _END,))
+        sending.start()
+        tail = b""
+        while not tail.endswith(_MARK):
+            received = sock.recv(1 << 18)
+            assert received, f"the connection ended after {tail!r}"
+            tail = (tail + received)[-100:]
+        sending.join()
+
+    def _forget(self) -> None:
+        self.loop.longest = self.loop.total = 0.0
+        self.loop.turns = 0
+
+    def on_loop(self, work: Callable[[], Any]) -> Any:
+        """Call something in the loop's thread, once what it has begun is done; what that returns."""
+
+        async def call() -> Any:
+            await asyncio.sleep(0)
+            return work()
+
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(60)
+
+
+@contextmanager
+def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
+    """A server in memory, or tiered in a directory, with `options` as on its command line."""
+    config = from_arguments(["--port", "0", *options])
+    loop = MeasuredLoop()
+    keyspace: Keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
+    if directory is not None:
+        keyspace = Tiered(Disk(directory), maxmemory=config.maxmemory, policy=config.maxmemory_policy)
+        keyspace.load()
+    server = Server(config, keyspace)
+    apply(server, (name for name in config.parameters() if name != "requirepass"))
+    listener = Listener(server, loop)
+    ready = threading.Event()
+    sweeping: asyncio.Task[None] | None = None
+
+    async def serve() -> None:
+        _calm_the_collector()
+        if isinstance(keyspace, Tiered):
+            keyspace.connect(
+                mode=config.appendfsync,
+                limit=config.write_behind_limit,
+                scrub_rate=config.scrub_rate,
+                moved=lambda: None,
+            )
+        listener.start()
+        ready.set()
+
+    async def sweep() -> None:
+        watch, last = Watch(server), 0.0
+        while True:
+            keyspace.sweep(unix_ms(), 2000)
+            if time.monotonic() - last > 1:
+                watch.look(last := time.monotonic())
+            await asyncio.sleep(0.1)
+
+    def run() -> None:
+        nonlocal sweeping
+        asyncio.set_event_loop(loop)
+        loop.run_until_complete(serve())
+        sweeping = loop.create_task(sweep())
+        loop.run_forever()
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    assert ready.wait(20)
+    try:
+        yield Turns(loop, server)
+    finally:
+
+        async def close() -> None:
+            listener.stop()
+            if sweeping is not None:
+                sweeping.cancel()
+            if isinstance(keyspace, Tiered):
+                await keyspace.close()
+
+        asyncio.run_coroutine_threadsafe(close(), loop).result(60)
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join(20)
