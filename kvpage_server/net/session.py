@@ -382,7 +382,7 @@ class Session:
     def _answer(self, command: Command) -> None:
         client, theirs = self.client, self._receiving
         self._receive(-theirs)  # from here on it is the store's, unless it waits for EXEC
-        queued = self._queued if is_at_once(command) else 0
+        queued = self._queued if self._queued and is_at_once(command) else 0
         self._queue(-queued)
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
