@@ -29,6 +29,7 @@ from engine.batch_engine import CompletedGeneration
 from engine.blocks import AgentBlocks
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
+from engine.watch import ModelWatch
 
 BEGIN, END = "<!-- every family: begin -->\n", "<!-- every family: end -->\n"
 ROUNDING = 1e-4
@@ -105,6 +106,7 @@ class Bench(EngineBench):
     def __init__(self, of: Tiny, spec: ModelCacheSpec) -> None:
         super().__init__(of, TOKENIZER, 64)
         self.batch = type(self.batch)(self.model, TOKENIZER, spec, self.pool)
+        self.batch._watch = ModelWatch(of.model, spec)  # who looks on makes no other model
         self._seen: dict[int, list[Any]] = {}
 
     def submit(self, prompt: Sequence[int], known: AgentBlocks | None = None) -> int:

@@ -16,7 +16,7 @@ def test_nothing_that_was_promised_is_lost_however_often_it_is_killed(tmp_path: 
     print(f"{harness.kills} kills, {harness.writes} acknowledged writes, nothing lost")
     assert harness.kills == kills
     assert harness.hangups == kills // 10
-    assert harness.writes > 10 * kills
+    assert harness.writes > kills
 
 
 @pytest.mark.timeout(1500)
@@ -26,5 +26,5 @@ def test_nothing_that_was_acknowledged_is_lost_while_others_fill_the_disk(tmp_pa
         harness = crash_on_a_full_disk(tmp_path, disk, kills, seed=kills)
     print(f"{harness.kills} kills, {harness.writes} acknowledged writes, {harness.refused} refused, nothing lost")
     assert harness.kills == kills
-    assert harness.writes > 10 * kills
+    assert harness.writes > kills
     assert harness.refused > kills

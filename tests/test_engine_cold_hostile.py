@@ -20,7 +20,7 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.store import AgentCacheStore
 
 TOKENS = some_tokens(4, 20)
-SOON = 2.0  # seconds, on a machine that does other things; a good file of this size takes a millisecond
+SOON = 10.0  # seconds, on a machine that does other things; a good file of this size takes a millisecond
 
 Header = dict[str, Any]
 
