@@ -28,9 +28,14 @@ class IncompatibleBlocksError(BlockError):
     """Sound blocks, but of another model, dtype or block size."""
 
 
+def is_agent_id(name: str) -> bool:
+    """Whether it can name pages and files: see `check_agent_id`."""
+    return bool(_AGENT_ID.match(name))
+
+
 def check_agent_id(agent_id: str) -> str:
     """`agent_id` when it can name pages and files: 1 to 128 of ``A-Z a-z 0-9 . _ @ + = -``, no dot first."""
-    if not isinstance(agent_id, str) or not _AGENT_ID.match(agent_id):
+    if not isinstance(agent_id, str) or not is_agent_id(agent_id):
         raise BlockError(
             f"an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot, got {agent_id!r:.200}"
         )

@@ -85,7 +85,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (ConfigError, UserFileError, certificates.CertificateError, ListenError, DiskError, DiskFull) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
-        sys.exit(f"kvpage-server: {error.filename or ''}: {error.strerror}")
+        sys.exit(f"kvpage-server: {error.filename or config.dir or 'dir'}: {error.strerror or error}")
 
 
 def _usage() -> str:
@@ -225,7 +225,7 @@ def _calm_the_collector() -> None:
 
 def _greet(server: Server, addresses: list[str]) -> None:
     config, users = server.config, server.users
-    limit = human(config.maxmemory) if config.maxmemory else "no limit"
+    limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
     if "maxmemory" in config.chosen:
         limit += f" of the {human(defaults.memory())} there are (maxmemory)"
     facts: dict[str, object] = {
@@ -237,10 +237,13 @@ def _greet(server: Server, addresses: list[str]) -> None:
         "maxmemory_policy": config.maxmemory_policy,
     }
     logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
-    logger.info("  store   memory, limit %s, %s", limit, config.maxmemory_policy)
+    logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
     if server.tiered is not None:
-        path, most = server.tiered.disk.path.absolute(), human(config.maxdisk) if config.maxdisk else "no limit"
-        logger.info("  disk    %s, limit %s, appendfsync %s", path, most, config.appendfsync)
+        path, most = (
+            server.tiered.disk.path.absolute(),
+            f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
+        )
+        logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):

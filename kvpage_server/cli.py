@@ -66,7 +66,10 @@ def _url(args: argparse.Namespace) -> str:
     if args.askpass:
         if not sys.stdin.isatty():
             raise Failure("--askpass: there is no terminal to ask at; set KVPAGE_PASSWORD in the environment")
-        password = getpass(f"Password for {args.user or 'the default user'} at {shown(url)}: ")
+        try:
+            password = getpass(f"Password for {args.user or 'the default user'} at {shown(url)}: ")
+        except EOFError:
+            raise Failure("no password was given") from None
     return with_credentials(url, args.user, password)
 
 
@@ -356,6 +359,8 @@ def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
     with out.status("hashing"):
         found = _ask(store, "KVPAGEVERIFY", args.req, *args.pages)
     checked, corrupt = found[b"checked"], found[b"corrupt"]
+    if not (checked or corrupt or found[b"unchecked"]):
+        raise Failure(f"request {args.req} has no such page; kvpage why {args.req} may say why")
     if unchecked := found[b"unchecked"]:
         out.print(f"{unchecked:,} pages were written without a checksum")
     if not corrupt:

@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import os
+import select
 import signal
 from collections.abc import Callable
 from functools import partial
+
+_LOOK_SECONDS = 1.0
 
 
 def _those(*names: str) -> list[int]:
@@ -38,14 +41,38 @@ def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: 
     """Have a loop call `stop` with the number of a signal that asks for an end, `renew` when a service gets SIGHUP."""
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
-    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
-        loop.add_signal_handler(signal.SIGHUP, partial(stop, signal.SIGHUP) if has_terminal() else renew)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        return
+    terminal = _terminal()
+    if terminal is None:
+        loop.add_signal_handler(signal.SIGHUP, renew)
+        return
+    hang_up = partial(stop, signal.SIGHUP)
+    loop.add_signal_handler(signal.SIGHUP, hang_up)
+    watch = select.poll()
+    watch.register(terminal, 0)  # a hangup is reported unasked
+    _look(loop, terminal, watch, hang_up, True)
 
 
-def has_terminal() -> bool:
-    """Whether the process belongs to a terminal, wherever its input and output go. A service does not."""
+def _terminal() -> int | None:
+    """The terminal that the process belongs to, wherever its input and output go. A service has none."""
     try:
-        os.close(os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK))
+        return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
-        return False
-    return True
+        return None
+
+
+def _look(
+    loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
+) -> None:
+    """Find out, now and then, whether the terminal is gone.
+
+    The system says so to the first process of a terminal alone. A shell passes it on; make, where a window or an ssh
+    runs nothing else, does not, and waits for the server. One that runs in the background of its terminal goes on.
+    """
+    if watch.poll(0):
+        if in_front:
+            hang_up()
+        return
+    in_front = os.tcgetpgrp(terminal) == os.getpgrp()
+    loop.call_later(_LOOK_SECONDS, _look, loop, terminal, watch, hang_up, in_front)

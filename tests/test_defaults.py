@@ -124,7 +124,7 @@ class TestDirectory:
         with home.server(file="kvpage.conf") as (client, told):
             assert client.config_get("maxmemory") == {"maxmemory": "0"}
             assert client.config_get("dir") == {"dir": "."}
-        assert "limit no limit" in "".join(told)
+        assert "kvpage.lmdb, no limit" in "".join(told)
         assert (home.here / "kvpage.lmdb").exists()
         assert not home.data.exists()
 

@@ -169,6 +169,15 @@ def test_what_is_no_file_is_a_miss(cold: SafetensorsCacheAdapter, pool: BlockPoo
     store.close()
 
 
+def test_files_that_are_no_agents_are_not_listed(
+    tmp_path: Path, cold: SafetensorsCacheAdapter, pool: BlockPool
+) -> None:
+    path, _, _ = good(pool, cold)
+    for name in (b"bad\nname", b"\xff\xfe", b"a" * 200, b"a b", b".x"):
+        (tmp_path / os.fsdecode(name + b".safetensors")).write_bytes(path.read_bytes())
+    assert cold.agents() == ["alice"]
+
+
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_whatever_is_changed_in_a_header_is_found_out(

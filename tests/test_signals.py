@@ -104,6 +104,26 @@ class TestTerminal:
             until(lambda: not pidfile.exists() and not answers(port))
         assert_kept(tmp_path)
 
+    @pytest.mark.parametrize("background", [False, True])
+    def test_it_stops_though_who_is_told_does_not_pass_it_on_unless_it_is_in_the_background(
+        self, tmp_path: Path, background: bool
+    ) -> None:
+        """The system tells the terminal's first process alone; make, if it is that, waits for the server."""
+        port, pidfile = free_port(), tmp_path / "pid"
+        with terminal() as place:
+            words = [*command(tmp_path, port, "--pidfile", str(pidfile))]
+            first = place.start([sys.executable, "-c", _WAIT, str(int(background)), *words])
+            wait_for(port, first)
+            with RunningServer(first, port, tmp_path / "log").client() as client:
+                client.set("x", BODY)
+            place.close()
+            if background:
+                time.sleep(3)
+                assert answers(port)
+                os.kill(int(pidfile.read_text()), signal.SIGTERM)
+            assert first.wait(20) == 0
+        assert_kept(tmp_path)
+
     def test_who_ignored_it_before_goes_on_without_a_terminal(self, tmp_path: Path) -> None:
         """nohup. Its log went to the terminal: that it is gone is no reason to stop, nor to stop otherwise."""
         with terminal() as place, at(place, tmp_path, sys.executable, "-c", _IGNORE_AND_RUN) as server:
@@ -119,6 +139,10 @@ class TestTerminal:
         assert_kept(tmp_path)
 
 
+_WAIT = (
+    "import signal, subprocess, sys; signal.signal(signal.SIGHUP, lambda *_: None);"
+    "sys.exit(subprocess.call(sys.argv[2:], process_group=0 if sys.argv[1] == '1' else None))"
+)
 _IGNORE_AND_RUN = (
     "import os, signal, sys; signal.signal(signal.SIGHUP, signal.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
 )

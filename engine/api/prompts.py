@@ -130,11 +130,13 @@ def _plain(message: Message, i: int) -> dict[str, Any]:
     if plain["role"] == "developer":
         plain["role"] = "system"
     for j, call in enumerate(plain.get("tool_calls", ())):
+        param = f"messages[{i}].tool_calls[{j}].function.arguments"
         try:
             call["function"]["arguments"] = json.loads(call["function"]["arguments"])
         except ValueError:
-            param = f"messages[{i}].tool_calls[{j}].function.arguments"
             raise invalid(f"{param}: is not JSON", param) from None
+        except RecursionError:
+            raise invalid(f"{param}: is nested too deeply", param) from None
     return plain
 
 

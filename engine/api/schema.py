@@ -88,6 +88,8 @@ class Body(BaseModel):
         try:
             body = from_json(raw, allow_inf_nan=False)
         except ValueError as error:
+            if "recursion limit" in str(error):
+                raise invalid("the body is nested too deeply: 200 levels are the most", code="invalid_json") from error
             raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
         if not isinstance(body, dict):
             raise invalid("the body must be a JSON object", code="invalid_json")

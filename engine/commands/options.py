@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.commands import Failure
-from kvpage_server.address import URL, with_credentials
+from kvpage_server.address import URL, shown, with_credentials
 
 if TYPE_CHECKING:
     from engine.assembly import Engine, Options
@@ -42,7 +42,8 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         type=count,
         default=0,
         metavar="N",
-        help="with --kv-bits, compute the first N tokens of a prompt before (default: 0; mlx-lm's chunk is 2048)",
+        help="with --kv-bits, quantise a prompt's cache when its first N tokens are computed (default: 0; mlx-lm's "
+        "chunk is 2048)",
     )
     add("--memory", type=size, metavar="SIZE", help="for contexts, such as 4gb (default: a quarter of the machine's)")
     add(
@@ -86,6 +87,10 @@ def import_engine() -> None:
 
 def store_url(text: str) -> str:
     """A page server's address, with the password of the environment where it has none."""
+    if not text.startswith(("redis://", "rediss://", "unix://")):
+        raise argparse.ArgumentTypeError(
+            f"a store's URL begins with redis://, rediss:// or unix://, got {shown(text)!r}"
+        )
     try:
         return with_credentials(text)
     except ValueError as error:

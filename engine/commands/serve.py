@@ -37,7 +37,9 @@ def add_to(commands: Any) -> None:
 
 def serve(args: argparse.Namespace) -> NoReturn:
     """Until a signal says otherwise; ends the process."""
-    signal.signal(signal.SIGTERM, _stop_at_once)  # until there is something to keep, which has its own way to stop
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        if signal.getsignal(number) is not signal.SIG_IGN:
+            signal.signal(number, _stop_at_once)  # until there is something to keep, which has its own way to stop
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()

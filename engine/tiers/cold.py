@@ -41,7 +41,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine import json_bounds
-from engine.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id
+from engine.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
 from engine.caches import MLX_DTYPES, Matrices, QuantizedLayer
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.prefix import common_prefix
@@ -135,7 +135,8 @@ class SafetensorsCacheAdapter:
 
     def agents(self) -> list[str]:
         """Whose contexts are here, of this model or of others."""
-        return sorted(path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
+        names = (path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
+        return sorted(filter(is_agent_id, names))  # other files may lie there, too
 
     def has(self, agent_id: str) -> bool:
         """Whether there is a file of the agent's, of this model or of another."""

@@ -9,10 +9,11 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import Parts, command, container
 from kvpage_server.glob import PatternTooLong, channel_glob
 from kvpage_server.resp.parser import Argument
-from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, encode
+from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, Stream, encode
 
 _FLAGS = "pubsub noscript loading stale"
 _EACH = Parts(joined="apart")
+MOST_PATTERNS = 1024  # of a client
 
 
 def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
@@ -58,13 +59,23 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     channels="patterns",
     since="2.0.0",
     usage="pattern [pattern ...]",
-    parts=_EACH,
+    parts=Parts(),
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One confirmation a pattern."""
+    """One confirmation a pattern, each in a step of its own: a long one takes milliseconds to be made ready."""
+    if len(args) == 1:
+        return _listen(client, args[0])
+    return Stream(None, (_listen(client, pattern) for pattern in args))
+
+
+def _listen(client: Client, pattern: Argument) -> Reply:
+    if len(client.patterns) >= MOST_PATTERNS:
+        raise ReplyError(
+            f"ERR a client may listen to {MOST_PATTERNS} patterns at the most: every message is held to all"
+        )
     try:
-        return _confirm(client, b"psubscribe", plain_all(args), client.server.channels.psubscribe)
+        return _confirm(client, b"psubscribe", [plain(pattern)], client.server.channels.psubscribe)
     except PatternTooLong as error:
         raise ReplyError(f"ERR {error}") from None
 

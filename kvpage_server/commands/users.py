@@ -7,6 +7,7 @@ connection is before it says otherwise.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
@@ -19,6 +20,7 @@ from kvpage_server.commands.access import RuleError, User, digest
 from kvpage_server.durable import replacing
 from kvpage_server.page import unix_ms
 
+_IN_NO_NAME = re.compile(rb"[ \0\r\n\t]")
 _SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
 DEFAULT = b"default"
 
@@ -55,7 +57,7 @@ class Users:
 
         The object that connections hold stays the same: they feel the change at once.
         """
-        if any(char in name for char in b" \0\r\n\t"):
+        if _IN_NO_NAME.search(name):
             raise RuleError("Usernames can't contain spaces or null characters")
         user = self.by_name.get(name)
         changed = (user or User(name)).changed(rules)
@@ -81,9 +83,12 @@ class Users:
         named = set()
         for where, words in lines:
             name, *rules = words or [b""]
-            if not name or name in named:
-                what = f"user '{name.decode('utf-8', 'replace')}' is defined twice" if name else "a user needs a name"
-                raise UserFileError(f"{where}: {what}")
+            if not name:
+                raise UserFileError(f"{where}: a user needs a name")
+            if _IN_NO_NAME.search(name):
+                raise UserFileError(f"{where}: a user's name has no spaces: its rules are words of their own")
+            if name in named:
+                raise UserFileError(f"{where}: user '{name.decode('utf-8', 'replace')}' is defined twice")
             named.add(name)
             try:
                 loaded[name] = User(name).changed(rules)

@@ -86,7 +86,8 @@ class Listener:
         return port
 
     def stop(self) -> None:
-        """Accept no more."""
+        """Accept no more, and go on with no command that takes turns: it was not answered, so nothing was promised."""
+        self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
             if sock.family == socket.AF_UNIX:

@@ -32,15 +32,24 @@ class Line:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._line: deque[Waiting] = deque()
+        self._stopped = False
+
+    def stop(self) -> None:
+        """Nobody has a turn any more: what is not done by now is not done."""
+        self._stopped = True
 
     def join(self, waiting: Waiting) -> None:
         """Wait for a turn. Nobody joins twice."""
+        if self._stopped:
+            return
         self._line.append(waiting)
         if len(self._line) == 1:
             self._loop.call_soon(self._serve)
 
     def _serve(self) -> None:
         line = self._line
+        if self._stopped:
+            line.clear()
         end = time.monotonic_ns() + ROUND
         for _ in range(len(line)):
             line[0].take_turn()  # it stays in its place meanwhile: who joins now finds that the line is being served

@@ -65,7 +65,9 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     if restored.expired:
         out.print(f"{restored.expired:,} keys had expired by the end of the dump")
     if evicted := server.info("stats").get("evicted_keys", 0) - evicted:
-        out.print(f"[red]{evicted:,} keys were evicted meanwhile: the dump may be larger than maxmemory[/]")
+        out.print(
+            f"[red]{evicted:,} keys were evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]"
+        )
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     if args.request and not restored.pages + restored.there + restored.expired + len(restored.corrupt):

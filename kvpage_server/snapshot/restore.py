@@ -144,7 +144,7 @@ class _Restore:
             nbytes = sum(map(len, value))
             if nbytes > self._largest - _AROUND:
                 self._restored.no_room.append(
-                    f"{text_of(key)}, {nbytes} bytes: at most {self._largest} are taken at once"
+                    f"{text_of(key)}, {nbytes} bytes: the server takes {self._largest} at once (maxmemory-clients)"
                 )
                 continue
             self._writes.set(key, value, left, only_new=not self._replace)
