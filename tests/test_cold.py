@@ -300,3 +300,16 @@ def test_where_nothing_may_leave_memory_a_transaction_is_refused_as_it_is_queued
         assert wire.ask(b"SET", b"y", b"2").startswith(b"-OOM command not allowed")
         assert wire.ask(b"EXEC").startswith(b"-EXECABORT")
         assert wire.ask(b"EXISTS", b"y") == b":0\r\n"
+
+
+def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "1mb") as (server, client), server.connect() as sock:
+        for seed in range(8):
+            client.set(f"k{seed}", body(MB // 2, seed))
+        client.save()
+        silenced = [[b"SAVE"], [b"MGET", *(b"k%d" % seed for seed in range(8))], [b"DEL", b"k0"]]
+        for words in silenced:
+            sock.sendall(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell(words))
+        sock.sendall(b"PING\r\n")
+        assert sock.recv(100) == b"+PONG\r\n"
+        assert client.exists("k0") == 0

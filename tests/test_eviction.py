@@ -181,6 +181,20 @@ def test_s3fifo_offers_everybody_once_whoever_is_spared() -> None:
     assert list(policy.victims()) == [b"cold", b"hot"]
 
 
+def test_s3fifo_comes_to_what_is_new_where_all_of_the_main_queue_stays() -> None:
+    """Few are new, so the main queue's turn it is; when each of it was offered and stays, the new ones are."""
+    policy = S3FIFO()
+    for second in (0, 10, 20, 30):
+        policy.now = second
+        for number in range(30):
+            policy.used(b"main%d" % number)
+    assert len(list(policy.victims())) == 30  # to the main queue
+    policy.used(b"new")
+    policy.now = 40
+    offered = list(policy.victims())
+    assert sorted(offered) == sorted([b"new", *(b"main%d" % number for number in range(30))])
+
+
 # -- allkeys-prefix ------------------------------------------------------------------------------------------------
 
 

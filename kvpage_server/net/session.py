@@ -67,6 +67,11 @@ class Transport(Protocol):
         """Close now; what waits to be sent is dropped."""
 
 
+def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
+    """Steps that tell nothing: what is not told is done nevertheless, and waits for what it needs."""
+    return (step if type(step) is Wait else () for step in steps)
+
+
 class Session:
     """The conversation with one connected peer. `open_transport` begins it; addresses are as CLIENT LIST shows them."""
 
@@ -411,7 +416,7 @@ class Session:
         if type(reply) is Stream:
             if reply.length is not None and not silent:
                 self._out.append(b"*%d\r\n" % reply.length)
-            self._stream = (() for _ in reply.items) if silent else reply.items  # what is not told is done nevertheless
+            self._stream = _silenced(reply.items) if silent else reply.items
             self._is_one, self._is_whole = reply.length is None, reply.whole
         elif type(reply) is tuple and not silent:
             self._out += reply

@@ -92,7 +92,8 @@ class S3FIFO(Queues):
         spared: set[Unit] = set()  # each is offered once, however often its turn comes
         while len(spared) < len(self):
             small, main = self._sizes[_NEW], self._sizes[_MAIN]
-            queue = _NEW if small and (small >= _SMALL * len(self) or not main) else _MAIN
+            all_spared = len(spared) >= main  # who is spared is in MAIN
+            queue = _NEW if small and (small >= _SMALL * len(self) or all_spared) else _MAIN
             place = self._after[self._home + queue]
             unit = self._units[place]
             assert unit is not None
