@@ -469,6 +469,17 @@ class ConfiguredTest(unittest.TestCase):
                 ):
                     client.execute_command("KVPAGESET", *name, int(dtype), 4, 6, 0, body[1:])
             self.assertEqual(client.execute_command("KVPAGEGET", *name), body)
+            blob = client.get("kv:r:0:0:0:0")
+            client.config_set("strict-page-shape", "no")
+            client.execute_command("KVPAGESET", *name, 1, 4, 6, 0, b"short")
+            odd = client.get("kv:r:0:0:0:0")
+            client.config_set("strict-page-shape", "yes")
+            self.assertTrue(client.set("kv:r:0:0:0:0", blob))
+            with self.assertRaisesRegex(redis.ResponseError, "^body must be .* = 48 bytes, got 5$"):
+                client.set("kv:r:0:0:0:0", odd)
+            with self.assertRaisesRegex(redis.ResponseError, "^body must be .* = 48 bytes, got 5$"):
+                client.mset({"other": "1", "kv:r:0:0:0:0": odd})
+            self.assertEqual((client.get("kv:r:0:0:0:0"), client.get("other")), (blob, None))
 
     def test_checksums_can_be_left_out(self) -> None:
         with start_server("--page-checksums", "no") as server, server.client() as client:

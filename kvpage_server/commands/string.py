@@ -262,7 +262,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
 def _mset(client: Client, args: list[Argument]) -> None:
     """All values or, when one is a damaged page, none."""
     keys, values = plain_all(args[::2]), args[1::2]
-    pages = [page_of(client.server.keyspace, key, value) for key, value in zip(keys, values, strict=True)]
+    pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
     admit(client, zip(keys, values, pages, strict=True))
     for key, value, page in zip(keys, values, pages, strict=True):
         put(client, key, value, page)

@@ -16,7 +16,6 @@ from kvpage_server.resp.reply import Piece, Reply, ReplyError
 from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Absent, Cold
 from kvpage_server.store.entry import Entry, PageName, Text, is_page
-from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.quota import text_size
 from kvpage_server.store.ration import Coming
 
@@ -58,7 +57,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
     if isinstance(value, bytes) and value[:4] != MAGIC:
         keyspace.set_string(key, value, expires)
     else:
-        put(client, key, value, page_of(keyspace, key, value), expires)
+        put(client, key, value, page_of(client, key, value), expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
@@ -84,8 +83,11 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
     return Coming(key, text_size(key, size))
 
 
-def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> PageParts | None:
-    """The page that `value` is, if it is the one that `key` names. Raises ReplyError for a damaged body."""
+def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
+    """The page that `value` is, if it is the one that `key` names.
+
+    Raises ReplyError for a damaged body, and where shapes are strict for one that has not its shape.
+    """
     blob = value if isinstance(value, bytes) else value.body
     if blob[:4] != MAGIC:
         return None
@@ -100,6 +102,10 @@ def page_of(keyspace: Keyspace, key: bytes, value: Argument) -> PageParts | None
         _, body = decode_page(blob)
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
-    slot = keyspace.arena.allocate(len(body))
+    if client.server.config.strict_page_shape and len(body) != header.tensor_size:
+        raise ReplyError(
+            f"ERR body must be page_size x head_dim x itemsize = {header.tensor_size} bytes, got {len(body)}"
+        )
+    slot = client.server.keyspace.arena.allocate(len(body))
     slot.body[:] = body
     return PageName(key, name.req_id, name.layer, name.head, name.page, name.kv_type), bytes(header), slot
