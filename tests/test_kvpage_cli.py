@@ -18,6 +18,7 @@ import pexpect
 import pytest
 import redis
 from servers import RunningServer, free_port, start_server
+from test_signals import can_be_interrupted
 
 from kvpage_server import __version__
 from kvpage_server.cli import main
@@ -311,7 +312,9 @@ def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client
 
 def test_ctrl_c_ends_it_with_one_line(server: RunningServer) -> None:
     command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "30"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=can_be_interrupted
+    ) as process:
         time.sleep(2)
         process.send_signal(signal.SIGINT)
         _, said = process.communicate(timeout=30)

@@ -261,7 +261,7 @@ def test_memory_that_cannot_be_used_is_refused_before_anything_is_sent(
 @pytest.mark.parametrize(
     ("ask", "error", "why"),
     [
-        (lambda c: c.set_page(Page(key(0), bytes(8), 9, 2, 2)), PageError, "dtype must be one of"),
+        (lambda c: c.set_page(Page(key(0), bytes(8), 16, 2, 2)), PageError, "dtype must be one of"),
         (lambda c: c.set_page(Page(key(0), b"", DType.INT8, 0, 2)), PageError, "page_size must be between 1"),
         (lambda c: c.set_page(Page(key(0), bytes(4), DType.INT8, 2, 2), ttl=-1), PageError, "ttl must be between 0"),
         (lambda c: c.set_block((b"r", 0), SHAPE, bytes(SHAPE.nbytes), ttl=-1), PageError, "ttl must be between 0"),

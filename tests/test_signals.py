@@ -220,7 +220,10 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
     users = tmp_path / "users.acl"
     os.mkfifo(users)  # so that the start takes as long as we like
     with subprocess.Popen(
-        command(tmp_path, free_port(), "--aclfile", str(users)), stderr=subprocess.PIPE, start_new_session=True
+        command(tmp_path, free_port(), "--aclfile", str(users)),
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+        preexec_fn=can_be_interrupted,
     ) as process:
         writing = os.open(users, os.O_WRONLY)  # it reads
         process.send_signal(signal.SIGINT)
