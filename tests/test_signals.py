@@ -19,7 +19,7 @@ import pytest
 import redis
 from documents import ROOT
 from health import until
-from servers import START_WITHIN, RunningServer, answers, free_port, start_server
+from servers import START_WITHIN, RunningServer, answers, can_be_interrupted, free_port, start_server
 from terminals import Terminal, terminal
 
 from kvpage_server import signals
