@@ -17,8 +17,7 @@ from pathlib import Path
 import pexpect
 import pytest
 import redis
-from servers import RunningServer, free_port, start_server
-from test_signals import can_be_interrupted
+from servers import RunningServer, can_be_interrupted, free_port, start_server
 
 from kvpage_server import __version__
 from kvpage_server.cli import main
