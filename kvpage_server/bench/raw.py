@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import struct
 import subprocess
@@ -169,4 +170,6 @@ def start_raw(*, unix: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[C
 
 
 if __name__ == "__main__":
-    _main(sys.argv[1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started it ends it
+    with suppress(BrokenPipeError):  # and may have ended itself
+        _main(sys.argv[1])
