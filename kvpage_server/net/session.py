@@ -9,10 +9,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
+from kvpage_server.commands.admission import Paused, is_at_once
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
-from kvpage_server.commands.dispatch import Paused, is_at_once
-from kvpage_server.commands.parts import execute
+from kvpage_server.commands.dispatch import execute
 from kvpage_server.commands.steps import freed
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
