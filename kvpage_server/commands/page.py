@@ -20,6 +20,7 @@ from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.steps import freed
+from kvpage_server.core import Slot
 from kvpage_server.page import (
     ALLOWED_DTYPES,
     LAYOUT,
@@ -39,7 +40,6 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.arena import Slot, room_before
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_cold, is_page
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import Needed
@@ -166,8 +166,8 @@ def _describe(read: Iterable[tuple[PageName, Shape, Slot]], now: int, with_check
         _, _, layer, head, page, kv_type = name
         digest = (slot.digest or checksum(slot.body)) if with_checksum else 0
         slot.digest = 0
-        view, at, size = slot.chunk.view, slot.offset - room_before(slot.size), slot.size
-        write(view, at, MAGIC, VERSION, dtype, kv_type, 0, rows, dim, layer, head, page, now, ttl, size, 0, digest)
+        to, size = slot.header, slot.size
+        write(to, 0, MAGIC, VERSION, dtype, kv_type, 0, rows, dim, layer, head, page, now, ttl, size, 0, digest)
         yield name, slot, now + ttl * 1000 if ttl else 0
 
 

@@ -6,6 +6,7 @@ No command here changes a value in its middle: a page's bytes and its header alw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -17,7 +18,6 @@ from kvpage_server.commands.value import admit, length_of, page_of, part_of, put
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
-from kvpage_server.store.arena import blobs
 from kvpage_server.store.entry import Entry
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
@@ -255,7 +255,7 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     """Null for each that does not exist."""
     keyspace, keys = client.server.keyspace, plain_all(args)
     if pages := keyspace.read_apart(keys):
-        return b"*%d\r\n" % len(pages), *blobs(pages)
+        return b"*%d\r\n" % len(pages), *chain.from_iterable(map(string_of, pages))
     return [string_of(keyspace.read(key)) for key in keys]
 
 

@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from operator import attrgetter
 from typing import cast
 
+from kvpage_server.core import Slot
 from kvpage_server.page import unix_ms
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.catalogue import Place
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, Page, are_cold

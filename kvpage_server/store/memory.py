@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, cast
 
+from kvpage_server.core import Slot
 from kvpage_server.page import HEADER_SIZE
-from kvpage_server.store.arena import Slab, Slot
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, PageName, Text
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block, rows_of
@@ -87,11 +87,6 @@ class Keyspace(Lookup):
                     self._grow(block, grown)
                 block, grown = self._open(req_id, page), 0
             slot.unit = block
-            chunk = slot.chunk
-            if type(chunk) is Slab:
-                chunk.keys.append(key)
-            else:
-                slot.seal()
             written += 1
             old = entries.get(key)
             if old is None:
@@ -99,7 +94,7 @@ class Keyspace(Lookup):
                 grown += slot.footprint
                 catalogue.put(key, slot)
             elif type(old) is Slot and old.unit is block:
-                if old.size != slot.size or type(old.chunk) is not type(chunk):
+                if old.size != slot.size:
                     grown += slot.footprint - old.footprint
                 if old.expires:
                     self._expiry.keys -= 1
@@ -144,7 +139,6 @@ class Keyspace(Lookup):
         for key in self._catalogue.strays_in(req_id, page, extent):
             self._remove(key, "del")
         had = self._drop_pages(block, rows_of(extent.shape))
-        extent.slot.seal()
         self._catalogue.fill(block, extent)
         self._grow(block, extent.slot.footprint)
         if self._quotas is not None:
@@ -197,9 +191,6 @@ class Keyspace(Lookup):
             self._texts += len(key) + len(value) + TEXT_OVERHEAD
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
-            entry.seal()
-            if type(entry.chunk) is Slab:
-                entry.chunk.keys.append(key)
         entry.expires = expires
         self._put(key, entry, event)
         self._catalogue.note_stray(key)
@@ -261,7 +252,6 @@ class Keyspace(Lookup):
         self._units.now = now // 1000
         self.guards.settle(now)
         self._catalogue.rest(now)
-        self.gather()
         self.arena.rest()
         removed = 0
         for key in self._expiry.due(now):

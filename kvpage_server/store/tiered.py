@@ -19,9 +19,9 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
+from kvpage_server.core import Slot
 from kvpage_server.page import unix_ms
 from kvpage_server.store import sheet
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.behind import Batch, WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
@@ -305,8 +305,6 @@ class Tiered(DiskRoom):
                 passed += 1
                 if passed == _MOST_PASSED:
                     break
-            if self.arena.sparse:
-                self.gather()
             if not self.is_full:
                 return True
         return False
