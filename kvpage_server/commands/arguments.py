@@ -26,8 +26,8 @@ def plain(argument: Argument) -> bytes:
     """
     if isinstance(argument, bytes):
         return argument
-    if len(argument.body) > LONGEST_WORD:
-        raise ReplyError(f"ERR only a value may be longer than {LONGEST_WORD} bytes, got {len(argument.body)}")
+    if argument.size > LONGEST_WORD:
+        raise ReplyError(f"ERR only a value may be longer than {LONGEST_WORD} bytes, got {argument.size}")
     return bytes(argument.body)
 
 
