@@ -1,4 +1,4 @@
-"""Which of the two cores runs: the compiled one where all of it is there, its Python twin elsewhere or when asked for."""
+"""Which of the two cores runs: the compiled one where all of it is there, else, or when asked for, its Python twin."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which sources a compiled core was made of: setup.py writes it into the core, and the core is asked when it is loaded."""
+"""Which sources a compiled core was made of: setup.py writes it into the core, and whoever loads the core asks it."""
 
 from __future__ import annotations
 
