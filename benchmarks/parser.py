@@ -11,11 +11,11 @@ from collections.abc import Callable
 from statistics import median
 
 import hiredis
+from kvpage_server.resp.parser import Parser
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.servers import pin_client
 from kvpage_server.core import Arena
-from kvpage_server.resp.parser import Parser
 
 INTRO = "ours / hiredis, commands a second; ratios are medians of the ratios of each round"
 KIB = 1024

@@ -9,20 +9,37 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
+from kvpage_server.core.protocol import Limits, ProtocolError
+from kvpage_server.core.python.words import Argument, Command
+
 if TYPE_CHECKING:
-    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
 
     NAME: str
 else:
     try:
         if os.environ.get("KVPAGE_CORE") == "python":
             raise ImportError("the plain one was asked for")
-        from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+        from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
 
         NAME = "native"
     except ImportError:
-        from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+        from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
 
         NAME = "python"
 
-__all__ = ["MOST_SPARE", "NAME", "SPARE_FOR", "Arena", "Part", "Slot"]
+__all__ = [
+    "MOST_SPARE",
+    "NAME",
+    "SPARE_FOR",
+    "Arena",
+    "Argument",
+    "Command",
+    "Limits",
+    "Parser",
+    "Part",
+    "ProtocolError",
+    "Scratch",
+    "Slot",
+    "Words",
+]

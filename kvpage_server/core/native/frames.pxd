@@ -22,6 +22,7 @@ cdef class Parser:
     cdef readonly object limits
     cdef readonly bint trusted
     cdef readonly Py_ssize_t receiving  # bytes of the arena's memory that the command under way has
+    cdef readonly Py_ssize_t received  # and that the command has that was taken last
     cdef object hashed
     cdef Arena arena
     cdef Scratch scratch

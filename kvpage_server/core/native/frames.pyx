@@ -92,8 +92,9 @@ cdef class Parser:
         return self.pos == self.end and self.missing == 0
 
     def give_up(self):
-        """The words of the command under way, which will not come to its end."""
+        """The words of the command under way, which will not come to its end; nothing is held any more."""
         self.slot = None
+        self.pos = self.end
         return self.taken()
 
     # -- receiving -------------------------------------------------------------------------------------------------
@@ -201,7 +202,8 @@ cdef class Parser:
         """The words of the command that was under way."""
         command = self.args if self.packed is None else all_of(self.packed)
         self.args = self.packed = None
-        self.missing = self.size = self.receiving = 0
+        self.received, self.receiving = self.receiving, 0
+        self.missing = self.size = 0
         return command
 
     cdef int begin_command(self) except -1:

@@ -11,8 +11,8 @@ line, or a short word. Any cut gives the same commands, and the same error in th
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Sequence
-from typing import Any
+from collections.abc import Collection
+from typing import Any, cast
 
 import xxhash
 
@@ -35,7 +35,7 @@ from kvpage_server.core.protocol import (
     length_of,
 )
 from kvpage_server.core.python.slots import Arena, Slot
-from kvpage_server.core.python.words import Word, Words
+from kvpage_server.core.python.words import Argument, Command, Words
 
 _CRLF = b"\r\n"
 
@@ -50,7 +50,11 @@ class Scratch:
 
 
 class Parser:
-    """One connection's parser. `receiving` are the bytes of the arena's memory that the command under way has."""
+    """One connection's parser.
+
+    `receiving` are the bytes of the arena's memory that the command under way has, `received` those of the command that
+    was taken last.
+    """
 
     def __init__(
         self,
@@ -62,13 +66,14 @@ class Parser:
         self.limits = limits or Limits()
         self.trusted = True
         self.receiving = 0
+        self.received = 0
         self._hashed = hashed
         self._arena = arena
         self._scratch = scratch or Scratch()
         self._data = b""  # received, and not parsed from `_pos` on
         self._pos = 0
         self._scanned = 0  # bytes of that which hold no end of a line
-        self._words: list[Word] = []  # of the command under way
+        self._words: list[Argument] = []  # of the command under way
         self._missing = 0  # its words still to come
         self._size = 0  # bytes of its words so far
         self._length = -1  # of the next word, once its line was read
@@ -90,9 +95,10 @@ class Parser:
         """Whether everything that was received has been taken."""
         return self._pos == len(self._data) and not self._missing
 
-    def give_up(self) -> Sequence[Word]:
-        """The words of the command under way, which will not come to its end."""
+    def give_up(self) -> Command:
+        """The words of the command under way, which will not come to its end; nothing is held any more."""
         self._slot = None
+        self._data, self._pos = b"", 0
         return self._taken()
 
     # -- receiving -------------------------------------------------------------------------------------------------
@@ -128,7 +134,7 @@ class Parser:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def next(self) -> Sequence[Word] | None:
+    def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
         while self._take_words():
             if self._words:
@@ -137,11 +143,12 @@ class Parser:
                 break
         return None
 
-    def _taken(self) -> Sequence[Word]:
+    def _taken(self) -> Command:
         """The words of the command that was under way."""
         words, self._words = self._words, []
-        self._missing = self._size = self.receiving = 0
-        return Words(words) if len(words) > MOST_LISTED else words
+        self.received, self.receiving = self.receiving, 0
+        self._missing = self._size = 0
+        return cast("Command", Words(words)) if len(words) > MOST_LISTED else words  # it is read as a list is
 
     def _begin_command(self) -> bool:
         """Read the line that opens a command; false when it has not arrived."""
