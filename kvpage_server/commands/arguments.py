@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
+from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import ReplyError
 
 _INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")

@@ -20,7 +20,7 @@ from kvpage_server.commands.misses import page_missed
 from kvpage_server.commands.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.steps import freed
-from kvpage_server.core import Slot
+from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     ALLOWED_DTYPES,
     LAYOUT,
@@ -38,7 +38,6 @@ from kvpage_server.page import (
     checksum,
     unix_ms,
 )
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import Entry, NewPage, Page, PageName, is_cold, is_page
 from kvpage_server.store.index import Block

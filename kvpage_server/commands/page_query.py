@@ -11,8 +11,8 @@ from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_keys, page_name
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.steps import each
+from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import header_of, is_cold, is_page
 

@@ -7,10 +7,27 @@ says which one this is: "native" or "python". KVPAGE_CORE=python asks for the pl
 from typing import TYPE_CHECKING
 
 from kvpage_server.core.choice import NAME, REASON
+from kvpage_server.core.protocol import Limits, ProtocolError
+from kvpage_server.core.python.words import Argument, Command
 
 if TYPE_CHECKING or NAME == "python":
-    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
 else:
-    from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+    from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
 
-__all__ = ["MOST_SPARE", "NAME", "REASON", "SPARE_FOR", "Arena", "Part", "Slot"]
+__all__ = [
+    "MOST_SPARE",
+    "NAME",
+    "REASON",
+    "SPARE_FOR",
+    "Arena",
+    "Argument",
+    "Command",
+    "Limits",
+    "Parser",
+    "Part",
+    "ProtocolError",
+    "Scratch",
+    "Slot",
+    "Words",
+]
