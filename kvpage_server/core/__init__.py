@@ -10,19 +10,19 @@ import os
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+    from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR, Arena, Outbox, Part, Slot
 
     NAME: str
 else:
     try:
         if os.environ.get("KVPAGE_CORE") == "python":
             raise ImportError("the plain one was asked for")
-        from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+        from kvpage_server.core.native import AT_ONCE, MOST_SPARE, SPARE_FOR, Arena, Outbox, Part, Slot
 
         NAME = "native"
     except ImportError:
-        from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+        from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR, Arena, Outbox, Part, Slot
 
         NAME = "python"
 
-__all__ = ["MOST_SPARE", "NAME", "SPARE_FOR", "Arena", "Part", "Slot"]
+__all__ = ["AT_ONCE", "MOST_SPARE", "NAME", "SPARE_FOR", "Arena", "Outbox", "Part", "Slot"]
