@@ -11,11 +11,34 @@ from kvpage_server.core.protocol import Limits, ProtocolError
 from kvpage_server.core.python.words import Argument, Command
 
 if TYPE_CHECKING or NAME == "python":
-    from kvpage_server.core.python import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
+    from kvpage_server.core.python import (
+        AT_ONCE,
+        MOST_SPARE,
+        SPARE_FOR,
+        Arena,
+        Outbox,
+        Parser,
+        Part,
+        Scratch,
+        Slot,
+        Words,
+    )
 else:
-    from kvpage_server.core.native import MOST_SPARE, SPARE_FOR, Arena, Parser, Part, Scratch, Slot, Words
+    from kvpage_server.core.native import (
+        AT_ONCE,
+        MOST_SPARE,
+        SPARE_FOR,
+        Arena,
+        Outbox,
+        Parser,
+        Part,
+        Scratch,
+        Slot,
+        Words,
+    )
 
 __all__ = [
+    "AT_ONCE",
     "MOST_SPARE",
     "NAME",
     "REASON",
@@ -24,6 +47,7 @@ __all__ = [
     "Argument",
     "Command",
     "Limits",
+    "Outbox",
     "Parser",
     "Part",
     "ProtocolError",

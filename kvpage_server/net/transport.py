@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import Protocol
 
-from kvpage_server.net.outbox import AT_ONCE, Outbox
+from kvpage_server.core import Outbox
 from kvpage_server.resp.reply import Piece
 
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
@@ -69,14 +68,10 @@ class SocketTransport:
         """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
         if self._over:
             return
-        pieces = _joined(pieces)
-        sent = self._send_alone(pieces[0]) if len(pieces) == 1 and not self.queued else 0
-        if sent is None:
-            return
         self._outbox.add(pieces)
-        self._outbox.sent(sent)
-        self.queued = self._outbox.nbytes
-        if not self._writing:
+        if self._writing:
+            self.queued = self._outbox.nbytes
+        else:
             self._flush()
         self._crowded = self._crowded or self.queued > HIGH_WATER
 
@@ -84,27 +79,13 @@ class SocketTransport:
         """What waits to be sent has moved."""
         self._outbox.renew()
 
-    def _send_alone(self, piece: Piece) -> int | None:
-        """Send a piece while nothing waits, without queueing it; None when it is gone, else how much of it is."""
-        buffer = piece if isinstance(piece, bytes) else piece.view
-        if len(buffer) > AT_ONCE:
-            return 0
-        try:
-            sent = self._sock.send(buffer)
-        except OSError:
-            return 0  # as it will be met again
-        self.bytes_out += sent
-        return None if sent == len(buffer) else sent
-
     def _flush(self) -> None:
         try:
-            while self.queued:
-                self._send()
-        except (BlockingIOError, InterruptedError):
-            pass
+            self.bytes_out += self._outbox.send(self._sock.fileno())
         except OSError:
             self.abort()
             return
+        self.queued = self._outbox.nbytes
         if self.queued:
             if not self._writing:
                 self._writing = True
@@ -119,14 +100,6 @@ class SocketTransport:
         if self._crowded and self.queued <= HIGH_WATER:
             self._crowded = False
             self._loop.call_soon(self._reader.drained)
-
-    def _send(self) -> None:
-        """Hand the kernel what is next. Raises OSError as sendmsg does."""
-        buffers = self._outbox.next()
-        sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
-        self.bytes_out += sent
-        self._outbox.sent(sent)
-        self.queued = self._outbox.nbytes
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
@@ -149,13 +122,3 @@ class SocketTransport:
         self.queued = 0
         self._sock.close()
         self._reader.lost()
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces as one if none of them lies in the store: short replies cost less so."""
-    if len(pieces) == 1:
-        return pieces  # perhaps a message that others are sent, too
-    try:
-        return [b"".join(cast("Iterable[bytes]", pieces))]
-    except TypeError:
-        return pieces

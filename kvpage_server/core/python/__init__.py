@@ -1,16 +1,8 @@
 """The core in plain Python: what the compiled one does is what this does."""
 
 from kvpage_server.core.python.frames import Parser, Scratch
+from kvpage_server.core.python.gather import AT_ONCE, Outbox
 from kvpage_server.core.python.slots import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
 from kvpage_server.core.python.words import Words
 
-__all__ = [
-    "MOST_SPARE",
-    "SPARE_FOR",
-    "Arena",
-    "Parser",
-    "Part",
-    "Scratch",
-    "Slot",
-    "Words",
-]
+__all__ = ["AT_ONCE", "MOST_SPARE", "SPARE_FOR", "Arena", "Outbox", "Parser", "Part", "Scratch", "Slot", "Words"]
