@@ -14,8 +14,8 @@ import hiredis
 
 from benchmarks.findings import Finding, show, write
 from benchmarks.servers import pin_client
+from kvpage_server.core import Arena
 from kvpage_server.resp.parser import Parser
-from kvpage_server.store.arena import Arena
 
 INTRO = "ours / hiredis, commands a second; ratios are medians of the ratios of each round"
 KIB = 1024

@@ -132,7 +132,11 @@ class BlockPoolBatchEngine:
         return self._keeper.needed(self._waiting[0])
 
     def encode(self, text: str) -> list[int]:
-        """The token ids of `text`, as mlx-lm's own generate makes them."""
+        """The token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+            raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
         bos = self._tokenizer.bos_token
         return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
 

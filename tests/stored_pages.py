@@ -10,8 +10,8 @@ import redis
 from servers import start_server
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch import run
 from kvpage_server.commands.registry import find
+from kvpage_server.commands.run import run
 from kvpage_server.config import Config
 from kvpage_server.resp.reply import Piece, encode
 from kvpage_server.store.memory import Keyspace

@@ -189,6 +189,15 @@ def test_an_agent_that_is_none_is_named(
     assert (reply.status_code, reply.json()["error"]["param"]) == (status, param), reply.text
 
 
+def test_a_file_that_cannot_be_removed_is_told(tiny: Path, tmp_path: Path) -> None:
+    (tmp_path / "squatted.safetensors").mkdir()
+    with start_engine(tiny, "--cold", str(tmp_path)) as engine:
+        reply = agents(engine, "DELETE", "/squatted")
+        assert reply.status_code == 500
+        assert "'squatted' is forgotten but for its cold file, which cannot be removed: " in reply.text
+        assert agents(engine, "DELETE", "/nobody").status_code == 404
+
+
 def test_four_agents_at_two_engines_have_their_rules_computed_once(engines: list[RunningEngine]) -> None:
     said = example("four_agents.py", *(engine.url for engine in engines))
     turns = re.findall(r"^(\w+) +at engine (\d): .*\n +\[(\d+) of \d+ tokens reused: (\w+)\]$", said, re.MULTILINE)

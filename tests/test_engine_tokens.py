@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.answer import AnswerText
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
 from engine.blocks import AgentBlocks, page_bodies
+from engine.request import UnknownTokenError
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token
@@ -66,6 +67,13 @@ def test_the_tokens_that_come_are_the_answer(bench: Bench) -> None:
     assert len({token.uid for token in bench.told} | {done.uid}) == 1
     assert {(token.logprob, token.top, token.ends_text) for token in bench.told} == {(None, (), False)}
     bench.free(done)
+
+
+@kinds(IN_ONE_BATCH)
+def test_text_that_utf8_cannot_spell_is_refused(bench: Bench) -> None:
+    with pytest.raises(UnknownTokenError, match=r"a prompt is text that UTF-8 can spell, got '\\ud83d'"):
+        bench.batch.submit("alice", "half of a seal: \ud83d")
+    assert bench.batch.pending == 0
 
 
 @both_ways

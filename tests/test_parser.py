@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from servers import RunningServer
 from wire import spell
 
+from kvpage_server.core import Arena, Slot
 from kvpage_server.page import checksum
 from kvpage_server.resp.inline import split_words
 from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError
-from kvpage_server.store.arena import Arena, Slab, Slot
 
 Words = list[bytes]
 
@@ -34,7 +34,7 @@ def parse(
 ) -> tuple[list[Words], bool]:
     """The commands that come out when the input arrives in pieces, and whether it ended in a protocol error."""
     arena = Arena()
-    parser = parser or Parser(arena.allocate, slab=arena.slab, limits=limits)
+    parser = parser or Parser(arena.allocate, limits=limits)
     commands: list[Words] = []
     try:
         for piece in pieces:
@@ -148,7 +148,7 @@ class TestSplits:
     ) -> None:
         data = b"".join(map(spell, [*sent, [b"PING"]]))
         arena = Arena()
-        parser = Parser(arena.allocate, slab=arena.slab)
+        parser = Parser(arena.allocate)
         if at_leisure:  # much is received before anybody asks for a command
             for piece in cut(data, positions):
                 parser.feed(piece)
@@ -174,31 +174,13 @@ class TestSplits:
             words = [b"MSET", *pairs, *end]
             assert parse(cut(spell(words), range(0, 2**17, 10_000))) == ([words], False)
 
-    def test_a_batch_is_received_into_few_pieces_of_memory(self) -> None:
-        made: list[int] = []
-        arena = Arena()
-
-        def allocate(size: int) -> Slot:
-            made.append(size)
-            return arena.allocate(size)
-
-        def slab(size: int) -> Slab:
-            made.append(size)
-            return arena.slab(size)
-
-        page = [b"a-request-of-some-length", b"5", b"8", b"42", b"0", b"1", b"128", b"64", b"3600", bytes(16384)]
-        parser = Parser(allocate, slab=slab)
-        (command,), _ = parse(cut(spell([b"KVPAGEMSET", b"256", *page * 256]), range(0, 2**23, 50_000)), parser)
-        assert command[2:] == page * 256
-        assert len(made) < 25
-
     @given(batches(), steps, st.sampled_from([1000, 30_000, 262_144]))
     @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
     def test_every_long_body_has_the_digest_of_its_bytes_however_they_come(
         self, words: Words, positions: Sequence[int], at_once: int
     ) -> None:
         arena = Arena()
-        parser = Parser(arena.allocate, slab=arena.slab, hashed=lambda name: name == b"BATCH")
+        parser = Parser(arena.allocate, hashed=lambda name: name == b"BATCH")
         for piece in cut(spell(words), positions):
             receive(parser, piece, at_once)
         command = parser.next()
@@ -209,7 +191,7 @@ class TestSplits:
 
     def test_what_nobody_wants_hashed_has_no_digest(self) -> None:
         arena = Arena()
-        parser = Parser(arena.allocate, slab=arena.slab, hashed=lambda name: name == b"BATCH")
+        parser = Parser(arena.allocate, hashed=lambda name: name == b"BATCH")
         receive(parser, spell([b"MSET", *[b"key" * 30, bytes(5000)] * 20]), 1000)
         assert {body.digest for body in (parser.next() or [])[2::2] if isinstance(body, Slot)} == {0}
 
@@ -327,7 +309,7 @@ class TestMemory:
     ) -> None:
         arena = Arena()
         data = b"".join(write(words) for words, write in stream)
-        parse(cut(data[: end % (len(data) + 1)], positions), Parser(arena.allocate, slab=arena.slab))
+        parse(cut(data[: end % (len(data) + 1)], positions), Parser(arena.allocate))
         assert arena.used == 0
 
     def test_pending_counts_what_waits_for_the_end_of_a_command(self) -> None:

@@ -20,7 +20,7 @@ from servers import RunningServer, start_server
 from storm import PAGE
 from wire import spell
 
-from kvpage_server.store.arena import SPARE_FOR
+from kvpage_server.core import SPARE_FOR
 
 pytestmark = pytest.mark.alone
 

@@ -53,7 +53,12 @@ async def delete(request: Request) -> Response:
     """Forget it."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
-    if not await asyncio.to_thread(service.engine.store.delete, tenant.agent(given, "agent_id")):
+    try:
+        known = await asyncio.to_thread(service.engine.store.delete, tenant.agent(given, "agent_id"))
+    except OSError as error:
+        why = error.strerror or str(error)
+        raise ApiError(500, f"{given!r} is forgotten but for its cold file, which cannot be removed: {why}") from None
+    if not known:
         raise _unknown(given)
     return JSONResponse({"id": given, "object": "agent.deleted", "deleted": True})
 

@@ -14,6 +14,7 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec
 from kvpage_server.resp.parser import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
@@ -42,25 +43,41 @@ class Postponed(Exception):
 
 def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
     """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
-    queued = None
     if client.transaction is not None and spec.name == "exec":
-        queued = [] if client.transaction.refused or client.watched_changed else client.transaction.commands
-    commands = [(spec, words)] if queued is None else queued
-    behind = tiered.behind
-    if (behind.full or behind.failing) and any("denyoom" in spec.flags for spec, _ in commands):
-        if behind.failing and behind.mode == "always":
-            raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
-        if tiered.keeps_all and behind.full:
-            raise Postponed(Wait(behind.when_there_is_room))
+        _prepare_queued(client, tiered)
+        return
+    if spec.stores:
+        _have_disk(tiered)
+    if tiered.any_cold and not spec.fetches and spec.needs is not nothing:
+        _have_in_memory(client, tiered, spec.needs(tiered, spec, words[spec.words :]))
+
+
+def _prepare_queued(client: Client, tiered: Tiered) -> None:
+    """The same for what EXEC is about to run, all of it."""
+    transaction = client.transaction
+    if transaction is None or transaction.refused or client.watched_changed:
+        return
+    if any(spec.stores for spec, _ in transaction.commands):
+        _have_disk(tiered)
     if tiered.any_cold:
-        bodies = (
-            spec.needs(tiered, spec, words[spec.words :])
-            for spec, words in commands
-            if queued is not None or not spec.fetches
-        )
-        needed = dict.fromkeys(chain.from_iterable(bodies))
-        if cold := _cold_of(needed):
-            raise Postponed(*_bring(client, tiered, needed, cold))
+        needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
+        _have_in_memory(client, tiered, chain.from_iterable(needs))
+
+
+def _have_disk(tiered: Tiered) -> None:
+    """The disk has to keep up with what is about to be stored."""
+    behind = tiered.behind
+    if behind.failing and behind.mode == "always":
+        raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
+    if tiered.keeps_all and behind.full:
+        raise Postponed(Wait(behind.when_there_is_room))
+
+
+def _have_in_memory(client: Client, tiered: Tiered, needed: Iterable[Needed]) -> None:
+    """What is needed has to be in memory."""
+    bodies = dict.fromkeys(needed)
+    if cold := _cold_of(bodies):
+        raise Postponed(*_bring(client, tiered, bodies, cold))
 
 
 def _cold_of(needed: Iterable[Needed]) -> list[Cold]:

@@ -214,7 +214,9 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
 def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
     """Steps of a reply with pages of which some are fetched for it."""
     steps = [
-        _Step(names, at, min(at + FROM_DISK, stop)) for names, first, stop in batches for at in range(first, stop, FROM_DISK)
+        _Step(names, at, min(at + FROM_DISK, stop))
+        for names, first, stop in batches
+        for at in range(first, stop, FROM_DISK)
     ]
     ahead = Ahead(client, _cold_in, steps, of_pages=True)
     for names, first, stop in steps:

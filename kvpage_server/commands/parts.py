@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvpage_server.commands import dispatch
+from kvpage_server.commands.admission import admit, check_rights, have_room, queues, rejected
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Postponed, prepare
-from kvpage_server.commands.registry import AT_ONCE, Parts, Spec, find
+from kvpage_server.commands.registry import AT_ONCE, Parts, Spec
+from kvpage_server.commands.run import run_as_asked
 from kvpage_server.commands.steps import Steps, freed
-from kvpage_server.commands.transaction import MOST_QUEUED, too_much_queued
+from kvpage_server.commands.transaction import too_much_queued
 from kvpage_server.resp.parser import Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.hold import Hold
@@ -22,46 +23,43 @@ from kvpage_server.store.hold import Hold
 _PART = 128  # items
 
 
-def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command. Errors are replies too; Paused and Postponed are raised: it is to be tried again."""
-    queues = client.transaction is not None and not dispatch.is_at_once(words)
-    if len(words) <= AT_ONCE or (queues and len(words) <= MOST_QUEUED):
-        return dispatch.execute(client, words)
-    spec = None
-    try:
-        spec = find(words)
-        if queues:
-            raise too_much_queued()
-        if not client.free:
-            dispatch.admit(client, spec)
-        if spec.parts is None:
-            raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
-    except ReplyError as error:
-        return Stream(None, _refused(dispatch.rejected(client, spec, words, error), words))
+def begin(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to a command of very many words. Raises ReplyError, Paused."""
+    if queues(client, spec):
+        raise too_much_queued()
+    if not client.free:
+        admit(client, spec)
+    if spec.parts is None:
+        raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
     client.last_command = spec.name
-    return Stream(None, _steps(client, spec, spec.parts, words), whole="write" in spec.flags)
+    return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
 
 
-def _refused(error: ReplyError, words: Command) -> Iterator[Reply]:
-    yield error
-    yield from freed(words)
+def freed_after(error: ReplyError, words: Command) -> Stream:
+    """An error as the reply to a command of very many words, which are freed in steps."""
+
+    def steps() -> Iterator[Reply]:
+        yield error
+        yield from freed(words)
+
+    return Stream(None, steps())
 
 
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
     try:
         if not client.free:
             for part in _divided(spec, parts, words):
-                dispatch.check_rights(client, spec, part)
+                check_rights(client, spec, part)
                 yield ()
         if parts.joined:
             yield from _joined(client, spec, parts, words)
         else:
             hold = yield from _ready(client, spec, words)
-            reply = dispatch.run_now(client, spec, words)
+            reply = run_as_asked(client, spec, words)
             del hold
             yield from _flat(reply)
     except ReplyError as error:
-        yield dispatch.rejected(client, spec, words, error)
+        yield rejected(client, spec, words, error)
     yield from freed(words)
 
 
@@ -80,7 +78,8 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
     hold: Hold | None = None
     while True:
         try:
-            dispatch.have_room(client, spec)
+            if spec.stores:
+                have_room(client)
             if client.server.tiered is not None:
                 prepare(client, client.server.tiered, spec, words)
             return hold
@@ -106,7 +105,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
     for part in _divided(spec, parts, words):
         hold = yield from _ready(client, spec, part)
-        reply = dispatch.run_now(client, spec, part)
+        reply = run_as_asked(client, spec, part)
         del hold
         if parts.joined == "array":
             yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))

@@ -67,6 +67,9 @@ class Spec:
     most: int  # words of a subcommand at the most, 0 where there is no such number
     parts: Parts | None  # how it is done with more than AT_ONCE words; None when it takes no more
     flags: frozenset[str]  # Redis's command flags
+    stores: bool  # it is refused when memory is full: `denyoom`
+    writes: bool  # `write`
+    writes_keys: bool  # and the keys stand in fixed places
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
     uses: Uses | None  # the keys that arguments spell, or what else they say of their use
@@ -105,7 +108,7 @@ class Spec:
 
 
 TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
-BY_WORD: dict[bytes, Spec] = {}  # commands by the word a client sends, as often spelt
+BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, as often spelt
 SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
 
 _CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "set", "keyspace", "connection", "pubsub")} | {
@@ -146,6 +149,9 @@ def command(
             most=most,
             parts=parts,
             flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses and not keys[0] else set()),
+            stores="denyoom" in given,
+            writes="write" in given,
+            writes_keys="write" in given and keys[0] > 0,
             categories=_categories(given, group),
             keys=keys,
             uses=uses,
@@ -229,14 +235,13 @@ def top_level() -> list[Spec]:
 
 def find(words: Sequence[Argument]) -> Spec:
     """The row that a client's words call. Raises ReplyError for an unknown command or a wrong number of words."""
-    word = words[0]
-    spec = BY_WORD.get(word) if isinstance(word, bytes) else None  # the usual spellings need no folding
+    spec = BY_WORD.get(words[0])  # the usual spellings need no folding
     if spec is None:
-        spec = BY_WORD.get(plain(word).lower())
+        spec = BY_WORD.get(plain(words[0]).lower())
         if spec is None:
             raise ReplyError(_unknown(words))
     count = len(words)
-    if spec.name in SUBCOMMANDS and count > 1:
+    if count > 1 and spec.name in SUBCOMMANDS:
         spec = _find_sub(spec, plain(words[1]))
     if count != spec.arity and (spec.arity > 0 or count < -spec.arity):
         raise ReplyError(f"ERR wrong number of arguments for '{spec.name}' command")

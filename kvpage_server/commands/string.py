@@ -17,7 +17,6 @@ from kvpage_server.commands.value import admit, length_of, page_of, part_of, put
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
-from kvpage_server.store.arena import blobs
 from kvpage_server.store.entry import Entry
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
@@ -253,10 +252,8 @@ def getex(client: Client, args: list[Argument]) -> Reply:
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
     """Null for each that does not exist."""
-    keyspace, keys = client.server.keyspace, plain_all(args)
-    if pages := keyspace.read_apart(keys):
-        return b"*%d\r\n" % len(pages), *blobs(pages)
-    return [string_of(keyspace.read(key)) for key in keys]
+    keyspace = client.server.keyspace
+    return [string_of(keyspace.read(key)) for key in plain_all(args)]
 
 
 def _mset(client: Client, args: list[Argument]) -> None:

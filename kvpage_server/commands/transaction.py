@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch import run_queued
 from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Parts, Spec, command
+from kvpage_server.commands.run import run_queued
 from kvpage_server.resp.parser import Argument, Command
 from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError
 

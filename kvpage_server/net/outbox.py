@@ -6,7 +6,6 @@ from bisect import bisect_left, bisect_right
 from itertools import accumulate
 
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.arena import views
 
 AT_ONCE = 1024 * 1024  # bytes handed over: the kernel frees no memory of a socket while it copies into it
 _GATHER = 512  # pieces handed over; IOV_MAX is 1024
@@ -29,7 +28,7 @@ class Outbox:
 
     def add(self, pieces: list[Piece]) -> None:
         """Pieces that are to be sent after those that wait."""
-        buffers = views(pieces)
+        buffers = _views(pieces)
         ends = accumulate(map(len, buffers), initial=self._ends[-1] if self._ends else self._sent)
         next(ends)
         self._ends += ends
@@ -65,8 +64,12 @@ class Outbox:
     def renew(self) -> None:
         """The memory has moved: look at each piece where it is now."""
         if self._pieces:
-            self._buffers = views(self._pieces)
+            self._buffers = _views(self._pieces)
 
     def clear(self) -> None:
         """Drop what waits."""
         self.sent(self.nbytes)
+
+
+def _views(pieces: list[Piece]) -> list[bytes | memoryview]:
+    return [piece if isinstance(piece, bytes) else piece.view for piece in pieces]

@@ -9,17 +9,17 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
+from kvpage_server.commands.admission import Paused, is_at_once
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
-from kvpage_server.commands.dispatch import Paused, is_at_once
-from kvpage_server.commands.parts import execute
+from kvpage_server.commands.dispatch import execute
 from kvpage_server.commands.steps import freed
+from kvpage_server.core import Slot
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.parser import Argument, Command, Parser, ProtocolError
 from kvpage_server.resp.reply import QUEUED, Piece, Reply, Stream, Wait, encode
-from kvpage_server.store.arena import Slab, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.hold import Hold
 from kvpage_server.store.spelling import Value
@@ -94,7 +94,7 @@ class Session:
         self._keyspace = server.keyspace
         self._receiving = 0  # bytes of memory for a command that has not come to its end
         self._queued = 0  # and for those that wait for EXEC
-        self._parser = Parser(self._allocate, slab=self._slab, hashed=self._is_hashed, limits=self._limits)
+        self._parser = Parser(self._allocate, hashed=self._is_hashed, limits=self._limits)
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
@@ -149,12 +149,6 @@ class Session:
         slot = self._keyspace.arena.allocate(size)
         self._receive(slot.footprint)
         return slot
-
-    def _slab(self, size: int) -> Slab:
-        """Memory for many of them. Raises MemoryError."""
-        slab = self._keyspace.arena.slab(size)
-        self._receive(slab.nbytes)
-        return slab
 
     def _receive(self, size: int) -> None:
         """So many bytes more, or less, are the sender's: they count against it, and nothing is evicted for them."""

@@ -22,7 +22,6 @@ from kvpage_server.page import checksum
 from kvpage_server.resp import groups
 from kvpage_server.resp.groups import DECLARED
 from kvpage_server.resp.inline import split_words
-from kvpage_server.resp.run import BrokenRun, Run, Slab, group_size, may_repeat
 
 MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
 MAX_ARGUMENTS = 0x7FFF_FFFF
@@ -72,9 +71,6 @@ _WINDOW = 16 * 1024  # bytes that are first looked at for a run of short ones; f
 
 _TOO_LONG = "command exceeds the query buffer limit"
 _NO_CRLF = "bulk string is not terminated by CRLF"
-_LONGEST_IN_RUN = 256 * 1024  # longer bulks are received one by one: that costs little beside their bytes
-_MOST_SHORT = 16  # arguments before each long one of a run
-_SLAB_SIZE = 7 * 512 * 1024 - 256  # bytes for a run at the most: a size that slots have, with what they take beside
 _LONG = 8192  # behind a bulk longer than this only its followers' arguments are read: what overshoots is copied
 
 _scratch = memoryview(bytearray(SCRATCH_SIZE))
@@ -88,19 +84,16 @@ class Parser:
         self,
         allocate: Callable[[int], Bulk],
         *,
-        slab: Callable[[int], Slab] | None = None,
         hashed: Callable[[Argument], bool] | None = None,
         limits: Limits | None = None,
         keep_from: int = 4096,
     ) -> None:
         """`allocate(n)` gives memory for a bulk of n bytes; bulks shorter than `keep_from` arrive as bytes instead.
 
-        `slab(n)` gives n bytes for a run of bulks; without it each is received by itself. `hashed(name)` says whether
-        the long bulks of a command are to have their digests; its first word is that.
+        `hashed(name)` says whether the long bulks of a command are to have their digests; its first word is that.
         """
         self.limits = limits or Limits()
         self._allocate = allocate
-        self._make_slab = slab
         self._is_hashed = hashed
         self._keep_from = keep_from
         self._data = b""  # received, not yet parsed, from _pos on
@@ -113,10 +106,7 @@ class Parser:
         self._filled = 0
         self._digest: xxhash.xxh3_64 | None = None  # of its first `_digested` bytes
         self._digested = 0
-        self._run: Run | None = None  # being received
-        self._last_long = (0, 0)  # length of the last bulk received directly, and its place among the arguments
-        self._runs = True  # whether more may be looked for in this command
-        self._every = 0  # so many arguments on the last two of one length followed each other
+        self._any_long = False  # whether a bulk of the command under way was received directly
         self._ready: list[Command] = []  # whole commands taken from _data together, the next one last
         self._ready_size = 0  # bytes that all of them had; 0 when none is left
         self._looked = False  # for such commands, in what was received
@@ -125,11 +115,6 @@ class Parser:
 
     def buffers(self) -> list[memoryview]:
         """Where the next bytes belong, in order. Valid until `received` is called."""
-        if self._run is not None:
-            room = self._run.room
-            if room:
-                return [room]
-            self._end_run(self._run)  # nobody has asked for what is in it, and more is coming
         if self._bulk is None:
             return [_scratch]
         return [self._room[self._filled :], _after_long if len(self._room) > _LONG else _scratch]
@@ -148,16 +133,11 @@ class Parser:
 
     def arriving(self, count: int) -> None:
         """`count` bytes of `buffers()` are written, and more will be: hash them as long as they are in the cache."""
-        if self._run is not None:
-            self._run.arriving(count)
-        elif self._bulk is not None and self._hashes:
+        if self._bulk is not None and self._hashes:
             self._hash_up_to(min(self._filled + count, len(self._room) - 2))
 
     def received(self, count: int) -> None:
         """`count` bytes have been written into `buffers()`. Raises ProtocolError for a bulk without its CRLF."""
-        if self._run is not None:
-            self._run.received(count)
-            return
         if self._bulk is not None:
             taken = min(count, len(self._room) - self._filled)
             self._filled += taken
@@ -212,11 +192,9 @@ class Parser:
 
     @property
     def expected(self) -> int:
-        """So many bytes are to come yet of a long bulk, or of a run if it goes on as it began."""
+        """So many bytes are to come yet of a long bulk."""
         if self._bulk is not None:
             return len(self._room) - self._filled
-        if self._run is not None:
-            return self._missing // (self._run.short + 1) * self._run.length - self._run.pending
         return 0
 
     @property
@@ -227,8 +205,7 @@ class Parser:
     @property
     def pending(self) -> int:
         """Bytes held of commands that were not taken yet, most of which have not arrived whole."""
-        in_run = self._run.pending if self._run is not None else 0
-        return self._size + len(self._data) - self._pos + self._ready_size + in_run
+        return self._size + len(self._data) - self._pos + self._ready_size
 
     @property
     def arguments(self) -> int:
@@ -247,21 +224,14 @@ class Parser:
         self._ready_size = 0
         while True:
             if self._missing:
-                if self._every and self._bulk is None:
-                    self._begin_run()
-                if self._run is not None:
-                    self._take_run(self._run)
-                if self._run is None:
-                    self._take_bulks()
-                if self._every and self._bulk is None:
-                    continue
+                self._take_bulks()
                 if self._size > self.limits.max_command:
                     raise ProtocolError(_TOO_LONG)
                 if self._missing:
                     return None
             if self._args:
                 command, self._args, self._size = self._args, [], 0
-                self._last_long, self._runs = (0, 0), True
+                self._any_long = False
                 return command
             if self._pos == len(self._data):
                 return None
@@ -351,7 +321,7 @@ class Parser:
             pos = self._take_short_ones()
             missing = self._missing
         try:
-            while missing and self._bulk is None and not self._every:
+            while missing and self._bulk is None:
                 end = find(b"\r\n", pos)
                 if end < 0:
                     if size - pos > MAX_LINE:
@@ -391,7 +361,7 @@ class Parser:
 
         What has arrived is split piece by piece, as long as it is nothing else: so all of it once, and little in vain.
         """
-        pos, window = self._take_groups(self._pos), _WINDOW if self._last_long == (0, 0) else _WINDOW // 8
+        pos, window = self._take_groups(self._pos), _WINDOW // 8 if self._any_long else _WINDOW
         while self._missing:
             taken = self._take_some(pos, self._missing, window)
             pos += taken
@@ -447,7 +417,7 @@ class Parser:
 
     def _receive_directly(self, length: int, data: bytes, start: int) -> int:
         """Move what has arrived of a long bulk into its own memory; the cursor after it."""
-        self._look_for_a_run(length)
+        self._any_long = True
         self._bulk = bulk = self._allocate(length) if length >= self._keep_from else Buffer(length)
         self._room = bulk.room
         arrived = min(len(data) - start, length + 2)
@@ -456,67 +426,6 @@ class Parser:
         if arrived == length + 2:
             self._finish_bulk()
         return start + arrived
-
-    # -- runs ------------------------------------------------------------------------------------------------------
-
-    def _look_for_a_run(self, length: int) -> None:
-        """A bulk of `length` bytes is the next argument: perhaps the next ones are like those since the last."""
-        before, at = self._last_long
-        here = len(self._args)
-        self._last_long = (length, here)
-        if (
-            self._make_slab is None
-            or not self._runs
-            or length != before
-            or not self._keep_from <= length <= _LONGEST_IN_RUN
-        ):
-            return
-        every = here - at
-        if 2 <= every <= _MOST_SHORT and self._missing > 2 * every:
-            self._every = every
-
-    def _begin_run(self) -> None:
-        """Receive the next arguments together."""
-        every, self._every = self._every, 0
-        length, _ = self._last_long
-        begun = self._data[self._pos :]
-        last = self._args[-every:-1]
-        if self._make_slab is None or not may_repeat(last):
-            return
-        size = self._slab_size(every, group_size(map(len, last), length))
-        if len(begun) < size:
-            self._run = Run(self._make_slab(size), last, length, begun, hashed=self._hashes)
-            self._data, self._pos = b"", 0
-
-    def _slab_size(self, every: int, group: int) -> int:
-        """Bytes for the rest of the command, if it goes on with groups of `every` words that take so many bytes."""
-        return min(self._missing // every * group, _SLAB_SIZE)
-
-    def _take_run(self, run: Run) -> None:
-        """Take what has arrived of a run, slab by slab.
-
-        It ends when the rest is of another kind, or when a slab was filled and no whole group was in it.
-        """
-        every = run.short + 1
-        while True:
-            try:
-                taken = run.take(self._missing // every)
-            except BrokenRun:
-                raise ProtocolError(_NO_CRLF) from None
-            self._args += taken
-            self._missing -= len(taken)
-            self._size += len(taken) // every * run.length
-            if run.is_over or self._missing < every or (run.is_full and not taken):
-                self._end_run(run)
-                return
-            if not run.is_full:
-                return
-            assert self._make_slab is not None
-            run.go_on(self._make_slab(self._slab_size(every, run.group)))
-
-    def _end_run(self, run: Run) -> None:
-        self._data, self._pos, self._run = run.leave(), 0, None
-        self._runs = not run.is_over
 
 
 class Buffer:

@@ -54,6 +54,12 @@ class ReplyError(Exception):
         return b"-%b\r\n" % text.replace(b"\r", b" ").replace(b"\n", b" ")
 
 
+def bare(error: ReplyError) -> ReplyError:
+    """The error without the frames that it came through: they hold its command, and it itself in a circle."""
+    error.__traceback__ = error.__context__ = None
+    return error
+
+
 class NullArray:
     """What EXEC answers when a watched key changed: in RESP2 a null of its own."""
 

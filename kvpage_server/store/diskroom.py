@@ -14,9 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
+from kvpage_server.core import Slot
 from kvpage_server.page import HEADER_SIZE, unix_ms
 from kvpage_server.store import sheet
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, page_named

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TypeGuard
 
+from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.extent import ExtentPage
 from kvpage_server.store.index import Block

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 
+from kvpage_server.core import Part, Slot
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
-from kvpage_server.store.arena import Part, Slot
 from kvpage_server.store.cold import Cold
 
 _WRONG = 0xFFFF_FFFF_FFFF_FFFF

@@ -15,7 +15,7 @@ from itertools import compress, filterfalse
 from operator import attrgetter
 from typing import TypeAlias, cast
 
-from kvpage_server.store.arena import Arena, Slot
+from kvpage_server.core import Arena, Slot
 from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk, Found, Outcome
@@ -226,9 +226,9 @@ class Fetching(Known):
                 continue
             if value.header:
                 slot.header[:] = value.header
-            slot.expires, slot.unit = value.expires, value.unit
-            slot.seal()
+            slot.expires = value.expires
             if type(place) is bytes:
+                slot.unit = value.unit
                 entries[place] = slot
             else:
                 cast(Extent, place).slot = slot

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import cast
 
+from kvpage_server.core import Arena
 from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
-from kvpage_server.store.arena import Arena
 from kvpage_server.store.catalogue import Catalogue
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
 from kvpage_server.store.eviction import Unit

@@ -3,8 +3,8 @@
 A block of single pages that nobody has asked for since the start is *resting*: the rows of its pages on disk are all
 that is known of it (see `sheet`). It is woken, made a `Block`, when somebody asks.
 
-A block's pages are kept as bits, in rows (see `core.rows`). A block that was stored whole says by its extent which pages
-it has. Costs: add and discard O(1); listing O(pages listed).
+A block's pages are kept as bits, in rows (see `core.rows`). A block that was stored whole says by its extent which
+pages it has. Costs: add and discard O(1); listing O(pages listed).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from kvpage_server.store.extent import Extent
 from kvpage_server.store.scan import ScanOrder
 from kvpage_server.store.sheet import ROW
 
+
 @lru_cache(maxsize=64)
 def rows_of(shape: BlockShape) -> Mapping[int, int]:
     """The rows of a block that has every page of a shape."""
@@ -38,6 +39,9 @@ class Block(PageSet):
     """The pages of one (req_id, page_id): what lives and is evicted as one."""
 
     __slots__ = ()
+
+    extent: Extent | None
+    shape: BlockShape | None
 
     @property
     def rows(self) -> Mapping[int, int]:

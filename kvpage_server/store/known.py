@@ -13,8 +13,8 @@ from typing import TypeAlias, cast
 
 import numpy as np
 
+from kvpage_server.core import Slot
 from kvpage_server.store import sheet
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, are_cold, is_page, page_named

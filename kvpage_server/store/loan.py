@@ -11,8 +11,8 @@ from itertools import accumulate
 from operator import add, attrgetter
 from typing import Protocol, cast
 
+from kvpage_server.core import Arena
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.arena import Arena
 from kvpage_server.store.cold import Cold
 
 _END = b"\r\n"

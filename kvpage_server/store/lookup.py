@@ -89,12 +89,12 @@ class Lookup(Ration):
         for i in others:
             self._add(found, i, first, names.keys[i], self.find(names.keys[i]))
         if self._catalogue.has_all_entries:
-            found.missing += absent
+            found.missing.extend(absent)
             return found
         for name, places in names.runs(absent):
             block = self.index.block(*name)  # it is awake now, if it is there
             if block is None:
-                found.missing += places
+                found.missing.extend(places)
                 continue
             for i in places:
                 key = names.keys[i]

@@ -132,7 +132,6 @@ class Keyspace(Lookup):
         for key in self._catalogue.strays_in(req_id, page, extent):
             self._remove(key, "del")
         had = self._drop_pages(block, rows_of(extent.shape))
-        extent.slot.seal()
         self._catalogue.fill(block, extent)
         self._grow(block, extent.slot.footprint)
         if self._quotas is not None:
@@ -185,9 +184,6 @@ class Keyspace(Lookup):
             self._texts += len(key) + len(value) + TEXT_OVERHEAD
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
-            entry.seal()
-            if type(entry.chunk) is Slab:
-                entry.chunk.keys.append(key)
         entry.expires = expires
         self._put(key, entry, event)
         self._catalogue.note_stray(key)
@@ -249,7 +245,6 @@ class Keyspace(Lookup):
         self._units.now = now // 1000
         self.guards.settle(now)
         self._catalogue.rest(now)
-        self.gather()
         self.arena.rest()
         removed = 0
         for key in self._expiry.due(now):

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.entry import Entry, Text
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.holdings import OVER_QUOTA, Holdings
@@ -86,8 +85,6 @@ class Room(Holdings):
             if self.guards.spares(unit, now):
                 continue
             self.evict(unit)
-            if self.arena.sparse:
-                self.gather()
             if not self.is_full:
                 return
         if self.policy == VOLATILE_TTL:
@@ -114,25 +111,6 @@ class Room(Holdings):
         self.counters.evicted += keys
         if quota is not None:
             quota.evicted += keys
-
-    def gather(self) -> None:
-        """Move what is left in sparse slabs to slots of its own, so that their memory is free again."""
-        for slab in list(self.arena.sparse):
-            self.arena.sparse.discard(slab)
-            for key in slab.keys:
-                old = self._catalogue.entries.get(key)
-                if type(old) is Slot and old.chunk is slab:
-                    self._move(key, old)
-
-    def _move(self, key: bytes, old: Slot) -> None:
-        new = self.arena.allocate(old.size)
-        new.body[:] = old.body
-        new.seal()
-        new.expires, new.unit = old.expires, old.unit
-        self._catalogue.entries[key] = new
-        if isinstance(new.unit, Block):
-            new.header[:] = old.header
-            self._grow(new.unit, new.footprint - old.footprint)
 
     def promise(self, key: bytes, entry: Entry) -> None:
         """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.

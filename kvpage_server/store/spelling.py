@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import struct
 
+from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
-from kvpage_server.store.arena import Slot
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Change, Put, Quarantine, Retime
 from kvpage_server.store.extent import Extent, ExtentPage

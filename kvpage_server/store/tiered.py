@@ -310,8 +310,6 @@ class Tiered(DiskRoom):
                 passed += 1
                 if passed == _MOST_PASSED:
                     break
-            if self.arena.sparse:
-                self.gather()
             if not self.is_full:
                 return True
         return False

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 
+from kvpage_server.core import Arena
 from kvpage_server.page import HEADER_SIZE, PageError, PageKey, decode_page
 from kvpage_server.resp.inline import split_words
 from kvpage_server.resp.parser import Limits, Parser, ProtocolError
-from kvpage_server.store.arena import Arena
 
 Commands = tuple[list[list[bytes]], str]
 LIMITS = Limits(max_bulk=300_000, max_arguments=2000, max_command=400_000)  # or a few bytes would ask for gigabytes
@@ -33,7 +33,7 @@ WORDS = ["*", "$", "\r\n", "$0\r\n\r\n", "*-1\r\n", "$1024\r\n", "$4096\r\n", "$
 
 def parse(pieces: list[bytes], arena: Arena) -> Commands:
     """The commands of an input, and the error that it ended in."""
-    parser, commands = Parser(arena.allocate, slab=arena.slab, limits=LIMITS), []
+    parser, commands = Parser(arena.allocate, limits=LIMITS), []
     try:
         for piece in pieces:
             parser.feed(piece)

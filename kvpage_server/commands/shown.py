@@ -1,0 +1,61 @@
+"""Commands as others see them: those who MONITOR, and who asks for the slow ones."""
+
+from __future__ import annotations
+
+import time
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.measure import SLOW_WORD
+from kvpage_server.commands.registry import AT_ONCE, Spec
+from kvpage_server.resp.parser import Argument, Command
+from kvpage_server.resp.reply import Raw
+
+_SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
+_MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
+_LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
+
+
+def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
+    """A command's first words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
+    more, words = len(words) - _MOST_SHOWN, words[:_MOST_SHOWN]
+    if spec.name in _SECRET:
+        words = [*words[: spec.words], *[b"(redacted)"] * (len(words) - spec.words)]
+    return [*(_cut(word, most) for word in words), *([b"... (%d more words)" % more] if more > 0 else [])]
+
+
+def _cut(word: Argument, most: int) -> bytes:
+    body = word if isinstance(word, bytes) else word.body
+    if len(body) <= most:
+        return bytes(body)
+    return b"%b... (%d more bytes)" % (bytes(body[:most]), len(body) - most)
+
+
+def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
+    """A call took so many nanoseconds, which somebody may want to know of."""
+    server = client.server
+    threshold = server.config.slowlog_log_slower_than
+    if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:
+        server.slow_log.note(shown(spec, words, SLOW_WORD), took, client.address, client.name)
+    milliseconds = took // 1_000_000
+    if 0 < server.config.latency_monitor_threshold <= milliseconds:
+        server.latency.note("fast-command" if "fast" in spec.flags else "command", milliseconds)
+
+
+def show_monitors(client: Client, spec: Spec, words: Command) -> None:
+    """Tell those who MONITOR, as Redis spells it; administration is not shown."""
+    if spec.flags & {"admin", "skip_monitor"}:
+        return
+    quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))
+    now = time.time_ns() // 1000
+    line = Raw(b"+%d.%06d [0 %b] %b\r\n" % (now // 1_000_000, now % 1_000_000, client.address.encode(), quoted))
+    for monitor in client.server.monitors:
+        monitor.push(line)
+
+
+_SPELT = {byte: b"\\x%02x" % byte for byte in range(256)} | {byte: b"%c" % byte for byte in range(0x20, 0x7F)}
+_SPELT |= {0x22: b'\\"', 0x5C: b"\\\\", 0x0A: b"\\n", 0x0D: b"\\r", 0x09: b"\\t", 0x07: b"\\a", 0x08: b"\\b"}
+
+
+def _quote(word: bytes) -> bytes:
+    """In quotes, with escapes for what is not printable."""
+    return b'"%b"' % b"".join(map(_SPELT.__getitem__, word))

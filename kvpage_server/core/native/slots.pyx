@@ -1,0 +1,384 @@
+# cython: auto_pickle=False
+"""See the twin in `core/python/slots.py`, which says what is done here.
+
+What a chunk is made of lies in plain memory, so that to take a slot and to return it costs two or three dozen
+instructions. No Python runs between looking at it and changing it, so that whatever drops a slot, on whatever thread,
+finds it in order.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBuffer_FillInfo
+from cpython.memoryview cimport PyMemoryView_FromObject
+from cpython.ref cimport Py_DECREF, Py_INCREF
+from libc.stdlib cimport calloc, free, malloc
+
+from time import monotonic
+
+from kvpage_server.core.python.slots import MOST_SPARE as _MOST_SPARE
+from kvpage_server.core.python.slots import SPARE_FOR as _SPARE_FOR
+from kvpage_server.core.regions import Regions
+from kvpage_server.core.sizes import LARGEST as _LARGEST
+from kvpage_server.core.sizes import LARGEST_CHUNK as _LARGEST_CHUNK
+from kvpage_server.core.sizes import chunk_shape, slot_shape
+
+cdef extern from "time.h" nogil:
+    ctypedef long time_t
+    cdef struct timespec:
+        time_t tv_sec
+        long tv_nsec
+    int clock_gettime(int, timespec *)
+    int CLOCK_MONOTONIC
+
+cdef Py_ssize_t HEADER = 64
+cdef Py_ssize_t CLASSES = 165  # up to bodies of 2**47 bytes
+
+cdef Py_ssize_t MOST_SPARE = _MOST_SPARE
+cdef Py_ssize_t LARGEST = _LARGEST
+cdef Py_ssize_t LARGEST_CHUNK = _LARGEST_CHUNK
+cdef double SPARE_FOR = _SPARE_FOR
+cdef int AT_ONCE = 256  # chunks that are given back before others have their turn
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+cdef int frame_size(Py_ssize_t size) noexcept nogil:
+    cdef int digits = 1
+    while size >= 10:
+        size //= 10
+        digits += 1
+    return digits + 3
+
+
+cdef inline int bits(Py_ssize_t n) noexcept nogil:
+    cdef int found = 0
+    while n:
+        n >>= 1
+        found += 1
+    return found
+
+
+cdef inline Py_ssize_t class_of(Py_ssize_t size) noexcept nogil:
+    """The place of a size's class: four a doubling, from 64 bytes on."""
+    if size <= 64:
+        return 0
+    cdef int doubled = bits(size - 1)
+    return 4 * (doubled - 7) + ((size - 1) >> (doubled - 3)) - 3
+
+
+cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
+    """Bytes of the longest body in a class."""
+    if index == 0:
+        return 64
+    return (5 + ((index - 1) & 3)) << (((index - 1) >> 2) + 4)
+
+
+cdef inline double now() noexcept nogil:
+    cdef timespec spec
+    clock_gettime(CLOCK_MONOTONIC, &spec)
+    return spec.tv_sec + spec.tv_nsec * 1e-9
+
+
+# -- chunks ------------------------------------------------------------------------------------------------------------
+
+
+cdef inline void open_chunk(Chunk *chunk) noexcept nogil:
+    """It has a free slot, and is the next to be cut."""
+    cdef SizeClass *size_class = chunk.size_class
+    chunk.before, chunk.behind = NULL, size_class.open
+    if chunk.behind != NULL:
+        chunk.behind.before = chunk
+    size_class.open = chunk
+
+
+cdef inline void close_chunk(Chunk *chunk) noexcept nogil:
+    """It has no free slot."""
+    if chunk.before != NULL:
+        chunk.before.behind = chunk.behind
+    else:
+        chunk.size_class.open = chunk.behind
+    if chunk.behind != NULL:
+        chunk.behind.before = chunk.before
+
+
+cdef inline Py_ssize_t in_use(Chunk *chunk) noexcept nogil:
+    return chunk.cut - chunk.free
+
+
+cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
+    arena.spare += chunk.size
+    chunk.since = now()
+    chunk.newer, chunk.older = NULL, arena.newest
+    if arena.newest != NULL:
+        arena.newest.newer = chunk
+    else:
+        arena.oldest = chunk
+    arena.newest = chunk
+
+
+cdef inline void note_not_empty(Arena arena, Chunk *chunk) noexcept:
+    arena.spare -= chunk.size
+    if chunk.older != NULL:
+        chunk.older.newer = chunk.newer
+    else:
+        arena.oldest = chunk.newer
+    if chunk.newer != NULL:
+        chunk.newer.older = chunk.older
+    else:
+        arena.newest = chunk.older
+
+
+cdef Chunk *new_chunk(object regions, Py_ssize_t size, Py_ssize_t slots) except NULL:
+    cdef Chunk *chunk = <Chunk *>calloc(1, sizeof(Chunk))
+    cdef uint16_t *places = <uint16_t *>malloc(slots * sizeof(uint16_t))
+    cdef Py_ssize_t address
+    try:
+        if chunk == NULL or places == NULL:
+            raise MemoryError
+        stretch = regions.take(size)
+        address = stretch.address
+    except:
+        free(chunk)
+        free(places)
+        raise
+    Py_INCREF(stretch)
+    chunk.stretch = <PyObject *>stretch
+    chunk.start = <char *>address
+    chunk.size = size
+    chunk.slots = slots
+    chunk.places = places
+    return chunk
+
+
+cdef void free_chunk(Chunk *chunk) noexcept:
+    Py_DECREF(<object>chunk.stretch)
+    free(chunk.places)
+    free(chunk)
+
+
+# -- slots -------------------------------------------------------------------------------------------------------------
+
+
+@cython.final
+@cython.no_gc
+@cython.freelist(1024)
+cdef class Slot:
+    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
+
+    `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
+
+    The garbage collector does not look at it. So its `unit` must not be what refers to it by way of others.
+    """
+
+    def __init__(self):
+        raise TypeError("an arena allocates slots")
+
+    def __dealloc__(self):
+        cdef Chunk *chunk = self.chunk
+        if chunk == NULL:
+            return
+        cdef Arena arena = <Arena>chunk.arena
+        cdef Py_ssize_t pitch = chunk.size_class.pitch
+        if in_use(chunk) == chunk.slots:
+            open_chunk(chunk)
+        chunk.places[chunk.free] = <uint16_t>((self.at - chunk.start) // pitch)
+        chunk.free += 1
+        arena.used -= pitch
+        if in_use(chunk) == 0:
+            chunk.cut = chunk.free = 0  # from the first on again
+            note_empty(arena, chunk)
+        Py_DECREF(arena)
+
+    @property
+    def room(self):
+        """Writable: body and CRLF."""
+        return view_of(self, 0, self.size + 2)
+
+    @property
+    def body(self):
+        """Writable: the value's bytes."""
+        return view_of(self, 0, self.size)
+
+    @property
+    def header(self):
+        """Writable: the 64 bytes before the frame."""
+        return view_of(self, -frame_size(self.size) - HEADER, HEADER)
+
+    @property
+    def view(self):
+        """The body as a bulk string: frame, bytes, CRLF."""
+        cdef int frame = frame_size(self.size)
+        return view_of(self, -frame, frame + self.size + 2)
+
+    def part(self, Py_ssize_t start, Py_ssize_t stop):
+        """The bytes of the body from `start` to before `stop`."""
+        return Part(self, start, stop)
+
+    @property
+    def footprint(self):
+        """Bytes of memory it occupies."""
+        return self.chunk.size_class.pitch
+
+
+cdef char *header_of(Slot slot) noexcept:
+    return slot.at - frame_size(slot.size) - HEADER
+
+
+@cython.final
+cdef class Part:
+    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
+
+    def __init__(self, Slot slot not None, Py_ssize_t start, Py_ssize_t stop):
+        if not 0 <= start <= stop <= slot.size:
+            raise ValueError(f"a part is within the {slot.size} bytes of its slot, got {start} to {stop}")
+        self.slot = slot
+        self.start = start
+        self.size = stop - start
+
+    @property
+    def view(self):
+        """The bytes."""
+        return view_of(self.slot, self.start, self.size)
+
+
+@cython.final
+@cython.internal
+cdef class Memory:
+    """Some of a slot's memory. A view of it keeps this, and this keeps the slot."""
+
+    cdef Slot slot
+    cdef char *start
+    cdef Py_ssize_t size
+
+    def __getbuffer__(self, Py_buffer *buffer, int flags):
+        PyBuffer_FillInfo(buffer, self, self.start, self.size, 0, flags)
+
+
+cdef object view_of(Slot slot, Py_ssize_t start, Py_ssize_t size):
+    """Some bytes from `start` on, which is counted from the body's first."""
+    cdef Memory memory = Memory.__new__(Memory)
+    memory.slot, memory.start, memory.size = slot, slot.at + start, size
+    return PyMemoryView_FromObject(memory)
+
+
+# -- the arena ---------------------------------------------------------------------------------------------------------
+
+
+@cython.final
+cdef class Arena:
+    """Slots for values of any size. Its owner's thread calls it; the last reference to a slot may go in any."""
+
+    def __cinit__(self):
+        self.regions = Regions()
+        self.classes = <SizeClass *>calloc(CLASSES, sizeof(SizeClass))
+        if self.classes == NULL:
+            raise MemoryError
+
+    def __dealloc__(self):
+        """No slot is in use: each has a reference."""
+        cdef Chunk *chunk = self.oldest
+        cdef Chunk *newer
+        while chunk != NULL:
+            newer = chunk.newer
+            free_chunk(chunk)
+            chunk = newer
+        free(self.classes)
+
+    @property
+    def held(self):
+        """Bytes that were taken from the system, those being made ready too."""
+        return self.mapped + self.regions.ready
+
+    def allocate(self, Py_ssize_t size):
+        """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        if size < 0:
+            raise ValueError(f"a slot has 0 bytes or more, got {size}")
+        return self.take(size)
+
+    def rest(self):
+        """Give back chunks that have been empty for long enough, or that are more than is kept."""
+        for _ in range(AT_ONCE):
+            if not self.give_back_one(now() - SPARE_FOR):
+                return
+
+    cdef Slot take(self, Py_ssize_t size):
+        if size > LARGEST:
+            raise MemoryError(f"the system has no {size} bytes more")
+        cdef Slot slot = Slot.__new__(Slot)
+        cdef Py_ssize_t index = class_of(size)
+        cdef SizeClass *size_class = &self.classes[index]
+        cdef Chunk *chunk = size_class.open
+        if chunk == NULL:
+            chunk = self.map_chunk(index)
+        if in_use(chunk) == 0:
+            note_not_empty(self, chunk)
+        cdef Py_ssize_t place
+        if chunk.free:
+            chunk.free -= 1
+            place = chunk.places[chunk.free]
+        else:
+            place = chunk.cut
+            chunk.cut += 1
+        if in_use(chunk) == chunk.slots:
+            close_chunk(chunk)
+        self.used += size_class.pitch
+        Py_INCREF(self)
+        slot.chunk = chunk
+        slot.size = size
+        write_frame(slot, chunk.start + place * size_class.pitch + HEADER)
+        return slot
+
+    cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL:
+        cdef SizeClass *size_class = &self.classes[index]
+        while self.give_back_one(0):
+            pass
+        shape = slot_shape(capacity_of(index))
+        size_class.pitch, size_class.lead = shape.pitch, shape.lead
+        nbytes, slots = chunk_shape(shape, size_class.held)
+        cdef Chunk *chunk = new_chunk(self.regions, nbytes, slots)
+        chunk.arena = <PyObject *>self
+        chunk.size_class = size_class
+        chunk.start += size_class.lead
+        size_class.chunks += 1
+        size_class.held += chunk.size
+        self.mapped += chunk.size
+        open_chunk(chunk)
+        note_empty(self, chunk)
+        following = chunk_shape(shape, size_class.held)
+        if size_class.chunks > 2 and following.nbytes <= LARGEST_CHUNK:  # it grows, and a chunk more is little
+            self.regions.want(following.nbytes)
+        return chunk
+
+    cdef bint give_back_one(self, double since) except -1:
+        """Give back the chunk that has been empty for longest, if that is since then, or there are too many of them."""
+        cdef Chunk *chunk = self.oldest
+        if chunk == NULL or (self.spare <= MOST_SPARE and chunk.since > since):
+            return False
+        note_not_empty(self, chunk)
+        close_chunk(chunk)
+        chunk.size_class.chunks -= 1
+        chunk.size_class.held -= chunk.size
+        self.mapped -= chunk.size
+        stretch = <object>chunk.stretch
+        free_chunk(chunk)
+        self.regions.give(stretch)
+        return True
+
+
+cdef inline void write_frame(Slot slot, char *frame) noexcept:
+    """Write a slot's frame there, its body begins behind it, and its CRLF stands behind that."""
+    cdef int size = frame_size(slot.size)
+    cdef Py_ssize_t left = slot.size
+    cdef int i = size - 3
+    frame[0] = c'$'
+    while True:
+        frame[i] = <char>(c'0' + left % 10)
+        left //= 10
+        i -= 1
+        if left == 0:
+            break
+    frame[size - 2] = c'\r'
+    frame[size - 1] = c'\n'
+    slot.at = frame + size
+    slot.at[slot.size] = c'\r'
+    slot.at[slot.size + 1] = c'\n'

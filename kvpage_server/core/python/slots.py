@@ -1,0 +1,241 @@
+"""Memory for values, in slots of a few sizes, recycled.
+
+Slots are cut from chunks; a size has its own chunks, so a freed slot fits the next value of its size and memory neither
+fragments nor is made ready again. A chunk whose last slot is freed is kept for a while, for the next values of its
+size, as long as those that are kept take no more than `MOST_SPARE` together; the one that has been empty for longest
+goes first.
+
+Who owns a slot? Whoever refers to the `Slot` object or to a view of its memory: the index, a parser that is filling it,
+a session that is sending it, a thread that writes it to disk. The last reference to go returns the memory, so a buffer
+in flight is never recycled and an aborted upload leaks nothing.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from kvpage_server.core.regions import Regions, Stretch
+from kvpage_server.core.sizes import LARGEST, LARGEST_CHUNK, SUFFIX, SlotShape, capacity_for, chunk_shape, slot_shape
+from kvpage_server.page import HEADER_SIZE
+
+MOST_SPARE = 128 << 20  # bytes
+SPARE_FOR = 5.0  # seconds
+_AT_ONCE = 256  # chunks that are given back before others have their turn
+
+
+class SizeClass:
+    """Slots of one size and the chunks they are cut from."""
+
+    __slots__ = ("chunks", "held", "open", "shape")
+
+    def __init__(self, shape: SlotShape) -> None:
+        self.shape = shape
+        self.held = 0  # bytes of its chunks
+        self.chunks = 0
+        self.open: dict[Chunk, None] = {}  # those with a free slot; the last is cut first
+
+
+class Chunk:
+    """Some memory in slots of one size. `free` says where those begin that are not in use, the first one last."""
+
+    __slots__ = ("arena", "free", "size_class", "slots", "stretch")
+
+    def __init__(self, arena: Arena, size_class: SizeClass, stretch: Stretch, slots: int) -> None:
+        _, pitch, lead = size_class.shape
+        self.arena = arena
+        self.size_class = size_class
+        self.stretch = stretch
+        self.slots = slots
+        self.free = [stretch.start + lead + i * pitch for i in reversed(range(slots))]
+
+
+class _Memory(np.ndarray[Any, np.dtype[np.uint8]]):
+    """Some of a slot's memory. A view of it keeps this, and this keeps the slot."""
+
+    slot: Slot
+
+
+class Slot:
+    """A value's memory. `expires` is a unix time in milliseconds, 0 for never; `unit` is what eviction knows it by.
+
+    `digest` is the XXH3-64 of a body that was hashed as it arrived, until it is stored, and else 0.
+    """
+
+    __slots__ = ("_chunk", "_start", "at", "digest", "expires", "size", "unit")
+
+    def __init__(self, chunk: Chunk, start: int, size: int) -> None:
+        frame = b"$%d\r\n" % size
+        self._chunk = chunk
+        self._start = start  # of the header, in the region
+        self.at = start + HEADER_SIZE + len(frame)  # of the body, likewise
+        self.size = size  # bytes of the body
+        self.digest = 0
+        self.expires = 0
+        self.unit: object = None
+        memory = chunk.stretch.region.memory
+        memory[self.at - len(frame) : self.at] = frame
+        memory[self.at + size : self.at + size + SUFFIX] = b"\r\n"
+
+    def __del__(self) -> None:
+        self._chunk.arena.returned.append((self._chunk, self._start))
+
+    def _memory(self, start: int, stop: int) -> memoryview:
+        memory = np.ndarray.__new__(_Memory, stop - start, np.uint8, self._chunk.stretch.region.memory, start)
+        memory.slot = self
+        return memoryview(memory)  # type: ignore[arg-type]
+
+    @property
+    def room(self) -> memoryview:
+        """Writable: body and CRLF."""
+        return self._memory(self.at, self.at + self.size + SUFFIX)
+
+    @property
+    def body(self) -> memoryview:
+        """Writable: the value's bytes."""
+        return self._memory(self.at, self.at + self.size)
+
+    @property
+    def header(self) -> memoryview:
+        """Writable: the 64 bytes before the frame."""
+        return self._memory(self._start, self._start + HEADER_SIZE)
+
+    @property
+    def view(self) -> memoryview:
+        """The body as a bulk string: frame, bytes, CRLF."""
+        return self._memory(self._start + HEADER_SIZE, self.at + self.size + SUFFIX)
+
+    def part(self, start: int, stop: int) -> Part:
+        """The bytes of the body from `start` to before `stop`."""
+        return Part(self, start, stop)
+
+    @property
+    def footprint(self) -> int:
+        """Bytes of memory it occupies."""
+        return self._chunk.size_class.shape.pitch
+
+
+class Part:
+    """Some of a slot's bytes, as a piece of a reply. Keeps the slot."""
+
+    __slots__ = ("size", "slot", "start")
+
+    def __init__(self, slot: Slot, start: int, stop: int) -> None:
+        if not 0 <= start <= stop <= slot.size:
+            raise ValueError(f"a part is within the {slot.size} bytes of its slot, got {start} to {stop}")
+        self.slot = slot
+        self.start = start
+        self.size = stop - start
+
+    @property
+    def view(self) -> memoryview:
+        """The bytes."""
+        return self.slot.body[self.start : self.start + self.size]
+
+
+class Arena:
+    """Slots for values of any size. Its owner's thread calls it; the last reference to a slot may go in any."""
+
+    def __init__(self) -> None:
+        self.returned: deque[tuple[Chunk, int]] = deque()  # slots that nobody refers to, and that were not taken back
+        self._used = 0
+        self._spare = 0
+        self._mapped = 0
+        self._empty: dict[Chunk, float] = {}  # and since when, in monotonic seconds; the oldest first
+        self._classes: dict[int, SizeClass] = {}
+        self._regions = Regions()
+
+    @property
+    def used(self) -> int:
+        """Bytes of slots in use."""
+        self._take_back()
+        return self._used
+
+    @property
+    def spare(self) -> int:
+        """Bytes of chunks that are empty."""
+        self._take_back()
+        return self._spare
+
+    @property
+    def held(self) -> int:
+        """Bytes that were taken from the system, those being made ready too."""
+        return self._mapped + self._regions.ready
+
+    def allocate(self, size: int) -> Slot:
+        """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
+        if size < 0:
+            raise ValueError(f"a slot has 0 bytes or more, got {size}")
+        self._take_back()
+        size_class = self._class_for(size)
+        if not size_class.open:
+            self._map_chunk(size_class)
+        chunk = next(reversed(size_class.open))
+        if self._empty.pop(chunk, None) is not None:
+            self._spare -= chunk.stretch.size
+        start = chunk.free.pop()
+        if not chunk.free:
+            del size_class.open[chunk]
+        self._used += size_class.shape.pitch
+        return Slot(chunk, start, size)
+
+    def rest(self) -> None:
+        """Give back chunks that have been empty for long enough, or that are more than is kept."""
+        self._take_back()
+        for _ in range(_AT_ONCE):
+            if not self._give_back_one(monotonic() - SPARE_FOR):
+                return
+
+    def _take_back(self) -> None:
+        """Slots that nobody refers to can be cut again."""
+        while self.returned:
+            chunk, start = self.returned.popleft()
+            size_class = chunk.size_class
+            self._used -= size_class.shape.pitch
+            size_class.open[chunk] = None
+            chunk.free.append(start)
+            if len(chunk.free) == chunk.slots:
+                self._spare += chunk.stretch.size
+                self._empty[chunk] = monotonic()
+
+    def _class_for(self, size: int) -> SizeClass:
+        if size > LARGEST:
+            raise MemoryError(f"the system has no {size} bytes more")
+        capacity = capacity_for(size)
+        found = self._classes.get(capacity)
+        if found is None:
+            found = self._classes[capacity] = SizeClass(slot_shape(capacity))
+        return found
+
+    def _map_chunk(self, size_class: SizeClass) -> None:
+        while self._give_back_one(0):
+            pass
+        nbytes, slots = chunk_shape(size_class.shape, size_class.held)
+        chunk = Chunk(self, size_class, self._regions.take(nbytes), slots)
+        size_class.open[chunk] = None
+        size_class.chunks += 1
+        size_class.held += nbytes
+        self._mapped += nbytes
+        self._spare += nbytes
+        self._empty[chunk] = monotonic()
+        following = chunk_shape(size_class.shape, size_class.held)
+        if size_class.chunks > 2 and following.nbytes <= LARGEST_CHUNK:  # it grows, and a chunk more is little
+            self._regions.want(following.nbytes)
+
+    def _give_back_one(self, since: float) -> bool:
+        """Give back the chunk that has been empty for longest, if that is since then, or there are too many of them."""
+        chunk, empty_since = next(iter(self._empty.items()), (None, 0.0))
+        if chunk is None or (self._spare <= MOST_SPARE and empty_since > since):
+            return False
+        del self._empty[chunk]
+        size_class = chunk.size_class
+        del size_class.open[chunk]
+        size_class.chunks -= 1
+        size_class.held -= chunk.stretch.size
+        self._mapped -= chunk.stretch.size
+        self._spare -= chunk.stretch.size
+        self._regions.give(chunk.stretch)
+        return True
