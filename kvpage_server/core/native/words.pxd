@@ -21,6 +21,13 @@ cdef class Packed:
     cdef Word *words
     cdef Py_ssize_t count
     cdef list slots
+    cdef Py_ssize_t size  # bytes of the text
+    cdef Py_ssize_t text_room, words_room  # that there is memory for
+    cdef int add(self, const char *text, Py_ssize_t size) except -1
+    cdef int add_slot(self, Slot slot) except -1
+
+
+cdef Words all_of(Packed packed)
 
 
 # The bytes of a command's word, whether the command is a list or Words; NULL for what is neither bytes nor a Slot.

@@ -1,0 +1,146 @@
+"""The words of a long command in few pieces of memory: short ones one after the other in a text, long ones in slots."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from libc.stdint cimport UINT32_MAX
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy
+
+from kvpage_server.core.native.slots cimport Slot
+
+cdef Py_ssize_t FEW = 128  # words that there is memory for at first
+cdef Py_ssize_t TEXT = 1024  # and bytes
+
+
+cdef class Packed:
+    def __cinit__(self):
+        self.slots = []
+
+    def __dealloc__(self):
+        free(self.text)
+        free(self.words)
+
+    cdef int add(self, const char *text, Py_ssize_t size) except -1:
+        """Add a short word. Raises MemoryError."""
+        if self.size + size > self.text_room:
+            self.text = <char *>larger(self.text, &self.text_room, self.size + size, TEXT, 1)
+        cdef Word *word = next_word(self)
+        word.at = <uint32_t>self.size
+        word.size = <int32_t>size
+        memcpy(self.text + self.size, text, size)
+        self.size += size
+        self.count += 1
+        return 0
+
+    cdef int add_slot(self, Slot slot) except -1:
+        """Add a long word. Raises MemoryError."""
+        cdef Word *word = next_word(self)
+        word.at = <uint32_t>PyList_GET_SIZE(self.slots)
+        word.size = -1
+        self.slots.append(slot)
+        self.count += 1
+        return 0
+
+
+cdef inline Word *next_word(Packed packed) except NULL:
+    if packed.count == packed.words_room:
+        packed.words = <Word *>larger(packed.words, &packed.words_room, packed.count + 1, FEW, sizeof(Word))
+    return &packed.words[packed.count]
+
+
+cdef void *larger(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t least, Py_ssize_t size) except NULL:
+    """Memory for `needed` things of a size, and as many again; those that are there move."""
+    if needed > UINT32_MAX:
+        raise MemoryError("the words of one command take too much memory")
+    cdef Py_ssize_t wanted = max(2 * needed, least)
+    memory = realloc(memory, wanted * size)
+    if memory == NULL:
+        raise MemoryError("the system has no memory for the words of a command")
+    room[0] = wanted
+    return memory
+
+
+cdef Words all_of(Packed packed):
+    """All words of a command."""
+    return view_of(packed, 0, packed.count)
+
+
+cdef Words view_of(Packed packed, Py_ssize_t first, Py_ssize_t count):
+    cdef Words words = Words.__new__(Words)
+    words.packed, words.first, words.count = packed, first, count
+    return words
+
+
+cdef object object_at(Words words, Py_ssize_t i):
+    """A word as an object of its own."""
+    cdef Word word = words.packed.words[words.first + i]
+    if word.size < 0:
+        return words.packed.slots[word.at]
+    return PyBytes_FromStringAndSize(words.packed.text + word.at, word.size)
+
+
+cdef class Words:
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, where):
+        cdef Py_ssize_t start, stop, step, i
+        if isinstance(where, slice):
+            start, stop, step = where.indices(self.count)
+            if step == 1:
+                return view_of(self.packed, self.first + start, max(stop - start, 0))
+            return [object_at(self, i) for i in range(start, stop, step)]
+        i = where
+        if i < 0:
+            i += self.count
+        if not 0 <= i < self.count:
+            raise IndexError("there is no such word")
+        return object_at(self, i)
+
+    def __add__(self, others):
+        return [*self, *others]
+
+    def __radd__(self, others):
+        return [*others, *self]
+
+    def __eq__(self, other):
+        if not isinstance(other, (Words, list)):
+            return NotImplemented
+        return len(other) == self.count and all(one == another for one, another in zip(self, other))
+
+    __hash__ = None
+
+    def __repr__(self):
+        return f"Words({[*self]})"
+
+    @property
+    def slots(self):
+        """The long words of the whole command: who drops them some at a time keeps nobody waiting."""
+        return self.packed.slots
+
+
+cdef const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:
+    cdef void *word
+    cdef Words words
+    slot[0] = NULL
+    if type(command) is Words:
+        words = <Words>command
+        if not 0 <= i < words.count:
+            raise IndexError("there is no such word")
+        at = words.packed.words[words.first + i]
+        if at.size >= 0:
+            size[0] = at.size
+            return words.packed.text + at.at
+        word = <void *>PyList_GET_ITEM(words.packed.slots, at.at)
+    else:
+        if not 0 <= i < PyList_GET_SIZE(<list?>command):
+            raise IndexError("there is no such word")
+        word = <void *>PyList_GET_ITEM(command, i)
+        if PyBytes_CheckExact(<object>word):
+            size[0] = PyBytes_GET_SIZE(<object>word)
+            return PyBytes_AS_STRING(<object>word)
+    if type(<object>word) is not Slot:
+        return NULL
+    slot[0] = word
+    size[0] = (<Slot>word).size
+    return (<Slot>word).at
