@@ -5,9 +5,10 @@ VENV := .venv
 BIN := $(VENV)/bin
 MODEL := models/smollm2/model.safetensors
 STORE := redis://127.0.0.1:9221
+CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test check soak fuzz lint format docs bench clean help
+.PHONY: setup run chat serve demo test check soak fuzz lint format docs bench core wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -26,9 +27,13 @@ demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two en
 	$(BIN)/kvpage-engine demo
 
 WORKERS ?= 2
-test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model
+ON_BOTH_CORES := $(addprefix tests/test_,$(addsuffix .py,parser keyspace blocks extent strings sessions transactions reply \
+	receiving outbox mutations differential index_keys async_page_client page_client page_client_questions page_commands \
+	page_properties page_protection page_queries))
+test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core
 	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
 	$(BIN)/python -m pytest -m "alone and not soak"
+	KVPAGE_CORE=python $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
 	$(BIN)/python -m pytest -m "not model and not soak" -x
@@ -57,6 +62,13 @@ docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from thei
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
 	$(BIN)/python -m benchmarks
 
+core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the compiler says
+	$(BIN)/python -m pip install --verbose --no-deps --editable .
+	$(BIN)/kvpage-server --version
+
+wheels: $(VENV)/dev.stamp  ## wheels in dist/, by cibuildwheel where docker runs, else for every Python that is found
+	conf/wheels.sh $(BIN)/python dist
+
 clean:  ## removes all that was made here, but the model
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
@@ -66,17 +78,17 @@ help:  ## this list
 $(VENV)/bin/python:
 	PYTHON=$(PYTHON) conf/venv.sh $(VENV)
 
-$(VENV)/server.stamp: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable .
+$(VENV)/server.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
+	conf/install.sh $(VENV)
 	touch $@
 
-$(VENV)/engine.stamp: pyproject.toml $(VENV)/bin/python
-	$(BIN)/python -m pip install --quiet --editable '.[engine]'
+$(VENV)/engine.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
+	conf/install.sh $(VENV) '[engine]'
 	touch $@ $(VENV)/server.stamp
 
-$(VENV)/dev.stamp: pyproject.toml $(VENV)/bin/python
+$(VENV)/dev.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
 	tests/install-tools.sh
-	$(BIN)/python -m pip install --quiet --editable '.[dev]'
+	conf/install.sh $(VENV) '[dev]'
 	touch $@ $(VENV)/engine.stamp $(VENV)/server.stamp
 
 $(MODEL): | $(VENV)/engine.stamp

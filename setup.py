@@ -1,24 +1,61 @@
 """The compiled half of the core. It is optional: where it cannot be built, its Python twin runs instead."""
 
+import runpy
 from pathlib import Path
 
-from Cython.Build import cythonize
 from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
 
-SOURCES = sorted(Path("kvpage_server/core/native").glob("*.pyx"))
+NATIVE = Path("kvpage_server/core/native")
+SOURCES = sorted(str(path) for path in NATIVE.glob("*.p[xy][xd]"))
+DIGEST = runpy.run_path("kvpage_server/core/sources.py")["digest"](NATIVE)
+HEADERS = [place for place in ("/opt/homebrew/include", "/opt/local/include") if Path(place, "xxhash.h").exists()]
+
+
+class BuildCore(build_ext):
+    """Builds all modules of the core or none: they know each other's structures, so a part of them is of no use."""
+
+    failed = False
+
+    def initialize_options(self) -> None:
+        super().initialize_options()
+        self.cython_c_in_temp = True
+        self.cython_directives = {"boundscheck": False, "wraparound": False, "cdivision": True}
+
+    def run(self) -> None:
+        super().run()
+        self._have_all_or_none()  # beside the sources, if it was to be built there
+
+    def build_extensions(self) -> None:
+        super().build_extensions()
+        self._have_all_or_none()
+
+    def build_extension(self, ext: Extension) -> None:
+        try:
+            super().build_extension(ext)
+        except Exception:  # becomes a warning, since the extension is optional
+            self.failed = True
+            raise
+
+    def _have_all_or_none(self) -> None:
+        if self.failed:
+            for module in self.extensions:
+                Path(self.get_ext_fullpath(module.name)).unlink(missing_ok=True)
+
 
 setup(
-    ext_modules=cythonize(
-        [
-            Extension(
-                f"kvpage_server.core.native.{source.stem}",
-                [str(source)],
-                define_macros=[("XXH_INLINE_ALL", None)],
-                extra_compile_args=["-O3"],
-                optional=True,
-            )
-            for source in SOURCES
-        ],
-        compiler_directives={"language_level": "3", "boundscheck": False, "wraparound": False, "cdivision": True},
-    )
+    cmdclass={"build_ext": BuildCore},
+    ext_modules=[
+        Extension(
+            "kvpage_server.core.native." + Path(source).stem,
+            [source],
+            include_dirs=HEADERS,
+            define_macros=[("XXH_INLINE_ALL", None), ("KVPAGE_SOURCES", f'"{DIGEST}"')],
+            depends=SOURCES if Path(source).stem == "built" else [],
+            extra_compile_args=["-O3"],
+            optional=True,
+        )
+        for source in SOURCES
+        if source.endswith(".pyx")
+    ],
 )

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import sys
+from itertools import takewhile
 
 ALL = (
     "pages",
     "tiered",
-    "small_commands",
     "stalls",
-    "parser",
     "persistent",
     "engine_reconstruct",
     "engine_batch",
@@ -18,18 +18,25 @@ ALL = (
     "perplexity",
     "http_api",
 )
+TOOLS = ("profile",)  # that are run when they are named
 
 
 def main() -> None:
-    """Run them in turn."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description="Runs benchmarks, all if none is named.")
-    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join(ALL)}")
+    """Run them in turn. Whatever stands behind the names is for each of them."""
+    words = sys.argv[1:]
+    names = list(takewhile(lambda word: not word.startswith("-"), words))
+    options = words[len(names) :]
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks", usage="%(prog)s [NAME ...] [--quick] [OPTIONS OF NAME]", description=__doc__
+    )
+    parser.add_argument("names", metavar="NAME", nargs="*", help=f"of {', '.join((*ALL, *TOOLS))}; all if none is")
     parser.add_argument("--quick", action="store_true", help="less of everything, and nothing is written")
-    args = parser.parse_args()
-    if unknown := set(args.names) - set(ALL):
-        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}, only {', '.join(ALL)}")
-    for name in args.names or ALL:
-        importlib.import_module(f"benchmarks.{name}").main(["--quick"] if args.quick else [])
+    if not names:
+        parser.parse_args(options)
+    if unknown := set(names) - {*ALL, *TOOLS}:
+        parser.error(f"there is no benchmark {', '.join(sorted(unknown))}, only {', '.join((*ALL, *TOOLS))}")
+    for name in names or ALL:
+        importlib.import_module(f"benchmarks.{name}").main(options)
 
 
 if __name__ == "__main__":

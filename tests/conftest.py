@@ -14,6 +14,9 @@ import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from xdist.scheduler import LoadFileScheduling
 
+from kvpage_server import core
+from kvpage_server.core.choice import STALE
+
 # Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 _DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
@@ -22,6 +25,12 @@ importlib.import_module("engine")  # it chooses the BLAS, before a test imports 
 
 hypothesis.settings.register_profile("shared machine", deadline=None)  # others' load is no failure of ours
 hypothesis.settings.load_profile("shared machine")
+
+
+def pytest_configure() -> None:
+    """What was compiled before the last change of it is not what is to be tested."""
+    if core.REASON == STALE:
+        raise pytest.UsageError(f"the page core would not run: {core.REASON}. To compile it: make core")
 
 
 class ByFile(LoadFileScheduling):

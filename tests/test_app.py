@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from servers import RunningServer, free_port, start_server
 
-from kvpage_server import __version__
+from kvpage_server import __version__, core
 from kvpage_server.config import ConfigError, from_arguments
 from kvpage_server.store.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent
 CONF = ROOT / "conf" / "kvpage.conf"
+VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
@@ -40,7 +41,7 @@ def refused(*words: str) -> str:
 class TestWords:
     def test_version(self) -> None:
         for word in ("--version", "-v"):
-            assert run(word).stdout == f"kvpage-server {__version__}\n"
+            assert run(word).stdout == VERSION
 
     def test_help_names_every_parameter(self) -> None:
         told = run("--help").stdout
@@ -51,7 +52,7 @@ class TestWords:
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")
         result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20)
-        assert result.stdout == f"kvpage-server {__version__}\n"
+        assert result.stdout == VERSION
 
     def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
         assert run("--check-config").returncode == 0
@@ -165,6 +166,7 @@ class TestLog:
             server.stop()
             log = server.log
         assert f"kvpage-server {__version__}, pid {server.pid}" in log
+        assert f"core    {core.NAME}" in log
         assert f"ready on 127.0.0.1:{server.port}" in log
         assert "store" in log
         assert "memory, limit 64.00M, allkeys-prefix" in log
@@ -181,7 +183,7 @@ class TestLog:
 
     def test_a_quiet_log(self) -> None:
         with start_server("--loglevel", "warning", "--maxclients", "100") as server:
-            assert server.log == ""
+            assert [line for line in server.log.splitlines() if "core    python, slower" not in line] == []
 
     def test_logfile_and_pidfile(self, tmp_path: Path) -> None:
         log, pid = tmp_path / "kvpage.log", tmp_path / "kvpage.pid"

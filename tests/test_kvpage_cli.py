@@ -19,7 +19,7 @@ import pytest
 import redis
 from servers import RunningServer, can_be_interrupted, free_port, start_server
 
-from kvpage_server import __version__
+from kvpage_server import __version__, core
 from kvpage_server.cli import main
 from kvpage_server.page import DType, PageKey, encode_page
 
@@ -344,4 +344,4 @@ def test_the_server_is_a_module_too() -> None:
     done = subprocess.run(
         [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=60
     )
-    assert done.stdout == f"kvpage-server {__version__}\n"
+    assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"

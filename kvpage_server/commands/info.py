@@ -8,7 +8,7 @@ import resource
 import sys
 from collections.abc import Callable
 
-from kvpage_server import __version__
+from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.misses import REASONS
 from kvpage_server.page import unix_ms
@@ -46,6 +46,7 @@ def _server(server: Server) -> Fields:
         "redis_build_id": 0,
         "redis_mode": "standalone",
         "kvpage_version": __version__,
+        "page_core": core.NAME,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "arch_bits": 64,
         "monotonic_clock": "POSIX clock_gettime",

@@ -38,7 +38,7 @@ class Transaction:
             self.refused = True
             return too_much_queued()
         self.commands.append((spec, words))
-        self.size += sum(len(word) if isinstance(word, bytes) else len(word.body) for word in words)
+        self.size += sum(len(word) if isinstance(word, bytes) else word.size for word in words)
         return QUEUED
 
 

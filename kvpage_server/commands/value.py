@@ -27,7 +27,7 @@ def string_of(entry: Entry | None) -> Reply:
     """A value as GET replies it: borrowed when it is a long one."""
     if entry is None:
         return None
-    if isinstance(entry, Text):
+    if type(entry) is Text:
         return entry.data
     if type(entry) is Cold:
         raise Absent(entry.name)  # now, not when the reply is sent
@@ -54,20 +54,15 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
     """SET's write. Raises ReplyError when the value is a page with a body that is not its own."""
-    keyspace = client.server.keyspace
-    if isinstance(value, bytes) and value[:4] != MAGIC:
-        keyspace.set_string(key, value, expires)
-    else:
-        put(client, key, value, page_of(client, key, value), expires)
+    put(client, key, value, page_of(client, key, value), expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
     """Store a value that `page_of` has looked at; `expires` is in unix milliseconds, 0 for never."""
-    keyspace = client.server.keyspace
-    if page is not None:
-        keyspace.set_page(*page, expires)
+    if page is None:
+        client.server.keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
     else:
-        keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
+        client.server.keyspace.set_page(*page, expires)
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
@@ -78,7 +73,7 @@ def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | No
 
 
 def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
-    size = len(value if isinstance(value, bytes) else value.body)
+    size = len(value) if isinstance(value, bytes) else value.size
     if page is not None:
         return Coming(key, size, (page[0].req_id, page[0].page))
     return Coming(key, text_size(key, size))
@@ -89,6 +84,8 @@ def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
 
     Raises ReplyError for a damaged body, and where shapes are strict for one that has not its shape.
     """
+    if key[:3] != b"kv:":
+        return None
     blob = value if isinstance(value, bytes) else value.body
     if blob[:4] != MAGIC:
         return None

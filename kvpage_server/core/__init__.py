@@ -1,15 +1,14 @@
 """What knows bytes, slots and pages, and no command, user, policy or tier.
 
 It is there twice: compiled, and in plain Python, for where it cannot be built. Both have the same names, and `NAME`
-says which one this is. KVPAGE_CORE=python asks for the plain one.
+says which one this is: "native" or "python". KVPAGE_CORE=python asks for the plain one.
 """
 
-from __future__ import annotations
-
-import os
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
+from kvpage_server.core.choice import NAME, REASON
+
+if TYPE_CHECKING or NAME == "python":
     from kvpage_server.core.python import (
         MOST_SPARE,
         SPARE_FOR,
@@ -21,38 +20,29 @@ if TYPE_CHECKING:
         Slot,
         look_up,
     )
-
-    NAME: str
 else:
-    try:
-        if os.environ.get("KVPAGE_CORE") == "python":
-            raise ImportError("the plain one was asked for")
-        from kvpage_server.core.native import (
-            MOST_SPARE,
-            SPARE_FOR,
-            Arena,
-            NewPages,
-            PageNames,
-            PageSet,
-            Part,
-            Slot,
-            look_up,
-        )
+    from kvpage_server.core.native import (
+        MOST_SPARE,
+        SPARE_FOR,
+        Arena,
+        NewPages,
+        PageNames,
+        PageSet,
+        Part,
+        Slot,
+        look_up,
+    )
 
-        NAME = "native"
-    except ImportError:
-        from kvpage_server.core.python import (
-            MOST_SPARE,
-            SPARE_FOR,
-            Arena,
-            NewPages,
-            PageNames,
-            PageSet,
-            Part,
-            Slot,
-            look_up,
-        )
-
-        NAME = "python"
-
-__all__ = ["MOST_SPARE", "NAME", "SPARE_FOR", "Arena", "NewPages", "PageNames", "PageSet", "Part", "Slot", "look_up"]
+__all__ = [
+    "MOST_SPARE",
+    "NAME",
+    "REASON",
+    "SPARE_FOR",
+    "Arena",
+    "NewPages",
+    "PageNames",
+    "PageSet",
+    "Part",
+    "Slot",
+    "look_up",
+]

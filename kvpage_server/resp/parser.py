@@ -35,6 +35,10 @@ class Bulk(Protocol):
     digest: int
 
     @property
+    def size(self) -> int:
+        """Bytes of the string."""
+
+    @property
     def room(self) -> memoryview:
         """Writable: the string's bytes and the two of its CRLF."""
 
@@ -431,9 +435,10 @@ class Parser:
 class Buffer:
     """A bulk in memory of its own."""
 
-    __slots__ = ("body", "digest", "room")
+    __slots__ = ("body", "digest", "room", "size")
 
     def __init__(self, size: int) -> None:
+        self.size = size
         self.digest = 0
         self.room = memoryview(bytearray(size + 2))
         self.body = self.room[:size]

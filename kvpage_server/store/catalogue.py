@@ -15,7 +15,7 @@ from typing import Any
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store import sheet
-from kvpage_server.store.entry import Entry, is_page, page_named
+from kvpage_server.store.entry import Entry, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.index import Block, PageIndex
@@ -153,9 +153,9 @@ class Catalogue:
         if key[:3] == b"kv:" and (name := page_named(key)):
             self._strays.setdefault((name.req_id, name.page), set()).add(key)
 
-    def forget_stray(self, key: bytes, entry: Entry) -> None:
-        """A value that may have been one is gone."""
-        name = page_named(key) if self._strays and not is_page(entry) else None
+    def forget_stray(self, key: bytes) -> None:
+        """A plain string that may have been one is gone."""
+        name = page_named(key) if self._strays else None
         strays = self._strays.get((name.req_id, name.page)) if name else None
         if name and strays:
             strays.discard(key)

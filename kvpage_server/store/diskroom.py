@@ -64,6 +64,11 @@ class DiskRoom(Fetching):
     # -- before something is stored --------------------------------------------------------------------------------
 
     @property
+    def _most(self) -> int:
+        """Bytes of the disk that values may take."""
+        return int(self.maxdisk * _SHARE_OF_DISK)
+
+    @property
     def rationed(self) -> bool:
         """Whether there are limits on what may be stored besides maxmemory."""
         return self.maxdisk > 0 or super().rationed
@@ -71,7 +76,7 @@ class DiskRoom(Fetching):
     def admit(self, coming: Iterable[Coming]) -> None:
         """Make room for values, in their quotas and on the disk. Raises OverLimit: nothing has changed."""
         coming = list(coming)
-        if self.maxdisk and self.keeps_all:
+        if self.maxdisk and self.keeps_all and self._on_disk.expected + sum(map(_takes_coming, coming)) > self._most:
             sizes = {name_of_key(value.key): _takes_coming(value) for value in coming}
             blocks = {name_of_block(*value.block) for value in coming if value.block is not None}
             self._have_room(sizes, {*sizes, *blocks})
@@ -97,7 +102,7 @@ class DiskRoom(Fetching):
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Have room for values of those sizes, without the units that are to `stay`. Raises DiskUsedUp."""
-        on_disk, most = self._on_disk, int(self.maxdisk * _SHARE_OF_DISK)
+        on_disk, most = self._on_disk, self._most
         growth = sum(sizes.values()) - sum(map(on_disk.size_of, sizes))
         lacking = min(on_disk.expected + growth - most, 2 * growth)  # if maxdisk was lowered: step by step
         if lacking <= 0:

@@ -19,6 +19,8 @@ class Text:
 
     __slots__ = ("data", "expires")
 
+    unit: object = None  # it is no page
+
     def __init__(self, data: bytes) -> None:
         self.data = data
         self.expires = 0

@@ -13,7 +13,7 @@ from typing import cast
 from kvpage_server.core import Arena
 from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
 from kvpage_server.store.catalogue import Catalogue
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.expiry import Expiry
 from kvpage_server.store.ghost import Ghosts
@@ -88,7 +88,7 @@ class Holdings:
 
     @staticmethod
     def _unit(key: bytes, entry: Entry) -> Unit:
-        unit = None if type(entry) is Text else cast(Page, entry).unit
+        unit = entry.unit
         return unit if type(unit) is Block else key
 
     def _join(self, block: Block) -> None:
@@ -136,32 +136,31 @@ class Holdings:
         """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
         if old.expires:
             self._expiry.keys -= 1
-        self._catalogue.forget_stray(key, old)
-        if isinstance(old, Text):
-            self._texts -= len(key) + old.size + TEXT_OVERHEAD
-            stays = new is not None and self._unit(key, new) == key
-            if not stays:
-                self._units.removed(key)
+        if is_page(old):
+            self._forget_page(key, old, new, event)
             return
-        unit = self._unit(key, old)
-        if isinstance(unit, Block):
-            self._grow(unit, -old.footprint)
+        self._catalogue.forget_stray(key)
+        if type(old) is Text:
+            self._texts -= len(key) + old.size + TEXT_OVERHEAD
         else:
             self.guards.removed(key)  # the new value was used a moment ago: it needs no promise yet
-        if new is not None and self._unit(key, new) is unit:
-            return
-        if isinstance(unit, Block):
-            name = PageKey.parse(key)
-            self.ghosts.page_went(unit, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
-            unit.discard(name.layer, name.head, name.kv_type)
-            if self._quotas is not None:
-                self._quotas.grew(unit, -HEADER_SIZE - old.size)
-            if not unit.pages:
-                self.index.remove(unit)
-                self._units.removed(unit)
-                self.guards.removed(unit)
-        elif new is None or self._unit(key, new) != key:
+        if new is None or is_page(new):
             self._units.removed(key)
+
+    def _forget_page(self, key: bytes, old: Page, new: Entry | None, event: str) -> None:
+        block = cast(Block, old.unit)
+        self._grow(block, -old.footprint)
+        if new is not None and new.unit is block:
+            return
+        name = PageKey.parse(key)
+        self.ghosts.page_went(block, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
+        block.discard(name.layer, name.head, name.kv_type)
+        if self._quotas is not None:
+            self._quotas.grew(block, -HEADER_SIZE - old.size)
+        if not block.pages:
+            self.index.remove(block)
+            self._units.removed(block)
+            self.guards.removed(block)
 
     def _quota_of(self, unit: Unit) -> Quota | None:
         """The quota with a limit that a unit counts against, if there is one."""

@@ -158,7 +158,8 @@ class Known(Keyspace):
         return super().expires_of(key)
 
     def _own(self, key: bytes) -> Entry | None:
-        self._catalogue.get(key)  # it is awake
+        if self.index.resting:
+            self._catalogue.get(key)  # it is awake
         return super()._own(key)
 
     def _expire(self, key: bytes) -> None:

@@ -49,7 +49,8 @@ class Lookup(Ration):
             return None
         self.counters.hits += 1
         if self._touching:
-            self._units.used(self._unit(key, entry))
+            unit = entry.unit
+            self._units.used(unit if type(unit) is Block else key)
         return entry
 
     @contextmanager

@@ -18,7 +18,7 @@ from kvpage_server.store.room import OutOfMemory
 
 __all__ = ["Fallen", "Keyspace", "OutOfMemory"]
 
-LONGEST_TEXT = 1024  # longer strings lie in the arena
+LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are received
 
 
 def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
@@ -185,7 +185,7 @@ class Keyspace(Lookup):
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
         entry.expires = expires
-        self._put(key, entry, event)
+        self._put(key, entry, old, event)
         self._catalogue.note_stray(key)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
@@ -213,8 +213,8 @@ class Keyspace(Lookup):
         slot.body[:] = value
         return slot
 
-    def _put(self, key: bytes, entry: Entry, event: str = "set") -> None:
-        old = self._catalogue.entries.get(key)
+    def _put(self, key: bytes, entry: Entry, old: Entry | None, event: str) -> None:
+        """Store a plain string where `old` was."""
         if old is not None:
             self._forget(key, old, entry)
         self._catalogue.put(key, entry)
@@ -222,7 +222,7 @@ class Keyspace(Lookup):
             self._expiry.keys += 1
             self._expiry.note(key, entry.expires)
         self.counters.writes += 1
-        self._units.used(self._unit(key, entry))
+        self._units.used(key)
         if self._quotas is not None:
             self._quotas.resize(key, text_size(key, entry.size))
         if self.on_event is not None:

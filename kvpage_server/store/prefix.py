@@ -61,12 +61,12 @@ class Prefix(Queues):
         if place is None:
             self._come(self._place_of(unit), self._uses_before(unit))
             return
+        if self._last[place] == self._time and self._at[place] == self.now:
+            return  # it was used in this second, and nothing has come since
         if self._waits(place):
             self._take(place)
             self._come(place, 1)
             return
-        if self._last[place] == self._time and self._at[place] == self.now and self._after[place] == self._queue[place]:
-            return  # nothing of its queue was used since
         self._unlink(place)
         kind, last = self._queue[place] - self._home, self._last[place]
         if self.now - self._counted[place] >= BURST:

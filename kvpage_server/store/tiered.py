@@ -126,10 +126,9 @@ class Tiered(DiskRoom):
 
     # -- every change goes to disk ---------------------------------------------------------------------------------
 
-    def _put(self, key: bytes, entry: Entry, event: str = "set") -> None:
-        known = key in self._catalogue.entries
-        super()._put(key, entry, event)
-        self._offer(self._unit(key, entry), name_of_key(key), entry, known=known or isinstance(entry, Text))
+    def _put(self, key: bytes, entry: Entry, old: Entry | None, event: str) -> None:
+        super()._put(key, entry, old, event)
+        self._offer(key, name_of_key(key), entry, known=old is not None or type(entry) is Text)
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. Where that may be refused, they were admitted."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from benchmarks.findings import Finding
-from benchmarks.pairs import GENERATIONS, Contestant, compare, speed, speed_ratio
+from benchmarks.pages import ordinary
+from benchmarks.pages.rounds import OPS, Contestant, Plan, Target, beside, compare
+from benchmarks.pages.work import KIB, pages
 from benchmarks.servers import Server, start_kvpage
-from benchmarks.stores import PageStore
-from kvpage_server.bench.work import Pages
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import HEADER_SIZE, BlockShape, DType, PageKey, Plane
 
@@ -20,18 +20,20 @@ _BODY = _ROWS * _COLUMNS
 _SHAPE = BlockShape(32, 8, _ROWS, (Plane(0, DType.UINT8, _COLUMNS), Plane(1, DType.UINT8, _COLUMNS)))  # 512 pages
 
 
-def findings(*, pages: int, rounds: int) -> Iterator[Finding]:
+def findings(plan: Plan) -> Iterator[Finding]:
     """Bytes a page, for single pages and in blocks; GB/s beside a store that holds few."""
+    count = 100_000 if plan.quick else 1_000_000
+    print(f"{count:,} pages ...", flush=True)
     with start_kvpage() as large:
-        single = _bytes_a_page(large, fill_with_pages, pages)
+        single = _bytes_a_page(large, fill_with_pages, count)
         with start_kvpage() as small:
             fill_with_pages(small, _FEW)
-            yield from _slower(small, large, pages, rounds)
+            yield from _slower(small, large, count, plan)
     with start_kvpage() as other:
-        in_blocks = _bytes_a_page(other, _fill_with_blocks, pages)
-    for how, found, at_most in (("single pages", single, 250.0), ("pages in blocks", in_blocks, 8.0)):
+        in_blocks = _bytes_a_page(other, _fill_with_blocks, count)
+    for how, found, at_most in (("single pages", single, 200.0), ("pages in blocks", in_blocks, 8.0)):
         yield Finding(
-            f"memory beside the blobs, {pages:,} {how}",
+            f"memory beside the blobs, {count:,} {how}",
             "",
             "bytes a page",
             f"resident, pages of {_BODY} bytes",
@@ -71,16 +73,14 @@ def _fill_with_blocks(server: Server, count: int) -> int:
     return blocks * _SHAPE.pages
 
 
-def _slower(small: Server, large: Server, pages: int, rounds: int) -> Iterator[Finding]:
-    work = Pages(256, 16 * 1024, GENERATIONS)
-    contestants = [Contestant(name, PageStore(s.url), s) for name, s in (("small", small), ("large", large))]
-    for op in ("write", "read"):
-        passes = compare(contestants, op, work, rounds=rounds)
-        yield Finding(
-            f"{op} {work.name}, {pages:,} pages held",
-            f"{_FEW:,} pages held",
-            "GB/s",
-            f"{speed(passes, 'large'):.2f} / {speed(passes, 'small'):.2f}",
-            speed_ratio(passes, "large", "small"),
-            at_least=0.9,
-        )
+def _slower(small: Server, large: Server, count: int, plan: Plan) -> Iterator[Finding]:
+    work = pages(256, 16 * KIB, "an engine's order")
+    few, many = f"{_FEW:,} pages held", f"{count:,} pages held"
+    with small.connect() as small_sock, large.connect() as large_sock:
+        contestants = {
+            many: Contestant(large, ordinary.kvpage_pages(large_sock, work)),
+            few: Contestant(small, ordinary.kvpage_pages(small_sock, work)),
+        }
+        for op in OPS:
+            passes = compare(contestants, op, work.nbytes, plan)
+            yield from beside(f"{op} {work.name}, {many}", passes, many, few, Target(speed=0.9))

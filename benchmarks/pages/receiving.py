@@ -11,9 +11,9 @@ from contextlib import closing
 
 import uvloop
 
-from benchmarks.client_costs import Way, compared
 from benchmarks.findings import Finding
-from benchmarks.parser import spell
+from benchmarks.pages.client_costs import Way, compared
+from benchmarks.pages.ordinary import receive, spell
 from benchmarks.servers import Server
 from kvpage_server.bench.work import Blocks
 from kvpage_server.client import AsyncPageClient, PageClient
@@ -24,7 +24,7 @@ _BLOCKS = 4  # a thousand tokens of SmolLM2-135M in float32
 _GENERATIONS = 2
 
 
-def findings(server: Server, *, rounds: int) -> Iterator[Finding]:
+def findings(server: Server, rounds: int) -> Iterator[Finding]:
     """PageClient, and AsyncPageClient on uvloop. Raises AssertionError for wrong bytes."""
     work = Blocks(_BLOCKS, _BLOCK, _GENERATIONS)
     loop = uvloop.new_event_loop()
@@ -56,20 +56,19 @@ def _bare(sock: socket.socket, work: Blocks) -> Way:
     between = bytearray(b"\r\n$%d\r\n" % work.nbytes)
     before, after = bytearray(len(b"*%d\r\n" % work.count) + len(between) - 2), bytearray(2)
 
-    def fill(buffer: memoryview) -> None:
-        while buffer:
-            buffer = buffer[sock.recv_into(buffer) :]
+    def fill(buffer: bytearray | memoryview) -> None:
+        receive(sock, memoryview(buffer))
 
     def move(generation: int) -> None:
         names = [part for name in work.names[generation] for part in (name[0], b"%d" % name[1])]
         sock.sendall(spell(b"KVBLOCKMGET", b"%d" % work.count, *names))
         first, *others = work.batches[generation].read
-        fill(memoryview(before))
+        fill(before)
         fill(memoryview(first))
         for body in others:
-            fill(memoryview(between))
+            fill(between)
             fill(memoryview(body))
-        fill(memoryview(after))
+        fill(after)
 
     def right(generation: int, _: None) -> bool:
         work.batches[generation].check()

@@ -1,4 +1,4 @@
-"""The page client beside redis-py, both talking to kvpage-server: 256 pages of 32 KiB.
+"""The page client beside redis-py, both talking to kvpage-server: pages of 32 and of 4 KiB.
 
 Client and server have a core each, so GB/s are what the slower of them can do, and the other one waits; what an engine
 pays is the client's CPU time.
@@ -13,23 +13,26 @@ from typing import Any
 import redis
 from redis.connection import DefaultParser
 
-from benchmarks.client_costs import Way, compared
 from benchmarks.findings import Finding
-from benchmarks.pairs import GENERATIONS
+from benchmarks.pages.client_costs import Way, compared
+from benchmarks.pages.work import GENERATIONS
 from benchmarks.servers import Server
-from kvpage_server.bench.raw import Raw
 from kvpage_server.bench.work import Pages
 from kvpage_server.client import PageClient
 
-_TARGETS = {"write": 4.0, "read": 1.5}
+_SIZES = (  # pages at once, bytes of each, and how many times redis-py's GB/s
+    (256, 32 * 1024, {"write": 3.0, "read": 1.3}),
+    (900, 4 * 1024, {"write": 5.0, "read": 3.0}),
+)
 
 
-def findings(server: Server, raw: Raw, *, rounds: int) -> Iterator[Finding]:
-    """Writes and reads, and reads with checksums verified; and what a plain loop over bare sockets reaches.
+def findings(server: Server, rounds: int) -> Iterator[Finding]:
+    """Writes and reads, and reads with checksums verified. Raises AssertionError for wrong bytes."""
+    for count, nbytes, targets in _SIZES:
+        yield from _of_size(server, Pages(count, nbytes, GENERATIONS), targets, rounds)
 
-    Raises AssertionError for wrong bytes.
-    """
-    work = Pages(256, 32 * 1024, GENERATIONS)
+
+def _of_size(server: Server, work: Pages, targets: dict[str, float], rounds: int) -> Iterator[Finding]:
     parser = "hiredis" if "Hiredis" in DefaultParser.__name__ else "its Python parser"
     with PageClient(server.url, verify=False) as ours, PageClient(server.url) as verified:
         theirs = redis.Redis(port=server.port)
@@ -38,10 +41,7 @@ def findings(server: Server, raw: Raw, *, rounds: int) -> Iterator[Finding]:
         for op, way in ways.items():
             their_way = their_ways[op.removeprefix("verified ")]
             names = f"PageClient, {op} {work.name}", f"redis-py with {parser}"
-            yield from compared(names, (way, their_way), work, server, rounds=rounds, at_least=_TARGETS.get(op))
-        for op, way in {"write": _raw_writes(raw, work), "read": _raw_reads(raw, work)}.items():
-            names = f"raw sockets, {op} {work.name}", f"redis-py with {parser}"
-            yield from compared(names, (way, their_ways[op]), work, server, rounds=rounds)
+            yield from compared(names, (way, their_way), work, server, rounds=rounds, at_least=targets.get(op))
         theirs.flushall()
         theirs.close()
 
@@ -59,18 +59,6 @@ def _reads(client: PageClient, work: Pages) -> Way:
         return all(found)
 
     return move, right
-
-
-def _raw_writes(raw: Raw, work: Pages) -> Way:
-    return lambda generation: raw.write(work, generation), lambda _, answer: answer is None
-
-
-def _raw_reads(raw: Raw, work: Pages) -> Way:
-    def right(generation: int, _: None) -> bool:
-        work.batches[generation].check()
-        return True
-
-    return lambda generation: raw.read(work, generation), right
 
 
 def _redis_py_writes(client: Any, work: Pages) -> Way:

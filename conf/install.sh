@@ -1,0 +1,41 @@
+#!/bin/sh
+# Installs this folder, with the extras named by the second argument ('[dev]'), into the virtual environment named by the
+# first, and its core compiled if that can be done. As root on Debian or Ubuntu what compiling takes is installed; elsewhere
+# it says in one line what is missing, and the core's Python twin runs.
+set -eu
+
+python=$1/bin/python
+
+core() {
+    KVPAGE_CORE= "$python" -c 'from kvpage_server import core; print(core.NAME)'
+}
+
+# What Debian calls what is missing. A Python that is not Debian's brings its headers.
+missing() {
+    wanted="gcc libc6-dev libxxhash-dev"
+    case $("$python" -c 'import sys; print(sys.base_prefix)') in
+        /usr) wanted="$wanted $("$python" -c 'import sys; print("python%d.%d-dev" % sys.version_info[:2])')" ;;
+    esac
+    for package in $wanted; do
+        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q "ok installed" || printf ' %s' "$package"
+    done
+}
+
+"$python" -m pip install --quiet --editable ".${2-}"
+[ "$(core)" = native ] && exit 0
+
+how="a C compiler, Python's headers and xxhash.h, then:"
+[ "$(uname -s)" = Darwin ] && how="xcode-select --install; brew install xxhash;"
+if command -v dpkg-query >/dev/null 2>&1; then
+    packages=$(missing)
+    if [ -n "$packages" ] && [ "$(id -u)" = 0 ]; then
+        export DEBIAN_FRONTEND=noninteractive
+        if { apt-get update -qq && apt-get install -y -qq --no-install-recommends $packages; } >/dev/null 2>&1; then
+            "$python" -m pip install --quiet --no-deps --editable .
+            [ "$(core)" = native ] && exit 0
+            packages=$(missing)
+        fi
+    fi
+    how="${packages:+sudo apt-get install$packages &&}"
+fi
+echo "The page core is not compiled, so its Python twin runs, which is slower. To change that: $how make core" >&2

@@ -1,0 +1,40 @@
+"""Which of the two cores runs: the compiled one where all of it is there, else, or when asked for, its Python twin."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from pathlib import Path
+
+from kvpage_server.core.sources import digest
+
+VARIABLE = "KVPAGE_CORE"
+NATIVE = "kvpage_server.core.native"
+STALE = "it was compiled from other sources than are there now"
+
+
+def choose() -> tuple[str, str]:
+    """The core's name; and why it is "python" although nobody asked for that, or nothing."""
+    asked = os.environ.get(VARIABLE, "")
+    if asked == "python":
+        return "python", ""
+    if asked:  # whatever program this is: what was asked for does not exist, and nothing else was asked for
+        raise SystemExit(f"{VARIABLE} is {asked!r}: set it to python, or leave it unset for the compiled core")
+    fault = _fault()
+    return ("python", fault) if fault else ("native", "")
+
+
+def _fault() -> str:
+    """What keeps the compiled core from being used, or nothing."""
+    try:
+        import_module(NATIVE)  # with all of its modules
+        built = import_module(f"{NATIVE}.built")
+    except ImportError as error:
+        return f"it was not compiled for this Python: {error}"
+    now = digest(Path(__file__).parent / "native")
+    if now and now != built.SOURCES:
+        return STALE
+    return ""
+
+
+NAME, REASON = choose()
