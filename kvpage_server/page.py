@@ -29,8 +29,42 @@ MAX_U32 = 0xFFFF_FFFF
 MAX_U64 = 0xFFFF_FFFF_FFFF_FFFF
 MAX_TTL = 0x7FFF_FFFF_FFFF  # seconds; leaves room to add it to a unix time in milliseconds
 
-# magic, version, dtype, kv_type, flags, page_size, head_dim, layer, head, page, created, ttl, body_size, 0, checksum
-LAYOUT = struct.Struct("<4sBBBBIIIIQQQIIQ")
+# The header, field by field: its name, and its type as `struct` spells it.
+_FIELDS = {
+    "magic": "4s",
+    "version": "B",
+    "dtype": "B",
+    "kv_type": "B",
+    "flags": "B",
+    "page_size": "I",
+    "head_dim": "I",
+    "layer": "I",
+    "head": "I",
+    "page": "Q",
+    "created": "Q",
+    "ttl": "Q",
+    "body_size": "I",
+    "reserved": "I",
+    "checksum": "Q",
+}
+
+
+def header_fields(*names: str) -> struct.Struct:
+    """What reads some fields of a header, in the header's order, and passes over the others; all of them for none."""
+    passed_over = {name: f"{struct.calcsize('<' + code)}x" for name, code in _FIELDS.items()}
+    wanted = names or tuple(_FIELDS)
+    return struct.Struct("<" + "".join(_FIELDS[n] if n in wanted else passed_over[n] for n in _FIELDS))
+
+
+def _places() -> Iterator[tuple[str, int]]:
+    at = 0
+    for name, code in _FIELDS.items():
+        yield name, at
+        at += struct.calcsize("<" + code)
+
+
+FIELD_AT = dict(_places())  # where each field begins
+LAYOUT = header_fields()
 assert LAYOUT.size == HEADER_SIZE
 
 _REQ_ID = re.compile(rb"[^\x00-\x20\x7f:]{1,256}\Z")

@@ -10,8 +10,9 @@ import pytest
 import redis
 from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
+from kvpage_server.core.arguments import PageName
 from kvpage_server.page import PageKey, unix_ms
-from kvpage_server.store.entry import PageName, is_page
+from kvpage_server.store.entry import is_page
 from kvpage_server.store.lease import Guards
 from kvpage_server.store.memory import Keyspace
 

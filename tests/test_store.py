@@ -20,9 +20,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 from servers import resident
 
 from kvpage_server.core import MOST_SPARE, SPARE_FOR, Arena, Slot
+from kvpage_server.core.arguments import PageName
 from kvpage_server.core.sizes import capacity_for, slot_shape
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
-from kvpage_server.store.entry import TEXT_OVERHEAD, PageName, Text, is_page
+from kvpage_server.store.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.memory import Keyspace, OutOfMemory
 

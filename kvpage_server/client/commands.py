@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable, Iterator, Sequence
 from functools import lru_cache
 from itertools import chain
@@ -22,16 +21,16 @@ from kvpage_server.page import (
     PageError,
     PageKey,
     checksum,
+    header_fields,
     pack_header,
     unix_ms,
 )
 
 Missed = dict[int, str]  # which of a batch, and why
 
-# magic, version, kv_type, flags, layer, head, page, body length, reserved, checksum
-_HEADER = struct.Struct("<4sBxBB8xIIQ16xIIQ")
-_SHAPE = struct.Struct("<5xB2xII48x")  # dtype, page_size, head_dim
-assert _HEADER.size == _SHAPE.size == HEADER_SIZE
+_NAMED = "magic", "version", "kv_type", "flags", "layer", "head", "page", "body_size", "reserved", "checksum"
+_HEADER = header_fields(*_NAMED)
+_SHAPE = header_fields("dtype", "page_size", "head_dim")
 
 
 # -- words -------------------------------------------------------------------------------------------------------------

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from kvpage_server.core import Argument
-from kvpage_server.page import MAX_U32
+from kvpage_server.core import arguments as core
+from kvpage_server.core.arguments import I64, as_integer, shorten
+from kvpage_server.page import MAX_U32, PageError
 from kvpage_server.resp.reply import ReplyError
 
-_INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
-I64 = (-(2**63), 2**63 - 1)
-
-LONGEST_WORD = 4 * 1024 * 1024  # bytes of what is no value to be stored: a key, a message
+__all__ = [
+    "I64",
+    "NOT_AN_INTEGER",
+    "OUT_OF_MEMORY",
+    "SYNTAX_ERROR",
+    "as_integer",
+    "batch",
+    "check_batch",
+    "integer",
+    "integer_in",
+    "plain",
+    "plain_all",
+    "shorten",
+]
 
 SYNTAX_ERROR = "ERR syntax error"
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
@@ -26,9 +37,10 @@ def plain(argument: Argument) -> bytes:
     """
     if isinstance(argument, bytes):
         return argument
-    if argument.size > LONGEST_WORD:
-        raise ReplyError(f"ERR only a value may be longer than {LONGEST_WORD} bytes, got {argument.size}")
-    return bytes(argument.body)
+    try:
+        return core.plain(argument)
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
 
 
 def plain_all(arguments: Sequence[Argument]) -> list[bytes]:
@@ -44,25 +56,12 @@ def integer(raw: Argument) -> int:
     return found
 
 
-def as_integer(raw: Argument) -> int | None:
-    """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
-    if type(raw) is not bytes:
-        return None
-    if raw.isdigit() and len(raw) < 19 and (raw[0] != 0x30 or len(raw) == 1):  # the usual ones, sooner
-        return int(raw)
-    if not _INTEGER.match(raw) or raw == b"-0":
-        return None
-    value = int(raw)
-    return value if I64[0] <= value <= I64[1] else None
-
-
 def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
     """An integer in a range; the error names the argument and the range."""
-    value = as_integer(raw)
-    if value is None or not low <= value <= high:
-        shown = shorten(plain(raw))
-        raise ReplyError(f"ERR {name} must be an integer between {low} and {high}, got '{shown}'")
-    return value
+    try:
+        return core.integer_in(name, raw, low, high)
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
 
 
 def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
@@ -80,8 +79,3 @@ def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[A
     """The `width` arguments of each of the N things (called `unit`) that N says follow. Raises ReplyError."""
     check_batch(name, args, width, unit)
     return [args[start : start + width] for start in range(1, len(args), width)]
-
-
-def shorten(raw: bytes, most: int = 32) -> str:
-    """Client bytes for an error message, cut to so many or at a NUL; those that are not UTF-8 go back as they came."""
-    return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")

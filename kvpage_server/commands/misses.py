@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from kvpage_server.commands.context import Client
-from kvpage_server.store.entry import PageName
+from kvpage_server.core import PageNames
+from kvpage_server.core.arguments import PageName
 from kvpage_server.store.ghost import Ghost
 from kvpage_server.store.holdings import OVER_QUOTA
 
@@ -23,6 +24,16 @@ def page_missed(client: Client, name: PageName) -> None:
     """A page was asked for and is not there."""
     ghost = client.keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
     count_miss(client, reason_of(ghost, NEVER_STORED))
+
+
+def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
+    """Some of the pages that were asked for are not there."""
+    for block, some in names.runs(places):
+        if client.keyspace.ghosts.has_block(*block):
+            for i in some:
+                page_missed(client, names.name(i))
+        else:
+            count_miss(client, NEVER_STORED, len(some))
 
 
 def block_missed(client: Client, req_id: bytes, page: int) -> None:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvpage_server.commands.arguments import check_batch
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import pages
 from kvpage_server.commands.needs import extents, nothing
-from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_keys, page_name
+from kvpage_server.commands.page import WRONG_TYPE, page_name, page_names
 from kvpage_server.commands.registry import Parts, command
-from kvpage_server.commands.steps import each
 from kvpage_server.core import Argument
+from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import header_of, is_cold, is_page
-
-_TOLD = 1024  # answers in a step
 
 
 @command(
@@ -24,29 +22,22 @@ _TOLD = 1024  # answers in a step
     -7,
     "readonly",
     group="page",
-    uses=pages(1, NAME_ARGUMENTS),
+    uses=pages(1, NAME_WORDS),
     needs=nothing,
     usage="N req layer head page type [req layer head page type ...]",
-    parts=Parts(1, NAME_ARGUMENTS),
+    parts=Parts(1, NAME_WORDS),
     summary="Says of N pages whether they are there, from the index alone.",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
-    check_batch("KVPAGEMEXISTS", args, NAME_ARGUMENTS, "page")
-    keyspace = client.keyspace
-
-    def are_there(names: Sequence[Argument]) -> list[int]:
-        entries = list(map(keyspace.find, page_keys(names, NAME_ARGUMENTS)))
-        for i, entry in enumerate(entries):
-            if entry is None:
-                page_name(names[i * NAME_ARGUMENTS : (i + 1) * NAME_ARGUMENTS])
-        return list(map(int, map(is_page, entries)))
+    count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
 
     def steps() -> Iterator[Reply]:
-        found = yield from each(args[1:], are_there, NAME_ARGUMENTS)
-        yield Raw(b"*%d\r\n" % len(found))
-        for start in range(0, len(found), _TOLD):
-            yield (b":%d\r\n" * len(some := found[start : start + _TOLD]) % tuple(some),)
+        batches = yield from page_names(args, count)
+        yield Raw(b"*%d\r\n" % count)
+        for names in batches:
+            entries = client.keyspace.find_pages(names)
+            yield (b":%d\r\n" * len(entries) % (*map(is_page, entries),),)
 
     return Stream(None, steps())
 

@@ -6,7 +6,6 @@ No command here changes a value in its middle: a page's bytes and its header alw
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -253,10 +252,8 @@ def getex(client: Client, args: list[Argument]) -> Reply:
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
     """Null for each that does not exist."""
-    keyspace, keys = client.server.keyspace, plain_all(args)
-    if pages := keyspace.read_apart(keys):
-        return b"*%d\r\n" % len(pages), *chain.from_iterable(map(string_of, pages))
-    return [string_of(keyspace.read(key)) for key in keys]
+    keyspace = client.server.keyspace
+    return [string_of(keyspace.read(key)) for key in plain_all(args)]
 
 
 def _mset(client: Client, args: list[Argument]) -> None:

@@ -8,11 +8,12 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.misses import HOLE, INCOMPLETE, NEVER_STORED
 from kvpage_server.commands.needs import nothing
-from kvpage_server.commands.page import NAME_ARGUMENTS, WRONG_TYPE, page_name
+from kvpage_server.commands.page import WRONG_TYPE, page_name
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import are_few, blocks_of, request_name
 from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
+from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import is_page
 from kvpage_server.store.ghost import Ghost
@@ -42,7 +43,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     keyspace = client.keyspace
     if len(args) == 1:
         return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args))
-    if len(args) != NAME_ARGUMENTS:
+    if len(args) != NAME_WORDS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)
     entry = keyspace.find(name.key)

@@ -16,12 +16,16 @@ if TYPE_CHECKING or NAME == "python":
         MOST_SPARE,
         SPARE_FOR,
         Arena,
+        NewPages,
         Outbox,
+        PageNames,
+        PageSet,
         Parser,
         Part,
         Scratch,
         Slot,
         Words,
+        look_up,
     )
 else:
     from kvpage_server.core.native import (
@@ -29,12 +33,16 @@ else:
         MOST_SPARE,
         SPARE_FOR,
         Arena,
+        NewPages,
         Outbox,
+        PageNames,
+        PageSet,
         Parser,
         Part,
         Scratch,
         Slot,
         Words,
+        look_up,
     )
 
 __all__ = [
@@ -47,11 +55,15 @@ __all__ = [
     "Argument",
     "Command",
     "Limits",
+    "NewPages",
     "Outbox",
+    "PageNames",
+    "PageSet",
     "Parser",
     "Part",
     "ProtocolError",
     "Scratch",
     "Slot",
     "Words",
+    "look_up",
 ]

@@ -20,7 +20,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from queue import SimpleQueue
 from typing import Generic, TypeVar
@@ -119,15 +119,23 @@ class WriteBehind(Generic[T]):
     def note(self, name: bytes, value: T | None, size: int) -> None:
         """A value has changed, or is gone. What it consists of must not change any more."""
         self._next.note(name, value, size)
+        self.position += 1
+        self._changed()
+
+    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+        """Values have changed, as for `note`."""
+        for name, value, size in zip(names, values, sizes, strict=True):
+            self._next.note(name, value, size)
+        self.position += len(names)
         self._changed()
 
     def clear(self) -> None:
         """Everything is gone."""
         self._next = Batch(clears=True)
+        self.position += 1
         self._changed()
 
     def _changed(self) -> None:
-        self.position += 1
         if self._next.size > self.limit // 2 and not self._hurry:
             self.hurry()
         elif self._timer is None and self._now is None:

@@ -8,9 +8,7 @@ and remembered until one of its pages changes. Costs: O(1) for an extent, else O
 
 from __future__ import annotations
 
-import struct
-
-from kvpage_server.page import BlockShape, DType, Plane
+from kvpage_server.page import BlockShape, DType, Plane, header_fields
 from kvpage_server.resp.reply import Piece
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Page, is_cold
@@ -19,7 +17,7 @@ from kvpage_server.store.fetching import Lent
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import Keyspace
 
-_GEOMETRY = struct.Struct("<5x2Bx2I")  # of a page header: dtype, kv_type, page_size, head_dim
+_GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
 
 
 def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tuple[Piece, ...] | None:

@@ -42,7 +42,12 @@ class Catalogue:
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
         """What finds the value of a key, as long as nothing is written."""
-        return self._get if self._in_extents or self.index.resting else self.entries.get
+        return self.entries.get if self.has_all_entries else self._get
+
+    @property
+    def has_all_entries(self) -> bool:
+        """Whether every key has an entry: none is in an extent, or resting."""
+        return not (self._in_extents or self.index.resting)
 
     def _get(self, key: bytes) -> Entry | None:
         entry = self.entries.get(key)
@@ -101,6 +106,16 @@ class Catalogue:
         if key not in self.entries:
             self._list(key)
         self.entries[key] = entry
+
+    @property
+    def listed(self) -> list[bytes] | None:
+        """Where to note the keys that get entries otherwise than by `put`: see `list_all`. None when nobody scans."""
+        return [] if self._scans.current is not None else None
+
+    def list_all(self, keys: Iterable[bytes] | None) -> None:
+        """Keys have entries that had none."""
+        for key in keys or ():
+            self._list(key)
 
     def _list(self, place: Unit) -> None:
         if self._scans.current is not None:

@@ -73,14 +73,15 @@ class DiskRoom(Fetching):
         """Whether there are limits on what may be stored besides maxmemory."""
         return self.maxdisk > 0 or super().rationed
 
-    def admit(self, coming: Iterable[Coming]) -> dict[bytes, int]:
+    def admit(self, coming: Iterable[Coming]) -> None:
         """Make room for values, in their quotas and on the disk. Raises OverLimit: nothing has changed."""
         coming = list(coming)
         if self.maxdisk and self.keeps_all and self._on_disk.expected + sum(map(_takes_coming, coming)) > self._most:
             sizes = {name_of_key(value.key): _takes_coming(value) for value in coming}
             blocks = {name_of_block(*value.block) for value in coming if value.block is not None}
             self._have_room(sizes, {*sizes, *blocks})
-        return super().admit(coming) if self._quotas is not None else {}
+        if self._quotas is not None:
+            super().admit(coming)
 
     def _admit_block_on_disk(self, req_id: bytes, page: int, extent: Extent) -> None:
         name, block = name_of_block(req_id, page), self.index.block(req_id, page)

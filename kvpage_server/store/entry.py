@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, TypeGuard
+from typing import TypeGuard
 
 from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
@@ -33,20 +33,6 @@ class Text:
 
 Page = Slot | ExtentPage | Cold
 Entry = Text | Page  # a Slot, or a Cold one, is a page when a block is its unit, and otherwise a long string
-
-
-class PageName(NamedTuple):
-    """A page's key and the parts it is spelt from."""
-
-    key: bytes
-    req_id: bytes
-    layer: int
-    head: int
-    page: int
-    kv_type: int
-
-
-NewPage = tuple[PageName, Slot, int]  # a page to be stored: its header and body in the slot, when it expires
 
 
 _COLD = {Cold}

@@ -8,7 +8,7 @@ Costs: O(1) a note and a key due, amortised.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 _SLACK = 1024
 
@@ -25,13 +25,17 @@ class Expiry:
 
     def note(self, key: bytes, expires: int) -> None:
         """`key` will be due at `expires`."""
+        self.note_all([key], expires)
+
+    def note_all(self, keys: Sequence[bytes], expires: int) -> None:
+        """All of `keys` will be due at `expires`."""
         second = expires // 1000
         bucket = self._buckets.get(second)
         if bucket is None:
             bucket = self._buckets[second] = []
             heapq.heappush(self._seconds, second)
-        bucket.append(key)
-        self._notes += 1
+        bucket += keys
+        self._notes += len(keys)
         if self._notes > 2 * self.keys + _SLACK:
             self._drop_stale()
 

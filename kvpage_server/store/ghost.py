@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from kvpage_server.core.rows import bit_of, row_of
 from kvpage_server.page import unix_ms
-from kvpage_server.store.index import Block, bit_of, row_of
+from kvpage_server.store.index import Block
 
 MOST_ROWS = 1 << 18  # some 100 bytes each
 _GHOST = 8  # rows that a ghost counts as beside its own
@@ -82,6 +83,10 @@ class Ghosts:
         pages.remove(page)
         if not pages:
             del self._requests[req_id]
+
+    def has_block(self, req_id: bytes, page: int) -> bool:
+        """Whether it is remembered how pages of a block went."""
+        return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
         """How a page went the last time."""

@@ -3,8 +3,7 @@
 A block of single pages that nobody has asked for since the start is *resting*: the rows of its pages on disk are all
 that is known of it (see `sheet`). It is woken, made a `Block`, when somebody asks.
 
-A block's pages are kept as one bit a head in rows of up to 64 heads of a (layer, plane): a few bytes a page where
-models have eight heads, and enough to spell every page's key. A block that was stored whole says by its extent which
+A block's pages are kept as bits, in rows (see `core.rows`). A block that was stored whole says by its extent which
 pages it has. Costs: add and discard O(1); listing O(pages listed).
 """
 
@@ -16,24 +15,12 @@ from functools import lru_cache
 from itertools import islice
 from types import MappingProxyType
 
-from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, BlockShape
+from kvpage_server.core import PageSet
+from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
+from kvpage_server.page import BlockShape
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.scan import ScanOrder
 from kvpage_server.store.sheet import ROW
-
-_TYPES = MAX_KV_TYPE + 1
-_ROW_HEADS = 64
-_GROUPS = (MAX_HEAD + 1) // _ROW_HEADS  # rows that the heads of one (layer, plane) may take
-
-
-def row_of(layer: int, head: int, kv_type: int) -> int:
-    """The row of a page. Rows are numbered by layer, plane and head: the order of a block's body."""
-    return (layer * _TYPES + kv_type) * _GROUPS + head // _ROW_HEADS
-
-
-def bit_of(head: int) -> int:
-    """The bit of a page in its row."""
-    return 1 << head % _ROW_HEADS
 
 
 @lru_cache(maxsize=64)
@@ -42,64 +29,36 @@ def rows_of(shape: BlockShape) -> Mapping[int, int]:
     rows = {}
     for layer in range(shape.layers):
         for plane in shape.planes:
-            for first in range(0, shape.heads, _ROW_HEADS):
-                heads = min(shape.heads - first, _ROW_HEADS)
+            for first in range(0, shape.heads, ROW_HEADS):
+                heads = min(shape.heads - first, ROW_HEADS)
                 rows[row_of(layer, first, plane.kv_type)] = (1 << heads) - 1
     return MappingProxyType(rows)
 
 
-class Block:
+class Block(PageSet):
     """The pages of one (req_id, page_id): what lives and is evicted as one."""
 
-    __slots__ = ("_rows", "extent", "footprint", "page", "pages", "req_id", "shape", "shape_known", "soonest")
+    __slots__ = ()
 
-    def __init__(self, req_id: bytes, page: int) -> None:
-        self.req_id = req_id
-        self.page = page
-        self.pages = 0  # how many it has
-        self.extent: Extent | None = None  # what its pages lie in, when it was stored whole
-        self._rows: dict[int, int] = {}  # otherwise; see `row_of` and `bit_of`
-        self.footprint = 0  # bytes of memory its pages occupy
-        self.soonest = 0  # no page of it expires before: unix milliseconds, 0 when none expires at all
-        self.shape: BlockShape | None = None  # when it is complete and `shape_known`
-        self.shape_known = False  # until the next page comes or goes
+    extent: Extent | None
+    shape: BlockShape | None
 
     @property
     def rows(self) -> Mapping[int, int]:
-        """The pages it has; see `row_of` and `bit_of`."""
-        return self._rows if self.extent is None else rows_of(self.extent.shape)
-
-    def add(self, layer: int, head: int, kv_type: int) -> None:
-        """Note that it has a page."""
-        self.shape_known = False
-        row, bit = row_of(layer, head, kv_type), bit_of(head)
-        heads = self._rows.get(row, 0)
-        if not heads & bit:
-            self._rows[row] = heads | bit
-            self.pages += 1
-
-    def discard(self, layer: int, head: int, kv_type: int) -> None:
-        """Note that it has a page no more."""
-        self.shape_known = False
-        row = row_of(layer, head, kv_type)
-        heads = self._rows.get(row, 0) & ~bit_of(head)
-        if heads:
-            self._rows[row] = heads
-        else:
-            self._rows.pop(row, None)
-        self.pages -= 1
+        """The pages it has; see `core.rows`."""
+        return self.bits if self.extent is None else rows_of(self.extent.shape)
 
     def fill(self, extent: Extent) -> None:
         """Have the pages of an extent and no others."""
+        self.bits = {}
         self.extent = extent
-        self._rows = {}
         self.pages = extent.shape.pages
         self.soonest = extent.expires
         self.shape, self.shape_known = extent.shape, True
 
     def split(self) -> None:
         """Have the same pages, each by itself."""
-        self._rows = dict(self.rows)
+        self.bits = self.rows
         self.extent = None
 
     def page_keys(self) -> Iterator[bytes]:
@@ -108,16 +67,14 @@ class Block:
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
         """The keys of its pages in that order, each with its layer, head and plane."""
-        rows = self.rows
-        for row in sorted(rows):
-            plane, group = divmod(row, _GROUPS)
-            layer, kv_type = divmod(plane, _TYPES)
+        for row, heads in self.rows.items():
+            plane, group = divmod(row, GROUPS)
+            layer, kv_type = divmod(plane, TYPES)
             prefix = b"kv:%b:%d:" % (self.req_id, layer)
             suffix = b":%d:%d" % (self.page, kv_type)
-            heads = rows[row]
             while heads:
                 lowest = heads & -heads
-                head = group * _ROW_HEADS + lowest.bit_length() - 1
+                head = group * ROW_HEADS + lowest.bit_length() - 1
                 yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
                 heads ^= lowest
 
@@ -129,17 +86,17 @@ class Block:
     @property
     def layers(self) -> int:
         """One more than its last layer."""
-        return max(self.rows) // (_TYPES * _GROUPS) + 1
+        return max(self.rows) // (TYPES * GROUPS) + 1
 
     @property
     def heads(self) -> int:
         """One more than its last head."""
-        return max(row % _GROUPS * _ROW_HEADS + heads.bit_length() for row, heads in self.rows.items())
+        return max(row % GROUPS * ROW_HEADS + heads.bit_length() for row, heads in self.rows.items())
 
     @property
     def planes(self) -> list[int]:
         """The kv_types it has pages of."""
-        return sorted({row // _GROUPS % _TYPES for row in self.rows})
+        return sorted({row // GROUPS % TYPES for row in self.rows})
 
     @property
     def is_full(self) -> bool:

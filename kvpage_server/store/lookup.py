@@ -2,26 +2,29 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from operator import attrgetter
-from typing import cast
+from typing import NamedTuple, cast
 
-from kvpage_server.core import Slot
+from kvpage_server.core import PageNames, look_up
 from kvpage_server.page import unix_ms
 from kvpage_server.store.catalogue import Place
 from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, Page, are_cold
+from kvpage_server.store.entry import Entry, Page
+from kvpage_server.store.eviction import Unit
 from kvpage_server.store.index import Block
 from kvpage_server.store.ration import Ration
 
-_EXPIRES, _UNIT = attrgetter("expires"), attrgetter("unit")
-_SLOTS, _BLOCKS = {Slot}, {Block}
+ANY = sys.maxsize  # bytes
 
 
-def _any_overdue(entries: Iterable[Entry]) -> bool:
-    soonest = min(filter(None, map(_EXPIRES, entries)), default=0)
-    return 0 < soonest <= unix_ms()
+class Found(NamedTuple):
+    """What was found for some names: living values, the units that they belong to, and the names without a value."""
+
+    entries: list[Entry | None]
+    units: list[Unit]
+    missing: list[int]
 
 
 class Lookup(Ration):
@@ -59,56 +62,56 @@ class Lookup(Ration):
         finally:
             self._touching = True
 
-    def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """`read` of many keys; those of one block in a row are one use of it."""
-        now, get, touching = unix_ms(), self._catalogue.get, self._touching
-        entries = list(map(get, keys))
-        if are_cold(entries) and not _any_overdue(entries):
-            self.counters.hits += len(entries)
-            return [*entries]
-        found: list[Entry | None] = []
-        missed = 0
-        last: object = None
-        for key in keys:
-            entry = get(key)
-            if entry is None or (entry.expires and entry.expires <= now and self.find(key) is None):
-                missed += 1
-                self.tell("keymiss", key)
-                found.append(None)
-                continue
-            found.append(entry)
-            if type(entry) is Cold:  # who reads it has been lent its bytes, which memory has not
-                continue
-            if type(entry) is Slot and entry.unit is last and last is not None:
-                continue
-            last = unit = self._unit(key, entry)
-            if touching:
+    def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
+        """The living values of pages' keys, without counting them as uses."""
+        return self._look_up(names, 0, len(names), ANY).entries
+
+    def read_pages(
+        self, names: PageNames, first: int, stop: int, most: int = ANY
+    ) -> tuple[Sequence[Entry | None], list[int]]:
+        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too.
+
+        Those of one block in a row are one use of it.
+        """
+        found = self._look_up(names, first, stop, most)
+        self.counters.hits += len(found.entries) - len(found.missing)
+        self.counters.misses += len(found.missing)
+        if self.on_event is not None:
+            for i in found.missing:
+                self.tell("keymiss", names.keys[i])
+        if self._touching:
+            for unit in found.units:
                 self._units.used(unit)
-        self.counters.hits += len(found) - missed
-        self.counters.misses += missed
+        return found.entries, found.missing
+
+    def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
+        entries, blocks, absent, others = look_up(self._catalogue.entries, names, first, stop, most, unix_ms())
+        found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [])
+        for i in others:
+            self._add(found, i, first, names.keys[i], self.find(names.keys[i]))
+        if self._catalogue.has_all_entries:
+            found.missing.extend(absent)
+            return found
+        for name, places in names.runs(absent):
+            block = self.index.block(*name)  # it is awake now, if it is there
+            if block is None:
+                found.missing.extend(places)
+                continue
+            for i in places:
+                key = names.keys[i]
+                there = block.extent is not None or key in self._catalogue.entries
+                self._add(found, i, first, key, self.find(key) if there else None)
         return found
 
-    def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
-        """`read` of many pages, if each lives in a slot of its own; None, and nothing was read, if one does not."""
-        entries = tuple(map(self._catalogue.get, keys))
-        if {*map(type, entries)} != _SLOTS:
-            return None
-        pages = cast("tuple[Slot, ...]", entries)
-        blocks = dict.fromkeys(map(_UNIT, pages))
-        if {*map(type, blocks)} != _BLOCKS or _any_overdue(pages):
-            return None
-        self.counters.hits += len(pages)
-        if self._touching:
-            for block in blocks:
-                self._units.used(block)
-        return pages
-
-    def without_entry(self, keys: Sequence[bytes]) -> list[int]:
-        """The places of those keys that have no value, or that are pages of blocks which were stored whole."""
-        entries = self._catalogue.entries
-        if all(map(entries.__contains__, keys)):
-            return []
-        return [i for i, key in enumerate(keys) if key not in entries]
+    def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
+        """Note what was found for the name `i`. What is cold is not used: it has been lent, memory has it not."""
+        if entry is None:
+            found.missing.append(i)
+            return
+        found.entries[i - first] = entry
+        unit = self._unit(key, entry)
+        if type(entry) is not Cold and not (found.units and found.units[-1] is unit):
+            found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
         """Seconds since a living key, or its block, was last used."""

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from kvpage_server.core import Slot
+from kvpage_server.core import NewPages, Slot
+from kvpage_server.core.arguments import PageName
 from kvpage_server.page import HEADER_SIZE
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, PageName, Text
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block, rows_of
 from kvpage_server.store.lookup import Lookup
@@ -55,66 +56,58 @@ class Keyspace(Lookup):
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
         """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
         slot.header[:] = header
-        self.set_pages([(name, slot, expires)])
-
-    def set_pages(self, pages: Iterable[NewPage]) -> None:
-        """Store pages, whose slots have their headers; the names have been validated."""
         if self.rationed:
-            self._set_within_quotas(list(pages))
-        else:
-            self._set_pages(pages)
+            self.admit([Coming(name.key, HEADER_SIZE + slot.size, (name.req_id, name.page))])
+        self.set_pages(NewPages.one(name, slot, expires))
 
-    def _set_within_quotas(self, pages: Sequence[NewPage]) -> None:
-        values = (Coming(name.key, HEADER_SIZE + slot.size, (name.req_id, name.page)) for name, slot, _ in pages)
-        growth = self.admit(values)
-        self._set_pages(pages)
-        grown: dict[Block, int] = {}
-        for name, slot, _ in pages:
-            block = cast(Block, slot.unit)
-            grown[block] = grown.get(block, 0) + growth.pop(name.key, 0)
-        for block, size in grown.items():
-            self._grew(block, size)
-
-    def _set_pages(self, pages: Iterable[NewPage]) -> None:
-        catalogue, entries = self._catalogue, self._catalogue.entries
-        block: Block | None = None
-        grown = written = 0
-        told = self.on_event is not None
-        for name, slot, expires in pages:
-            key, req_id, layer, head, page, kv_type = name
+    def set_pages(self, pages: NewPages) -> None:
+        """Store pages. Where that may be refused, they were admitted."""
+        at, count, block = 0, len(pages), None
+        while at < count:
+            req_id, page = pages.block(at)
             if block is None or page != block.page or req_id != block.req_id:
-                if block is not None:
-                    self._grow(block, grown)
-                block, grown = self._open(req_id, page), 0
-            slot.unit = block
-            written += 1
-            old = entries.get(key)
-            if old is None:
-                block.add(layer, head, kv_type)
-                grown += slot.footprint
-                catalogue.put(key, slot)
-            elif type(old) is Slot and old.unit is block:
-                if old.size != slot.size:
-                    grown += slot.footprint - old.footprint
-                if old.expires:
-                    self._expiry.keys -= 1
-                block.shape_known = False
-                entries[key] = slot
-            else:
-                block.add(layer, head, kv_type)
-                grown += slot.footprint
-                self._forget(key, old, slot)
-                entries[key] = slot
-            if expires:
-                slot.expires = expires
-                block.expires_at(expires)
-                self._expiry.keys += 1
-                self._expiry.note(key, expires)
-            if told:
-                self._tell_of_write(key, old, slot)
-        self.counters.writes += written
-        if block is not None:
-            self._grow(block, grown)
+                block = self._open(req_id, page)
+            at = self._put_run(pages, at, block)
+        self.counters.writes += count
+
+    def _put_run(self, pages: NewPages, at: int, block: Block) -> int:
+        """Store pages from `at` on, some or all that follow each other in a block; where they end."""
+        if self.on_event is not None:  # somebody is told of each
+            return self._put_one(pages, at, block)
+        fresh = self._catalogue.listed
+        stop, grown, stored, replaced = pages.put(self._catalogue.entries, at, block, fresh)
+        if stop == at:
+            return self._put_one(pages, at, block)
+        self._catalogue.list_all(fresh)
+        if expires := pages.expires(at):
+            self._expiry.keys += stop - at
+            self._expiry.note_all(pages.keys[at:stop], expires)
+        self._expiry.keys -= replaced
+        self.guards.grew(block, grown)
+        if self._quotas is not None:
+            self._grew(block, stored)
+        return stop
+
+    def _put_one(self, pages: NewPages, at: int, block: Block) -> int:
+        """Store one page, whatever its key had before; the place of the next."""
+        (key, _, layer, head, _, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        old = self._catalogue.entries.get(key)
+        counted = self._counted(key, old, as_page=True)
+        slot.unit, slot.expires = block, expires
+        block.add(layer, head, kv_type)
+        if old is not None:
+            self._forget(key, old, slot)
+        self._catalogue.put(key, slot)
+        self._grow(block, slot.footprint)
+        if expires:
+            block.expires_at(expires)
+            self._expiry.keys += 1
+            self._expiry.note(key, expires)
+        if self._quotas is not None:
+            self._grew(block, HEADER_SIZE + slot.size - counted)
+        if self.on_event is not None:
+            self._tell_of_write(key, old, slot)
+        return at + 1
 
     def _open(self, req_id: bytes, page: int) -> Block:
         """The block that pages are about to be written to, one by one: a use of it."""

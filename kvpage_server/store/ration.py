@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from kvpage_server.core import NewPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.entry import Entry, is_page
 from kvpage_server.store.eviction import Unit
@@ -56,8 +57,18 @@ class Ration(Room):
 
     # -- before something is stored ---------------------------------------------------------------------------------
 
-    def admit(self, coming: Iterable[Coming]) -> dict[bytes, int]:
-        """Make room in their quotas for values; by how much each key grows. Raises OverQuota: nothing has changed."""
+    def admit_pages(self, batches: Iterable[NewPages]) -> Iterator[tuple[()]]:
+        """Make room for pages that are to be stored all or none, in steps. Raises OverLimit: nothing has changed."""
+        coming: list[Coming] = []
+        for pages in batches if self.rationed else ():
+            for block, places in pages.runs(range(len(pages))):
+                coming += [Coming(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
+            yield ()
+        if coming:
+            self.admit(coming)
+
+    def admit(self, coming: Iterable[Coming]) -> None:
+        """Make room in their quotas for values. Raises OverQuota: nothing has changed."""
         assert self._quotas is not None
         growth: dict[bytes, int] = {}
         wanted: dict[Quota, int] = {}
@@ -72,7 +83,6 @@ class Ration(Room):
             stay.add(key if block is None else block)
         for quota, lacking in wanted.items():
             self._make_way(quota, lacking, stay)
-        return growth
 
     def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
         """The same for a block that is stored whole."""

@@ -19,17 +19,17 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 from typing_extensions import Buffer
 
-from kvpage_server.page import HEADER_SIZE, checksum
+from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
 from kvpage_server.store.record import Body, Damaged, Record, name_of_key, room_for
 
 _LAYERS, _HEADS = 16, 64  # of a block in one sheet: a page that changes alone has few others written with it
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
 _START = struct.Struct("<QQ")  # digest, soonest
 _DIGEST = 8
-_ROW = struct.Struct("<6xB9xII24xI12xQQQQ")  # kv_type, layer, head, body length; expires, used, digest, first
-_TIMES = struct.Struct("<QQQQ")
+_TIMES = struct.Struct("<QQQQ")  # expires, used, digest, first
+_ROW = struct.Struct(header_fields("kv_type", "layer", "head", "body_size").format + _TIMES.format[1:])
 ROW = _ROW.size
-_KV_TYPE, _PAGE, _SIZE, _USED = 6, 24, 48, HEADER_SIZE + 8
+_KV_TYPE, _PAGE, _SIZE, _USED = FIELD_AT["kv_type"], FIELD_AT["page"], FIELD_AT["body_size"], HEADER_SIZE + 8
 _PLACE = struct.Struct("<II")  # layer and head, before the page id
 _COLUMNS = np.dtype(
     {"names": ["size", "expires"], "formats": ["<u4", "<u8"], "offsets": [_SIZE, HEADER_SIZE], "itemsize": ROW}

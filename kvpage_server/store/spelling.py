@@ -11,7 +11,7 @@ from __future__ import annotations
 import struct
 
 from kvpage_server.core import Slot
-from kvpage_server.page import BlockShape, DType, PageError, Plane, unix_ms
+from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Change, Put, Quarantine, Retime
 from kvpage_server.store.extent import Extent, ExtentPage
@@ -20,7 +20,7 @@ from kvpage_server.store.record import Damaged, Record
 
 _SHAPE = struct.Struct("<IIIQQ")
 _PLANE = struct.Struct("<BBI")
-_CHECKSUM = struct.Struct("<56xQ")  # of a page's header
+_CHECKSUM = header_fields("checksum")
 
 
 class Spoilt:

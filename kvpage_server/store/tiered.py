@@ -19,19 +19,20 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import cast
 
-from kvpage_server.core import Slot
+from kvpage_server.core import NewPages, PageNames, Slot
 from kvpage_server.page import unix_ms
 from kvpage_server.store import sheet
 from kvpage_server.store.behind import Batch, WriteBehind
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.disk import Disk
 from kvpage_server.store.diskroom import DiskRoom, takes
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, NewPage, Page, Text, page_named
+from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text, page_named
 from kvpage_server.store.eviction import Unit
 from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import unit_named
+from kvpage_server.store.lookup import ANY
 from kvpage_server.store.mapped import MappedLoans
 from kvpage_server.store.memory import Fallen, OutOfMemory
 from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
@@ -129,16 +130,25 @@ class Tiered(DiskRoom):
         super()._put(key, entry, old, event)
         self._offer(key, name_of_key(key), entry, known=old is not None or type(entry) is Text)
 
-    def set_pages(self, pages: Iterable[NewPage]) -> None:
-        """Store pages, whose slots have their headers; the names have been validated."""
-        pages = list(pages)
+    def set_pages(self, pages: NewPages) -> None:
+        """Store pages. Where that may be refused, they were admitted."""
         if self.index.resting:
-            for req_id, page in {(name.req_id, name.page) for name, _, _ in pages}:
-                self.index.block(req_id, page)  # is awake: its pages are entries
-        known = [name.key in self._catalogue.entries for name, _, _ in pages]
+            for block in pages.blocks():
+                self.index.block(*block)  # is awake: its pages are entries
+        entries = self._catalogue.entries
+        known = [] if self.keeps_all else [key in entries for key in pages.keys]
         super().set_pages(pages)
-        for (name, slot, _), was_known in zip(pages, known, strict=True):
-            self._offer(cast(Block, slot.unit), name_of_key(name.key), slot, known=was_known)
+        names = list(map(name_of_key, pages.keys))
+        if self.keeps_all:
+            self._store_pages(names, pages.slots)
+        for name, slot, was_known in zip(names, pages.slots, known, strict=False):
+            self._offer(cast(Block, slot.unit), name, slot, known=was_known)
+
+    def _store_pages(self, names: Sequence[bytes], slots: Sequence[Slot]) -> None:
+        if self.maxdisk:
+            for name, slot in zip(names, slots, strict=True):
+                self._on_disk.expect(name, takes(name, slot))
+        self.behind.note_all(names, slots, [slot.footprint for slot in slots])
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
         super()._rewrite(key, text, value, expires, event)
@@ -238,21 +248,16 @@ class Tiered(DiskRoom):
             self._prove(self._unit(key, entry))
         return entry
 
-    def read_all(self, keys: Sequence[bytes]) -> list[Entry | None]:
-        """`read` of many keys; those of one block in a row are one use of it."""
-        entries = super().read_all(keys)
+    def read_pages(
+        self, names: PageNames, first: int, stop: int, most: int = ANY
+    ) -> tuple[Sequence[Entry | None], list[int]]:
+        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too."""
+        entries, missing = super().read_pages(names, first, stop, most)
         if self._unproven:
-            for unit in {self._unit(key, entry) for key, entry in zip(keys, entries, strict=True) if entry}:
+            found = zip(names.keys[first:stop], entries, strict=False)
+            for unit in dict.fromkeys(self._unit(key, entry) for key, entry in found if entry is not None):
                 self._prove(unit)
-        return entries
-
-    def read_apart(self, keys: Sequence[bytes]) -> tuple[Slot, ...] | None:
-        """`read` of many pages, if each lives in a slot of its own; None, and nothing was read, if one does not."""
-        pages = super().read_apart(keys)
-        if pages and self._unproven:
-            for block in {page.unit for page in pages}:
-                self._prove(cast(Block, block))
-        return pages
+        return entries, missing
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""

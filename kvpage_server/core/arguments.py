@@ -1,0 +1,124 @@
+"""The words that name and describe a page, looked at one by one: what each may be, and what is said of a bad one.
+
+The Python core reads every page with this. The native one reads packed columns, and hands the words of a page that it
+finds fault with to this: so the text of an error is written once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from kvpage_server.page import (
+    ALLOWED_DTYPES,
+    MAX_HEAD,
+    MAX_KV_TYPE,
+    MAX_LAYER,
+    MAX_PAGE,
+    MAX_TTL,
+    MAX_U32,
+    DType,
+    PageError,
+    check_range,
+    check_req_id,
+)
+
+NAME_WORDS = 5  # req layer head page type
+PAGE_WORDS = 10  # and dtype page_size head_dim ttl body
+LONGEST_WORD = 4 * 1024 * 1024  # bytes of what is no value to be stored
+
+Word = Any  # bytes, or a slot where it is a long one
+
+_INTEGER = re.compile(rb"-?(?:0|[1-9]\d{0,18})\Z")
+I64 = (-(2**63), 2**63 - 1)
+
+
+class BadPage(PageError):
+    """A page of a batch breaks the contract. `place`: how many pages of what was read come before it."""
+
+    def __init__(self, text: str, place: int) -> None:
+        super().__init__(text)
+        self.place = place
+
+
+class PageName(NamedTuple):
+    """A page's key and the parts it is spelt from."""
+
+    key: bytes
+    req_id: bytes
+    layer: int
+    head: int
+    page: int
+    kv_type: int
+
+
+class Shape(NamedTuple):
+    """What a page's words say of its tensor and its life."""
+
+    dtype: int
+    page_size: int
+    head_dim: int
+    ttl: int  # seconds
+
+
+def as_integer(word: Word) -> int | None:
+    """A 64-bit integer, or None for anything else ('+1', ' 1', '01' and '-0' are something else)."""
+    if type(word) is not bytes:
+        return None
+    if word.isdigit() and len(word) < 19 and (word[0] != 0x30 or len(word) == 1):  # the usual ones, sooner
+        return int(word)
+    if not _INTEGER.match(word) or word == b"-0":
+        return None
+    value = int(word)
+    return value if I64[0] <= value <= I64[1] else None
+
+
+def integer_in(name: str, word: Word, low: int, high: int) -> int:
+    """An integer in a range. Raises PageError, which names the argument and the range."""
+    value = as_integer(word)
+    if value is None or not low <= value <= high:
+        shown = shorten(plain(word))
+        raise PageError(f"{name} must be an integer between {low} and {high}, got '{shown}'")
+    return value
+
+
+def plain(word: Word) -> bytes:
+    """The bytes of a word, copied out of its slot when it is a long one. Raises PageError for one that is too long."""
+    if isinstance(word, bytes):
+        return word
+    if word.size > LONGEST_WORD:
+        raise PageError(f"only a value may be longer than {LONGEST_WORD} bytes, got {word.size}")
+    return bytes(word.body)
+
+
+def shorten(raw: bytes, most: int = 32) -> str:
+    """Client bytes for an error message, cut to so many or at a NUL; those that are not UTF-8 go back as they came."""
+    return raw[:most].split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+
+
+def page_name(words: Sequence[Word]) -> PageName:
+    """The page that five words name. Raises PageError saying which of them is wrong."""
+    req_id = check_req_id(plain(words[0]))
+    layer = integer_in("layer_idx", words[1], 0, MAX_LAYER)
+    head = integer_in("head_idx", words[2], 0, MAX_HEAD)
+    page = integer_in("page_id", words[3], 0, MAX_PAGE)
+    kv_type = integer_in("kv_type", words[4], 0, MAX_KV_TYPE)
+    return PageName(b"kv:%b:%b" % (req_id, b":".join(words[1:NAME_WORDS])), req_id, layer, head, page, kv_type)
+
+
+def page_shape(words: Sequence[Word], nbytes: int, *, strict: bool) -> Shape:
+    """What the four words before a body of `nbytes` say of it. Raises PageError saying which of them is wrong.
+
+    In `strict` mode the body has to fill its shape.
+    """
+    check_range("body length", nbytes, 0, MAX_U32)
+    dtype = integer_in("dtype", words[0], 0, 255)
+    if dtype not in DType.__members__.values():
+        raise PageError(f"dtype must be one of {ALLOWED_DTYPES}, got {dtype}")
+    rows = integer_in("page_size", words[1], 1, MAX_U32)
+    columns = integer_in("head_dim", words[2], 1, MAX_U32)
+    ttl = integer_in("ttl", words[3], 0, MAX_TTL)
+    if strict and nbytes != (full := rows * columns * DType(dtype).itemsize):
+        raise PageError(f"body must be page_size x head_dim x itemsize = {full} bytes, got {nbytes}")
+    return Shape(dtype, rows, columns, ttl)

@@ -1,0 +1,537 @@
+"""Batches of pages, in packed columns: see `core/python/pages.py`, which says what everything here does."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
+from cpython.dict cimport PyDict_SetItem
+from cpython.list cimport PyList_GET_ITEM
+from cpython.object cimport PyObject
+from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcmp, memcpy
+
+from kvpage_server.core.native.slots cimport Arena, Slot, header_of
+from kvpage_server.core.native.words cimport word_at
+
+import secrets
+
+from kvpage_server import page as contract
+from kvpage_server.core import arguments, rows
+
+cdef extern from "xxhash.h" nogil:
+    uint64_t XXH3_64bits(const void *, size_t)
+
+cdef extern from *:
+    int popcount "__builtin_popcountll"(unsigned long long) nogil
+
+cdef extern from "Python.h":
+    PyObject *PyDict_GetItemWithError(object, object) except? NULL
+
+
+# -- what the contract says, in C's types ------------------------------------------------------------------------------
+
+cdef packed struct Header:
+    char[4] magic
+    uint8_t version
+    uint8_t dtype
+    uint8_t kv_type
+    uint8_t flags
+    uint32_t page_size
+    uint32_t head_dim
+    uint32_t layer
+    uint32_t head
+    uint64_t page
+    uint64_t created
+    uint64_t ttl
+    uint32_t body_size
+    uint32_t reserved
+    uint64_t checksum
+
+cdef enum:
+    NAME_WORDS = 5
+    PAGE_WORDS = 10
+    MOST_REQ_ID = 256
+    LONGEST_KEY = 3 + MOST_REQ_ID + 4 * (1 + 10)
+    LONGEST_NUMBER = 15  # digits, of the largest ttl
+    MOST_HASHED = 4 << 20  # bytes that are hashed or copied at once: some 0.5 ms
+    UNLOCKED_FROM = 16 << 10  # bytes that are hashed with the interpreter's lock released
+
+cdef int64_t MAX_LAYER = contract.MAX_LAYER, MAX_HEAD = contract.MAX_HEAD, MAX_PAGE = contract.MAX_PAGE
+cdef int64_t MAX_KV_TYPE = contract.MAX_KV_TYPE, MAX_U32 = contract.MAX_U32, MAX_TTL = contract.MAX_TTL
+cdef uint32_t TYPES = rows.TYPES, GROUPS = rows.GROUPS, ROW_HEADS = rows.ROW_HEADS
+cdef uint8_t[256] ITEMSIZE  # by dtype; 0 where there is none
+cdef uint8_t[256] IN_REQ_ID  # whether a byte may be in one
+
+
+cdef fill_tables():
+    for dtype in range(256):
+        ITEMSIZE[dtype] = contract.DType(dtype).itemsize if dtype in contract.DType.__members__.values() else 0
+        IN_REQ_ID[dtype] = dtype > 0x20 and dtype != 0x7F and dtype != ord(":")
+
+
+cdef check_contract():
+    """That a header is here what it is in `page.py`, and all other numbers, too. Raises ImportError."""
+    cdef Header header
+    values = (b"KVPG", 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15)
+    memcpy(header.magic, b"KVPG", 4)
+    header.version, header.dtype, header.kv_type, header.flags = 2, 3, 4, 5
+    header.page_size, header.head_dim, header.layer, header.head = 6, 7, 8, 9
+    header.page, header.created, header.ttl = 10, 11, 12
+    header.body_size, header.reserved, header.checksum = 13, 14, 15
+    same = contract.LAYOUT.pack(*values) == (<char *>&header)[:sizeof(Header)]
+    if not (
+        same
+        and (contract.MAGIC, contract.VERSION, contract.MAX_REQ_ID) == (b"KVPG", 2, MOST_REQ_ID)
+        and (arguments.NAME_WORDS, arguments.PAGE_WORDS) == (NAME_WORDS, PAGE_WORDS)
+        and len(str(contract.MAX_TTL)) == LONGEST_NUMBER
+    ):
+        raise ImportError("the compiled core is of another version than the package: build it again")
+
+
+fill_tables()
+check_contract()
+
+
+# -- which pages a block has -------------------------------------------------------------------------------------------
+
+cdef uint64_t SCATTER = secrets.randbits(64) | 1  # so that nobody can choose rows that meet
+
+
+cdef class PageSet:
+    # Rows are in a table with open addresses. The first row needs none: most blocks of single pages have no other.
+    def __cinit__(self, bytes req_id not None, uint32_t page):
+        self.req_id, self.page = req_id, page
+        self.rows = &self.one
+        self.bits_of_room = 0
+
+    def __dealloc__(self):
+        self.drop_rows()
+
+    cdef void drop_rows(self) noexcept:
+        if self.rows != &self.one:
+            free(self.rows)
+        self.rows = &self.one
+        self.one.number = 0
+        self.one.heads = 0
+        self.bits_of_room = 0
+        self.taken = 0
+
+    cdef Row *row(self, uint32_t number) noexcept:
+        """The row of that number, or a free one; NULL when there is none left."""
+        cdef uint32_t last = (<uint32_t>1 << self.bits_of_room) - 1
+        cdef uint32_t i
+        if not last:
+            return &self.one if self.one.number in (0, number) else NULL
+        i = <uint32_t>(number * SCATTER >> (64 - self.bits_of_room))
+        while self.rows[i].number != number:
+            if not self.rows[i].number:
+                return NULL if 4 * self.taken >= 3 * last else &self.rows[i]
+            i = (i + 1) & last
+        return &self.rows[i]
+
+    cdef int grow(self) except -1:
+        """Have room for another row; those that are empty go."""
+        cdef Row *old = self.rows
+        cdef uint32_t i, room = <uint32_t>1 << self.bits_of_room, living = 0
+        cdef int bits = 2
+        for i in range(room):
+            living += old[i].heads != 0
+        while (<uint32_t>1 << bits) < 2 * (living + 1):
+            bits += 1
+        cdef Row *new = <Row *>calloc(<size_t>1 << bits, sizeof(Row))
+        if new == NULL:
+            raise MemoryError("the system has no memory for the index of a block")
+        self.rows, self.bits_of_room, self.taken = new, bits, living
+        for i in range(room):
+            if old[i].heads:
+                self.row(old[i].number)[0] = old[i]
+        if old != &self.one:
+            free(old)
+        return 0
+
+    cdef Row *row_to_fill(self, uint32_t number) except NULL:
+        cdef Row *found = self.row(number)
+        if found == NULL:
+            self.grow()
+            found = self.row(number)
+        if not found.number:
+            found.number = number
+            self.taken += 1
+        return found
+
+    cdef int add_page(self, uint32_t layer, uint32_t head, uint32_t kv_type) except -1:
+        cdef uint64_t bit = <uint64_t>1 << head % ROW_HEADS
+        cdef Row *row = self.row_to_fill(number_of(layer, head, kv_type))
+        self.shape_known = False
+        if not row.heads & bit:
+            row.heads |= bit
+            self.pages += 1
+        return 0
+
+    def add(self, uint32_t layer, uint32_t head, uint32_t kv_type):
+        self.add_page(layer, head, kv_type)
+
+    def discard(self, uint32_t layer, uint32_t head, uint32_t kv_type):
+        cdef uint64_t bit = <uint64_t>1 << head % ROW_HEADS
+        cdef Row *row = self.row(number_of(layer, head, kv_type))
+        self.shape_known = False
+        if row != NULL and row.heads & bit:
+            row.heads ^= bit
+            self.pages -= 1
+
+    def has(self, uint32_t layer, uint32_t head, uint32_t kv_type):
+        cdef Row *row = self.row(number_of(layer, head, kv_type))
+        return row != NULL and row.heads >> head % ROW_HEADS & 1 == 1
+
+    @property
+    def bits(self):
+        cdef uint32_t i
+        cdef list found = []
+        for i in range(<uint32_t>1 << self.bits_of_room):
+            if self.rows[i].heads:
+                found.append((self.rows[i].number - 1, self.rows[i].heads))
+        found.sort()
+        return dict(found)
+
+    @bits.setter
+    def bits(self, rows):
+        cdef Row *row
+        cdef uint64_t heads
+        self.drop_rows()
+        self.pages = 0
+        self.shape_known = False
+        for number, heads in rows.items():
+            row = self.row_to_fill(number + 1)
+            row.heads = heads
+            self.pages += popcount(heads)
+
+
+cdef inline uint32_t number_of(uint32_t layer, uint32_t head, uint32_t kv_type) noexcept:
+    return (layer * TYPES + kv_type) * GROUPS + head // ROW_HEADS + 1
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+cdef inline int64_t number(const char *text, Py_ssize_t size, int64_t most) noexcept:
+    """The number as the protocol spells it, -1 for none and for one that is more than `most`."""
+    cdef int64_t value = 0
+    cdef Py_ssize_t i
+    if size < 1 or size > LONGEST_NUMBER or (text[0] == c"0" and size > 1):
+        return -1
+    for i in range(size):
+        if text[i] < c"0" or text[i] > c"9":
+            return -1
+        value = value * 10 + (text[i] - c"0")
+    return value if value <= most else -1
+
+
+cdef bint is_req_id(const char *text, Py_ssize_t size) noexcept:
+    cdef Py_ssize_t i
+    for i in range(size):
+        if not IN_REQ_ID[<uint8_t>text[i]]:
+            return False
+    return 1 <= size <= MOST_REQ_ID
+
+
+cdef inline int64_t number_at(words, Py_ssize_t i, int64_t most) except -2:
+    cdef Py_ssize_t size
+    cdef void *slot
+    cdef const char *text = word_at(words, i, &size, &slot)
+    return -1 if slot != NULL or text == NULL else number(text, size, most)
+
+
+cdef inline char *spell(char *at, const char *text, Py_ssize_t size) noexcept:
+    at[0] = c":"
+    memcpy(at + 1, text, size)
+    return at + 1 + size
+
+
+cdef bytes read_name(words, Py_ssize_t first, Place *place):
+    """The key of the page that five words name; None when they name none."""
+    cdef char[LONGEST_KEY] key
+    cdef char *end = key + 2
+    cdef Py_ssize_t size, i
+    cdef void *slot
+    cdef int64_t[NAME_WORDS] value
+    cdef int64_t[NAME_WORDS] most = [0, MAX_LAYER, MAX_HEAD, MAX_PAGE, MAX_KV_TYPE]
+    cdef const char *text = word_at(words, first, &size, &slot)
+    if text == NULL or not is_req_id(text, size):
+        return None
+    memcpy(key, b"kv", 2)
+    end = spell(end, text, size)
+    place.req_id = <uint16_t>size
+    for i in range(1, NAME_WORDS):
+        text = word_at(words, first + i, &size, &slot)
+        value[i] = -1 if text == NULL or slot != NULL else number(text, size, most[i])
+        if value[i] < 0:
+            return None
+        end = spell(end, text, size)
+    place.layer, place.head = <uint16_t>value[1], <uint16_t>value[2]
+    place.page, place.kv_type = <uint32_t>value[3], <uint8_t>value[4]
+    return PyBytes_FromStringAndSize(key, end - key)
+
+
+cdef find_fault(words, Py_ssize_t first, Py_ssize_t place, Py_ssize_t width, bint strict):
+    """Raises BadPage: the words of a page do not say what they should."""
+    cdef Py_ssize_t at = first + place * width
+    some = words[at : at + width]
+    try:
+        arguments.page_name(some)
+        if width == PAGE_WORDS:
+            body = some[PAGE_WORDS - 1]
+            size = len(body) if isinstance(body, bytes) else body.size
+            arguments.page_shape(some[NAME_WORDS : PAGE_WORDS - 1], size, strict=strict)
+    except contract.PageError as error:
+        raise arguments.BadPage(str(error), place) from None
+    raise SystemError(f"the cores do not agree on what these words say: {some[: PAGE_WORDS - 1]}")
+
+
+cdef class PageNames:
+    def __init__(self, words, Py_ssize_t first, Py_ssize_t most):
+        cdef Py_ssize_t i
+        self.make_room(words, first, most, NAME_WORDS)
+        for i in range(self.room):
+            key = read_name(words, first + i * NAME_WORDS, &self.places[i])
+            if key is None:
+                find_fault(words, first, i, NAME_WORDS, False)
+            self.keys.append(key)
+            self.count += 1
+
+    def __dealloc__(self):
+        free(self.places)
+
+    cdef int make_room(self, words, Py_ssize_t first, Py_ssize_t most, Py_ssize_t width) except -1:
+        if self.places != NULL or first < 0:
+            raise ValueError("a batch is read once, from a word that is there")
+        self.keys = []
+        self.room = max(min(most, (len(words) - first) // width), 0)
+        self.places = <Place *>malloc(max(self.room, 1) * sizeof(Place))
+        if self.places == NULL:
+            raise MemoryError("the system has no memory for the pages of a batch")
+        return 0
+
+    def __len__(self):
+        return self.count
+
+    cdef int check(self, Py_ssize_t i) except -1:
+        if not 0 <= i < self.count:
+            raise IndexError("there is no such page")
+        return 0
+
+    cdef const char *key(self, Py_ssize_t i) noexcept:
+        return PyBytes_AS_STRING(<object>PyList_GET_ITEM(self.keys, i))
+
+    cdef bint is_same_block(self, Py_ssize_t i, Py_ssize_t j) noexcept:
+        """Whether two pages belong to one block."""
+        cdef Place *one = &self.places[i]
+        cdef Place *other = &self.places[j]
+        return (
+            one.page == other.page
+            and one.req_id == other.req_id
+            and memcmp(self.key(i) + 3, self.key(j) + 3, one.req_id) == 0
+        )
+
+    cdef tuple block_name(self, Py_ssize_t i):
+        return PyBytes_FromStringAndSize(self.key(i) + 3, self.places[i].req_id), self.places[i].page
+
+    def name(self, Py_ssize_t i):
+        self.check(i)
+        place = &self.places[i]
+        req_id, page = self.block_name(i)
+        return arguments.PageName(self.keys[i], req_id, place.layer, place.head, page, place.kv_type)
+
+    def block(self, Py_ssize_t i):
+        self.check(i)
+        return self.block_name(i)
+
+    def blocks(self):
+        cdef Py_ssize_t i
+        return [self.block_name(i) for i in range(self.count) if i == 0 or not self.is_same_block(i, i - 1)]
+
+    def runs(self, places not None):
+        cdef Py_ssize_t start = 0, stop
+        cdef list found = []
+        places = list(places)
+        for stop in range(1, len(places) + 1):
+            if stop < len(places):
+                self.check(places[stop])
+                if self.is_same_block(places[start], places[stop]):
+                    continue
+            found.append((self.block(places[start]), places[start:stop]))
+            start = stop
+        return found
+
+
+# -- pages to be stored ------------------------------------------------------------------------------------------------
+
+cdef class NewPages(PageNames):
+    cdef readonly list slots
+
+    def __init__(
+        self,
+        words,
+        Py_ssize_t first,
+        Py_ssize_t most,
+        Arena arena not None,
+        int64_t now,
+        bint strict,
+        bint hashes,
+    ):
+        cdef Py_ssize_t i, left = MOST_HASHED
+        self.make_room(words, first, most, PAGE_WORDS)
+        self.slots = []
+        for i in range(self.room):
+            key = read_name(words, first + i * PAGE_WORDS, &self.places[i])
+            slot = None
+            if key is not None:
+                slot = self.describe(words, first + i * PAGE_WORDS, i, arena, now, strict, hashes, &left)
+            if slot is None:
+                find_fault(words, first, i, PAGE_WORDS, strict)
+            self.keys.append(key)
+            self.slots.append(slot)
+            self.count += 1
+            if left <= 0:
+                break
+
+    cdef Slot describe(
+        self,
+        words,
+        Py_ssize_t first,
+        Py_ssize_t i,
+        Arena arena,
+        int64_t now,
+        bint strict,
+        bint hashes,
+        Py_ssize_t *left,
+    ):
+        """The slot of a page, with its header; None when the words are wrong. Takes what is hashed from `left`."""
+        cdef Place *place = &self.places[i]
+        cdef Header header
+        cdef Py_ssize_t size
+        cdef void *held
+        cdef const char *body
+        cdef Slot slot
+        cdef uint64_t digest
+        cdef int64_t dtype = number_at(words, first + 5, 255)
+        cdef int64_t page_size = number_at(words, first + 6, MAX_U32)
+        cdef int64_t head_dim = number_at(words, first + 7, MAX_U32)
+        cdef int64_t ttl = number_at(words, first + 8, MAX_TTL)
+        if dtype < 0 or not ITEMSIZE[dtype] or page_size < 1 or head_dim < 1 or ttl < 0:
+            return None
+        body = word_at(words, first + 9, &size, &held)
+        if body == NULL or size > MAX_U32 or (strict and not fills(size, <uint64_t>page_size * <uint64_t>head_dim, ITEMSIZE[dtype])):
+            return None
+        if held != NULL:
+            slot = <Slot>held
+        else:
+            slot = arena.take(size)
+            memcpy(slot.at, body, size)
+        digest = slot.digest if hashes else 0
+        if hashes and not digest:
+            digest = hash_of(slot)
+            left[0] -= size
+        slot.digest = 0
+        memcpy(header.magic, b"KVPG", 4)
+        header.version, header.flags, header.reserved = 2, 0, 0
+        header.dtype, header.kv_type = <uint8_t>dtype, place.kv_type
+        header.page_size, header.head_dim = <uint32_t>page_size, <uint32_t>head_dim
+        header.layer, header.head, header.page = place.layer, place.head, place.page
+        header.created, header.ttl = now, ttl
+        header.body_size, header.checksum = <uint32_t>size, digest
+        memcpy(header_of(slot), &header, sizeof(Header))
+        place.expires = now + ttl * 1000 if ttl else 0
+        return slot
+
+    @classmethod
+    def one(cls, name, Slot slot not None, int64_t expires):
+        cdef NewPages pages = cls.__new__(cls)
+        key, req_id, layer, head, page, kv_type = name
+        pages.make_room((), 0, 0, PAGE_WORDS)
+        pages.places[0] = Place(expires, page, layer, head, len(req_id), kv_type)
+        pages.keys, pages.slots, pages.count = [key], [slot], 1
+        return pages
+
+    def expires(self, Py_ssize_t i):
+        self.check(i)
+        return self.places[i].expires
+
+    def put(self, dict entries not None, Py_ssize_t at, PageSet block not None, list fresh):
+        cdef Py_ssize_t i = at, grown = 0, stored = 0, replaced = 0
+        cdef Place *place
+        cdef PyObject *found
+        cdef Slot slot, old
+        self.check(at)
+        cdef int64_t expires = self.places[at].expires
+        while i < self.count and self.places[i].expires == expires and (i == at or self.is_same_block(i, i - 1)):
+            place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
+            slot = <Slot>PyList_GET_ITEM(self.slots, i)
+            found = PyDict_GetItemWithError(entries, key)
+            if found == NULL:
+                block.add_page(place.layer, place.head, place.kv_type)
+                grown += footprint_of(slot)
+                stored += sizeof(Header) + slot.size
+                if fresh is not None:
+                    fresh.append(key)
+            elif type(<object>found) is Slot and (<Slot>found).unit is block:
+                old = <Slot>found
+                grown += footprint_of(slot) - footprint_of(old)
+                stored += slot.size - old.size
+                replaced += old.expires != 0
+                block.shape_known = False
+            else:
+                break
+            slot.unit, slot.expires = block, expires
+            PyDict_SetItem(entries, key, slot)
+            i += 1
+        block.footprint += grown
+        if expires and i > at and not 0 < block.soonest < expires:
+            block.soonest = expires
+        return i, grown, stored, replaced
+
+
+cdef inline Py_ssize_t footprint_of(Slot slot) noexcept:
+    return slot.chunk.size_class.pitch
+
+
+cdef bint fills(uint64_t size, uint64_t elements, uint64_t itemsize) noexcept:
+    """Whether a body has so many elements; there may be more than would fit into any number of bytes."""
+    return size % itemsize == 0 and size // itemsize == elements
+
+
+cdef uint64_t hash_of(Slot slot) noexcept:
+    cdef uint64_t digest
+    cdef const char *at = slot.at
+    cdef Py_ssize_t size = slot.size
+    if size < UNLOCKED_FROM:
+        return XXH3_64bits(at, size)
+    with nogil:
+        digest = XXH3_64bits(at, size)
+    return digest
+
+
+# -- finding -----------------------------------------------------------------------------------------------------------
+
+def look_up(dict entries not None, PageNames names not None, Py_ssize_t first, Py_ssize_t stop, Py_ssize_t most, int64_t now):
+    cdef list found = [], blocks = [], absent = [], others = []
+    cdef PyObject *entry
+    cdef PyObject *last = NULL
+    cdef Slot slot
+    cdef Py_ssize_t i
+    for i in range(max(first, 0), min(stop, names.count)):
+        entry = PyDict_GetItemWithError(entries, <object>PyList_GET_ITEM(names.keys, i))
+        if entry == NULL:
+            found.append(None)
+            absent.append(i)
+            continue
+        if type(<object>entry) is Slot:
+            slot = <Slot>entry
+            if not 0 < slot.expires <= now and (<PyObject *>slot.unit == last or isinstance(slot.unit, PageSet)):
+                found.append(slot)
+                if <PyObject *>slot.unit != last:
+                    last = <PyObject *>slot.unit
+                    blocks.append(slot.unit)
+                most -= slot.size
+                if most <= 0:
+                    break
+                continue
+        found.append(None)
+        others.append(i)
+    return found, blocks, absent, others

@@ -1,0 +1,236 @@
+"""Batches of pages: from words to what is stored, and from names to what is found. The specification.
+
+A batch is read in parts of a bounded number of pages, and each part does one thing with all of its pages: it checks
+them, enters them, or finds them. Whatever takes a decision (which block that is, what a page replaces that is no page
+of the same block, what is absent) is left to the owner of the entries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import groupby
+from typing import Any
+
+from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName, Word, page_name, page_shape
+from kvpage_server.core.python.slots import Arena, Slot
+from kvpage_server.core.rows import bit_of, row_of
+from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, checksum
+
+MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed or copied at once: some 0.5 ms
+
+BlockName = tuple[bytes, int]  # request and page id
+
+
+class PageSet:
+    """The pages of one block, as rows of bits (see `rows`), and what their owner keeps with them.
+
+    Costs: add, discard and `in` O(1); `rows` O(rows).
+    """
+
+    __slots__ = ("_rows", "extent", "footprint", "page", "pages", "req_id", "shape", "shape_known", "soonest")
+
+    def __init__(self, req_id: bytes, page: int) -> None:
+        self.req_id = req_id
+        self.page = page
+        self.pages = 0  # how many there are
+        self.footprint = 0  # bytes of memory they occupy
+        self.soonest = 0  # none expires before: unix milliseconds, 0 when none expires at all
+        self.extent: Any = None  # what they lie in, when they were stored whole
+        self.shape: Any = None  # of the block, when it is complete and `shape_known`
+        self.shape_known = False  # until the next page comes or goes
+        self._rows: dict[int, int] = {}
+
+    def add(self, layer: int, head: int, kv_type: int) -> None:
+        """Have a page."""
+        self.shape_known = False
+        row, bit = row_of(layer, head, kv_type), bit_of(head)
+        heads = self._rows.get(row, 0)
+        if not heads & bit:
+            self._rows[row] = heads | bit
+            self.pages += 1
+
+    def discard(self, layer: int, head: int, kv_type: int) -> None:
+        """Have a page no more."""
+        self.shape_known = False
+        row, bit = row_of(layer, head, kv_type), bit_of(head)
+        heads = self._rows.get(row, 0)
+        if heads & bit:
+            self._rows[row] = heads ^ bit
+            self.pages -= 1
+
+    def has(self, layer: int, head: int, kv_type: int) -> bool:
+        """Whether there is a page."""
+        return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
+
+    @property
+    def bits(self) -> dict[int, int]:
+        """The heads of every row that has any, in the order of a block's body."""
+        return {row: heads for row, heads in sorted(self._rows.items()) if heads}
+
+    @bits.setter
+    def bits(self, rows: Mapping[int, int]) -> None:
+        self._rows = dict(rows)
+        self.pages = sum(heads.bit_count() for heads in rows.values())
+        self.shape_known = False
+
+
+class PageNames:
+    """The names of pages, five words each: up to `most` of them, from the word `first` on.
+
+    Raises BadPage for the first that breaks the contract.
+    """
+
+    _width = NAME_WORDS
+
+    def __init__(self, words: Sequence[Word], first: int, most: int) -> None:
+        self._names: list[PageName] = []
+        self._read(words, first, most, lambda words: self._names.append(page_name(words)))
+
+    def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
+        stop = min(first + most * self._width, len(words))
+        for start in range(first, stop, self._width):
+            try:
+                if read(words[start : start + self._width]) is False:
+                    break
+            except PageError as error:
+                raise BadPage(str(error), (start - first) // self._width) from None
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Their keys."""
+        return [name.key for name in self._names]
+
+    def name(self, i: int) -> PageName:
+        """One of them."""
+        return self._names[i]
+
+    def block(self, i: int) -> BlockName:
+        """The block of one of them."""
+        return self._names[i].req_id, self._names[i].page
+
+    def blocks(self) -> list[BlockName]:
+        """Their blocks, once for those in a row."""
+        return [block for block, _ in self.runs(range(len(self)))]
+
+    def runs(self, places: Sequence[int]) -> list[tuple[BlockName, list[int]]]:
+        """Some of them, those of one block in a row together."""
+        return [(block, [*some]) for block, some in groupby(places, self.block)]
+
+
+class NewPages(PageNames):
+    """Pages to be stored, ten words each, as for `PageNames`: their slots have headers.
+
+    There are fewer of them when there is much to hash. `now` is in unix milliseconds. `strict`: a body has to fill its
+    shape. `hashes`: headers have checksums.
+    """
+
+    _width = PAGE_WORDS
+
+    def __init__(
+        self, words: Sequence[Word], first: int, most: int, arena: Arena, now: int, strict: bool, hashes: bool
+    ) -> None:
+        self._names = []
+        self.slots: list[Slot] = []
+        self._expires: list[int] = []
+        self._left = MOST_HASHED
+        self._read(words, first, most, lambda words: self._describe(words, arena, now, strict, hashes))
+
+    def _describe(self, words: Sequence[Word], arena: Arena, now: int, strict: bool, hashes: bool) -> bool:
+        """Read one; whether there is time for the next."""
+        name, body = page_name(words), words[-1]
+        size = body.size if type(body) is Slot else len(body)
+        dtype, rows, columns, ttl = page_shape(words[NAME_WORDS:-1], size, strict=strict)
+        if type(body) is not Slot:
+            data, body = body, arena.allocate(size)
+            body.body[:] = data
+        digest = body.digest if hashes else 0
+        if hashes and not digest:
+            digest = checksum(body.body)
+            self._left -= size
+        body.digest = 0
+        place = (rows, columns, name.layer, name.head, name.page, now, ttl, size, 0, digest)
+        body.header[:] = LAYOUT.pack(MAGIC, VERSION, dtype, name.kv_type, 0, *place)
+        self._names.append(name)
+        self.slots.append(body)
+        self._expires.append(now + ttl * 1000 if ttl else 0)
+        return self._left > 0
+
+    @classmethod
+    def one(cls, name: PageName, slot: Slot, expires: int) -> NewPages:
+        """A page whose slot has its header."""
+        pages = cls.__new__(cls)
+        pages._names, pages.slots, pages._expires = [name], [slot], [expires]
+        return pages
+
+    def expires(self, i: int) -> int:
+        """When one of them expires: unix milliseconds, 0 for never."""
+        return self._expires[i]
+
+    def put(
+        self, entries: dict[bytes, Any], at: int, block: PageSet, fresh: list[bytes] | None
+    ) -> tuple[int, int, int, int]:
+        """Enter pages from `at` on into a block, as long as it is theirs and they expire as the first of them does.
+
+        Ends before one whose key has another value than a page of that block in a slot. Keys that had no value are
+        appended to `fresh`, if that is given. Returns where it ended; how many bytes the block grew by, of memory and
+        of headers and bodies; and how many pages that expired were replaced.
+        """
+        name, expires = self.block(at), self._expires[at]
+        grown = stored = replaced = 0
+        i = at
+        while i < len(self) and self._expires[i] == expires and self.block(i) == name:
+            slot, (key, _, layer, head, _, kv_type) = self.slots[i], self._names[i]
+            old = entries.get(key)
+            if old is not None and (type(old) is not Slot or old.unit is not block):
+                break
+            if old is None:
+                block.add(layer, head, kv_type)
+                stored += HEADER_SIZE
+                if fresh is not None:
+                    fresh.append(key)
+            else:
+                grown -= old.footprint
+                stored -= old.size
+                replaced += bool(old.expires)
+                block.shape_known = False
+            grown += slot.footprint
+            stored += slot.size
+            slot.unit, slot.expires = block, expires
+            entries[key] = slot
+            i += 1
+        block.footprint += grown
+        if expires and i > at and not 0 < block.soonest < expires:
+            block.soonest = expires
+        return i, grown, stored, replaced
+
+
+def look_up(
+    entries: Mapping[bytes, Any], names: PageNames, first: int, stop: int, most: int, now: int
+) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
+    """Find living pages in slots, from the name `first` to before `stop`, or until they are `most` bytes.
+
+    What was found, in order; the blocks that they belong to, once for those in a row; and the names that have no entry,
+    and those whose entry is something else: it is None for these.
+    """
+    found: list[Slot | None] = []
+    blocks: list[PageSet] = []
+    absent: list[int] = []
+    others: list[int] = []
+    last: object = None
+    for i in range(first, min(stop, len(names))):
+        entry = entries.get(names.name(i).key)
+        if type(entry) is Slot and isinstance(entry.unit, PageSet) and not 0 < entry.expires <= now:
+            found.append(entry)
+            most -= entry.size
+            if entry.unit is not last:
+                last = entry.unit
+                blocks.append(entry.unit)
+            if most <= 0:
+                break
+        else:
+            found.append(None)
+            (absent if entry is None else others).append(i)
+    return found, blocks, absent, others
