@@ -5,23 +5,31 @@ from __future__ import annotations
 import itertools
 import random
 import socket
-import sys
+import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from types import ModuleType
 
 import pytest
+from cores import CORES
 from fuzz.invariants import SEEDS, check
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError
 from servers import RunningServer
 from wire import spell
 
-from kvpage_server.core import Arena, Slot
+from kvpage_server.core import Limits, Parser, ProtocolError
+from kvpage_server.core.protocol import DIRECT, KEEP_FROM, MAX_LINE, MOST_LISTED, SCRATCH_SIZE
 from kvpage_server.page import checksum
 from kvpage_server.resp.inline import split_words
 
 Words = list[bytes]
+
+
+@pytest.fixture(scope="module", params=CORES, ids=lambda core: core.__name__.rpartition(".")[2])
+def core(request: pytest.FixtureRequest) -> ModuleType:
+    """Each of the cores."""
+    return request.param
 
 
 def inline(words: Sequence[bytes]) -> bytes:
@@ -29,21 +37,37 @@ def inline(words: Sequence[bytes]) -> bytes:
     return b" ".join(b'"' + b"".join(b"\\x%02x" % byte for byte in word) + b'"' for word in words) + b"\r\n"
 
 
-def parse(
-    pieces: Iterable[bytes], parser: Parser | None = None, limits: Limits | None = None
-) -> tuple[list[Words], bool]:
-    """The commands that come out when the input arrives in pieces, and whether it ended in a protocol error."""
-    arena = Arena()
-    parser = parser or Parser(arena.allocate, limits=limits)
+def plain(command: Iterable) -> Words:
+    """A command's words as bytes."""
+    return [bytes(word if isinstance(word, bytes) else word.body) for word in command]
+
+
+def commands_of(parser: Parser) -> Iterator[Words]:
+    """All that a parser has."""
+    while (command := parser.next()) is not None:
+        yield plain(command)
+
+
+def parse(core: ModuleType, pieces: Iterable[bytes], limits: Limits | None = None) -> tuple[list[Words], str]:
+    """The commands that come out when the input arrives in pieces, and the error that it ended in."""
+    arena = core.Arena()
+    parser = core.Parser(arena, limits=limits)
     commands: list[Words] = []
     try:
         for piece in pieces:
             parser.feed(piece)
-            while (command := parser.next()) is not None:
-                commands.append([bytes(word if isinstance(word, bytes) else word.body) for word in command])
-    except ProtocolError:
-        return commands, True
-    return commands, False
+            commands += commands_of(parser)
+    except ProtocolError as error:
+        return commands, str(error)
+    finally:
+        del parser
+        assert arena.used == 0
+    return commands, ""
+
+
+def send_all(sock: socket.socket, *parts: bytes) -> None:
+    for part in parts:
+        sock.sendall(part)
 
 
 def cut(data: bytes, positions: Iterable[int]) -> list[bytes]:
@@ -52,8 +76,8 @@ def cut(data: bytes, positions: Iterable[int]) -> list[bytes]:
     return [data[start:stop] for start, stop in itertools.pairwise(edges)]
 
 
-# Lengths around the parser's own limits: short arguments, DIRECT, keep_from, what is read behind a long bulk, scratch.
-LENGTHS = [0, 1, 9, 255, 256, 257, 999, 1000, 1022, 1023, 1024, 1025, 4095, 4096, 4097, 8190, 8192, 8193, 65536, 70000]
+# Lengths around the parser's own limits: short words, slots, what is received straight into one, the scratch memory.
+LENGTHS = [0, 1, 9, 255, 510, 511, 512, 513, 1000, 4095, 4096, 8192, 65536, 70000, DIRECT, DIRECT + 1, SCRATCH_SIZE + 1]
 short_words = st.binary(max_size=12) | st.sampled_from([b"", b"\r\n", b"\r", b"\n", b"$3\r\n", b"*1\r\n", b"\0", b"7"])
 long_words = st.builds(
     lambda size, seed: random.Random(seed).randbytes(size), st.sampled_from(LENGTHS), st.integers(0, 9)
@@ -63,159 +87,65 @@ commands = st.lists(short_words, min_size=1, max_size=14) | st.lists(short_words
 inline_commands = st.lists(st.binary(max_size=9), min_size=1, max_size=5)
 streams = st.lists(st.tuples(commands, st.just(spell)) | st.tuples(inline_commands, st.just(inline)), max_size=6)
 positions = st.lists(st.integers(0, 2**20), max_size=12)
-
-
 steps = positions | st.sampled_from([997, 9001, 50_000]).map(lambda step: range(0, 2**22, step))  # as a socket gives it
+slow = settings(max_examples=40, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 
 
 @st.composite
 def batches(draw: st.DrawFn) -> Words:
-    """Groups of short words and a long one, nearly all of them alike."""
-    pad = draw(st.sampled_from([5, 70]))  # so that a header fits in place of the words before a body, or does not
-    size, short = draw(st.sampled_from([4096, 5000, 16384, 65536, 65537])), draw(st.integers(1, 12))
-    words: Words = [b"BATCH"]
-    for group in range(draw(st.integers(3, 30))):
-        words += [b"%d:" % group + b"." * pad, *(b"%d" % (group % 7) for _ in range(short - 1))]
-        words.append(random.Random(group).randbytes(size))
-    for _ in range(draw(st.integers(0, 2))):
-        words[draw(st.integers(1, len(words) - 1))] = draw(short_words | long_words)
-    return words
-
-
-@st.composite
-def shapes(draw: st.DrawFn) -> Words:
-    """Words of a few sizes, from 3 bytes to 300 KB, in a pattern that repeats, with some that break it."""
-    sizes = st.sampled_from([3, 60, 75, 150, 185, 4096, 10_000, 100_000]) | st.integers(3, 300_000)
-    pattern = draw(st.lists(sizes, min_size=1, max_size=4))
-    odd = draw(st.lists(sizes, max_size=3))
-    count = min(draw(st.integers(1, 120)), 4_000_000 // sum(pattern))
-    lengths = pattern * count + odd
+    """Words of a few sizes, from none to 300 KB, in a pattern that repeats, with some that break it."""
+    sizes = st.sampled_from([0, 3, 60, 511, 512, 4096, 10_000, 100_000]) | st.integers(0, 300_000)
+    pattern = draw(st.lists(sizes, min_size=1, max_size=11))
+    count = min(draw(st.integers(1, 120)), 2_000_000 // (sum(pattern) + 1) + 1)
+    lengths = pattern * count + draw(st.lists(sizes, max_size=3))
     for _ in range(draw(st.integers(0, 2))):
         lengths[draw(st.integers(0, len(lengths) - 1))] = draw(sizes)
-    return [b"MSET", *(b"%c" % (65 + at % 26) * length for at, length in enumerate(lengths))]
-
-
-@st.composite
-def questions(draw: st.DrawFn) -> Words:
-    """How many groups of short words, and these: most of them as long as those before."""
-    width, every = draw(st.integers(1, 6)), draw(st.sampled_from([1, 7, 40]))
-    count = draw(st.integers(1, 150))
-    words: Words = [b"ASK", b"%d" % count]
-    for group in range(count):
-        words += [b"request-%d" % (group // every % 12), *(b"%d" % (group // place) for place in range(1, width))]
-    for _ in range(draw(st.integers(0, 2))):
-        words[draw(st.integers(1, len(words) - 1))] = draw(short_words)
-    return words
-
-
-def receive(parser: Parser, data: bytes, at_once: int) -> None:
-    """Have a parser receive data as a socket gives it: a buffer's in pieces of so many bytes, some in every turn."""
-    while data:
-        room = parser.buffers()[0][: 5 * at_once]
-        count = min(len(room), len(data))
-        for start in range(0, count, at_once):
-            stop = min(start + at_once, count)
-            room[start:stop] = data[start:stop]
-            if stop < count:
-                parser.arriving(stop)
-        parser.received(count)
-        data = data[count:]
+    return [b"BATCH", *(b"%c" % (65 + at % 26) * length for at, length in enumerate(lengths))]
 
 
 class TestSplits:
-    @given(questions(), st.integers(0, 2**16), st.sampled_from([b"", b"x", b"$", b"\r\n", b"\0" * 5]), steps)
-    def test_groups_taken_together_are_what_is_taken_byte_by_byte(
-        self, words: Words, at: int, noise: bytes, positions: Sequence[int]
+    @given(streams, positions)
+    def test_any_split_gives_the_commands_that_were_sent(
+        self, core: ModuleType, stream: list, positions: list[int]
     ) -> None:
-        data = bytearray(spell(words) + spell([b"PING"]))
-        assert parse([bytes(data)]) == ([words, [b"PING"]], False)
-        at %= len(data)
-        data[at : at + 1] = noise
-        one_by_one = parse(cut(bytes(data), range(len(data))))
-        assert parse([bytes(data)]) == parse(cut(bytes(data), positions)) == one_by_one
+        data = b"".join(write(words) for words, write in stream)
+        assert parse(core, cut(data, positions)) == ([words for words, _ in stream], "")
 
-    @given(shapes(), steps)
-    @example([b"MSET", *[b"m" * 150, b"b" * 10_000] * 20, b"m" * 150], range(0, 200_000, 65536))
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    def test_words_of_any_sizes_in_any_order_are_what_was_sent(self, words: Words, positions: Sequence[int]) -> None:
-        data = spell(words) + spell([b"PING"])
-        assert parse(cut(data, positions)) == ([words, [b"PING"]], False)
-
-    @given(st.lists(batches(), min_size=1, max_size=2), steps, st.booleans())
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @given(st.lists(batches(), min_size=1, max_size=2), steps)
+    @example([[b"BATCH", *[b"m" * 150, b"b" * 10_000] * 40, b"m" * 150]], range(0, 2**20, 65536))
+    @slow
     def test_any_split_gives_the_batches_that_were_sent(
-        self, sent: list[Words], positions: Sequence[int], at_leisure: bool
+        self, core: ModuleType, sent: list[Words], positions: Sequence[int]
     ) -> None:
         data = b"".join(map(spell, [*sent, [b"PING"]]))
-        arena = Arena()
-        parser = Parser(arena.allocate)
-        if at_leisure:  # much is received before anybody asks for a command
-            for piece in cut(data, positions):
-                parser.feed(piece)
-            data = b""
-        assert parse(cut(data, positions) or [b""], parser) == ([*sent, [b"PING"]], False)
-        assert arena.used == 0
+        assert parse(core, cut(data, positions)) == ([*sent, [b"PING"]], "")
 
     @given(batches(), steps, st.integers(0, 2**22), st.sampled_from([b"", b"x", b"\r\n", b"$5\r\n", b"\xff" * 9]))
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+    @slow
     def test_a_damaged_batch_gives_the_same_whatever_the_split(
-        self, words: Words, positions: Sequence[int], at: int, noise: bytes
+        self, core: ModuleType, words: Words, positions: Sequence[int], at: int, noise: bytes
     ) -> None:
         data = bytearray(spell(words) + spell([b"PING"]))
         at %= len(data)
         data[at : at + 1] = noise
-        assert parse(cut(bytes(data), positions)) == parse([bytes(data)]) == parse([bytes(data)], Parser(Buffer))
-
-    @pytest.mark.parametrize("last", [b"", b"short", bytes(5000), bytes(70_000)])
-    def test_a_batch_may_end_in_another_way_than_it_began(self, last: bytes) -> None:
-        """And nothing waits for what will not come."""
-        pairs = [word for i in range(20) for word in (b"key:%050d" % i, bytes(4096))]
-        for end in ([b"key", last], [last], [b"key", last, last]):
-            words = [b"MSET", *pairs, *end]
-            assert parse(cut(spell(words), range(0, 2**17, 10_000))) == ([words], False)
-
-    @given(batches(), steps, st.sampled_from([1000, 30_000, 262_144]))
-    @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
-    def test_every_long_body_has_the_digest_of_its_bytes_however_they_come(
-        self, words: Words, positions: Sequence[int], at_once: int
-    ) -> None:
-        arena = Arena()
-        parser = Parser(arena.allocate, hashed=lambda name: name == b"BATCH")
-        for piece in cut(spell(words), positions):
-            receive(parser, piece, at_once)
-        command = parser.next()
-        assert command is not None
-        bodies = [word for word in command if not isinstance(word, bytes)]
-        assert [bytes(body.body) for body in bodies] == [word for word in words if len(word) >= 4096]
-        assert [body.digest for body in bodies] == [checksum(body.body) for body in bodies]
-
-    def test_what_nobody_wants_hashed_has_no_digest(self) -> None:
-        arena = Arena()
-        parser = Parser(arena.allocate, hashed=lambda name: name == b"BATCH")
-        receive(parser, spell([b"MSET", *[b"key" * 30, bytes(5000)] * 20]), 1000)
-        assert {body.digest for body in (parser.next() or [])[2::2] if isinstance(body, Slot)} == {0}
-
-    @given(streams, positions)
-    def test_any_split_gives_the_commands_that_were_sent(self, stream: list, positions: list[int]) -> None:
-        data = b"".join(write(words) for words, write in stream)
-        assert parse(cut(data, positions)) == ([words for words, _ in stream], False)
+        assert parse(core, cut(bytes(data), positions)) == parse(core, [bytes(data)])
 
     @given(st.lists(st.lists(short_words, min_size=1, max_size=9), max_size=5))
-    def test_a_byte_at_a_time(self, stream: list[Words]) -> None:
+    def test_a_byte_at_a_time(self, core: ModuleType, stream: list[Words]) -> None:
         data = b"".join(map(spell, stream))
-        assert parse(cut(data, range(len(data)))) == (stream, False)
+        assert parse(core, cut(data, range(len(data)))) == (stream, "")
 
-    def test_every_single_cut_of_a_page_write(self) -> None:
+    def test_every_single_cut_of_a_page_write(self, core: ModuleType) -> None:
         body = random.Random(4).randbytes(5000)
         words = [b"KVPAGESET", b"req", b"5", b"8", b"42", b"0", b"1", b"128", b"64", b"3600", body]
         data = spell(words) + spell([b"PING"])
         for position in range(1, len(data)):
-            assert parse([data[:position], data[position:]]) == ([words, [b"PING"]], False), position
+            assert parse(core, [data[:position], data[position:]]) == ([words, [b"PING"]], ""), position
 
     @given(st.data())
     @settings(max_examples=300)
-    def test_damaged_input_gives_the_same_whatever_the_split(self, data: st.DataObject) -> None:
-        """Commands before the damage come out, the same ones; then either an error always, or never."""
+    def test_damaged_input_gives_the_same_whatever_the_split(self, core: ModuleType, data: st.DataObject) -> None:
+        """Commands before the damage come out, the same ones; then the same error, or none."""
         good = b"".join(map(spell, data.draw(st.lists(st.lists(short_words, min_size=1, max_size=9), min_size=1))))
         damaged = bytearray(good)
         for _ in range(data.draw(st.integers(1, 3))):
@@ -224,12 +154,14 @@ class TestSplits:
                 st.sampled_from([b"", b"\r\n", b"*", b"$", b"-", b"9", b"\n", b'"', b"\xff", b"\0", b"00"])
             )
         stream = bytes(damaged)
-        assert parse(cut(stream, data.draw(positions))) == parse([stream])
+        assert parse(core, cut(stream, data.draw(positions))) == parse(core, [stream])
 
     @given(st.binary(max_size=300), positions)
-    def test_noise_gives_the_same_whatever_the_split(self, noise: bytes, positions: list[int]) -> None:
+    def test_noise_gives_the_same_whatever_the_split(
+        self, core: ModuleType, noise: bytes, positions: list[int]
+    ) -> None:
         for stream in (noise, b"*2\r\n$4\r\n" + noise, b"*3\r\n$1\r\na\r\n$2000\r\n" + noise):
-            assert parse(cut(stream, positions)) == parse([stream])
+            assert parse(core, cut(stream, positions)) == parse(core, [stream])
 
     @given(st.sampled_from(SEEDS), st.lists(st.tuples(st.integers(0, 5200), st.binary(max_size=9)), max_size=5))
     def test_what_the_fuzzer_checks(self, seed: bytes, damages: list[tuple[int, bytes]]) -> None:
@@ -238,160 +170,278 @@ class TestSplits:
             data[position : position + len(noise)] = noise
         check(bytes(data))
 
-    def test_commands_wait_for_whoever_takes_them(self) -> None:
+    def test_commands_wait_for_whoever_takes_them(self, core: ModuleType) -> None:
         """What was received is kept when it is not asked for at once."""
-        parser = Parser(Buffer)
         sent = [[b"SET", b"key:%d" % i, bytes(i * 37 % 5000)] for i in range(300)]
+        parser = core.Parser(core.Arena())
         for piece in cut(b"".join(map(spell, sent)), range(0, 10**6, 1000)):
             parser.feed(piece)
-        assert parse([b""], parser) == (sent, False)
+        assert [*commands_of(parser)] == sent
 
 
-def bytes_split(parser: Parser, chunks: Sequence[bytes], commands: Sequence[Words] = ()) -> int:
-    """How many bytes the parser splits at their line ends when it is fed chunks, which are those commands."""
-    split = 0
+class TestReceiving:
+    """From a socket, and into memory that several connections share."""
 
-    def note(frame: object, event: str, called: object) -> None:
-        nonlocal split
-        if event == "c_call" and getattr(called, "__name__", "") == "split":
-            split += len(getattr(called, "__self__", b""))
+    @given(st.lists(batches(), min_size=1, max_size=4), st.randoms(use_true_random=False))
+    @slow
+    def test_connections_that_share_a_scratch_memory_get_what_they_were_sent(
+        self, core: ModuleType, sent: list[Words], order: random.Random
+    ) -> None:
+        arena, scratch = core.Arena(), core.Scratch()
+        parsers = [core.Parser(arena, scratch) for _ in sent]
+        pairs = [socket.socketpair() for _ in sent]
+        left = [memoryview(spell([b"PING"]) + spell(words)) for words in sent]
+        got: list[list[Words]] = [[] for _ in sent]
+        try:
+            for one, other in pairs:
+                one.setblocking(False)
+                other.setblocking(False)
+            while any(len(commands) < 2 for commands in got):
+                i = order.randrange(len(sent))
+                if left[i]:
+                    try:
+                        count = pairs[i][0].send(left[i][: order.choice([1, 700, 200_000])])
+                    except BlockingIOError:
+                        count = 0
+                    left[i] = left[i][count:]
+                if parsers[i].receive(pairs[i][1].fileno()) > 0 and order.random() < 0.7:
+                    command = parsers[i].next()  # perhaps not all of them: others receive before the rest is taken
+                    got[i] += [] if command is None else [plain(command)]
+                for parser, commands in zip(parsers, got, strict=True):
+                    if parser is parsers[i]:
+                        commands += commands_of(parser)
+            assert got == [[[b"PING"], words] for words in sent]
+        finally:
+            for pair in pairs:
+                for end in pair:
+                    end.close()
 
-    sys.setprofile(note)
-    try:
-        found = parse(chunks, parser)
-    finally:
-        sys.setprofile(None)
-    assert found == ([*commands], False)
-    return split
+    def test_nothing_there_is_told_from_the_end_of_the_stream(self, core: ModuleType) -> None:
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            parser = core.Parser(core.Arena())
+            assert parser.receive(other.fileno()) == -1
+            one.sendall(b"PING\r\n")
+            assert parser.receive(other.fileno()) == 6
+            assert parser.next() == [b"PING"]
+            one.close()
+            assert parser.receive(other.fileno()) == 0
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            parser.receive(other.fileno() if other.fileno() >= 0 else 9999)
+
+    def test_a_parser_that_is_gone_leaves_its_scratch_memory_to_the_others(self, core: ModuleType) -> None:
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            arena, scratch = core.Arena(), core.Scratch()
+            for _ in range(3):
+                one.sendall(spell([b"PING"]) + b"*2\r\n$4\r\nEC")
+                parser = core.Parser(arena, scratch)
+                assert parser.receive(other.fileno()) > 0
+                assert parser.next() == [b"PING"]
+                del parser
+
+    @pytest.mark.parametrize("size", [KEEP_FROM, 5000, DIRECT, 700_000])
+    def test_a_body_is_where_it_will_stay_and_has_its_digest_however_it_comes(
+        self, core: ModuleType, size: int
+    ) -> None:
+        body = random.Random(size).randbytes(size)
+        for name in (b"PAGE", b"OTHER"):
+            data = spell([name, b"key", body])
+            for at in (5, 30, 40, len(data) // 2, len(data) - 2):
+                one, other = socket.socketpair()
+                with one, other:
+                    other.setblocking(False)
+                    parser = core.Parser(core.Arena(), hashed=frozenset([b"PAGE"]))
+                    sender = threading.Thread(target=send_all, args=(one, data[:at], data[at:]))
+                    sender.start()
+                    while (command := parser.next()) is None:
+                        if parser.receive(other.fileno()) < 0:
+                            time.sleep(0.0001)
+                    sender.join()
+                assert type(command[2]) is core.Slot
+                assert bytes(command[2].body) == body
+                assert bytes(command[2].view) == b"$%d\r\n%b\r\n" % (size, body)
+                assert command[2].digest == (checksum(body) if name == b"PAGE" else 0)
+
+
+class TestWords:
+    def test_a_long_command_is_a_sequence_of_which_a_part_is_a_view(self, core: ModuleType) -> None:
+        sent = [b"%d" % i * (i % 7) if i % 50 else bytes(600) for i in range(1000)]
+        parser = core.Parser(core.Arena())
+        parser.feed(spell(sent))
+        words = parser.next()
+        assert type(words) is core.Words
+        assert (len(words), bytes(words[0].body), words[1], words[-1]) == (1000, sent[0], sent[1], sent[-1])
+        part = words[100:900][50:]
+        assert type(part) is core.Words
+        assert plain(part) == sent[150:900] == plain([*part])
+        assert plain(words[1::10]) == sent[1::10]
+        assert plain(words[:3] + words[5:7]) == sent[:3] + sent[5:7]
+        assert plain([b"x"] + words[5:7]) == [b"x", *sent[5:7]]  # noqa: RUF005
+        assert words[1:4] == sent[1:4]
+        assert words[1:4] != sent[1:5]
+        assert plain(words[900:2000]) == sent[900:]
+        assert not words[5:5]
+        for beyond in (1000, -1001):
+            with pytest.raises(IndexError):
+                words[beyond]
+
+    def test_as_many_as_are_listed_are_a_list(self, core: ModuleType) -> None:
+        for count, kind in ((MOST_LISTED, list), (MOST_LISTED + 1, core.Words)):
+            for data in (spell([b"w"] * count), b"w " * count + b"\n"):
+                parser = core.Parser(core.Arena())
+                parser.feed(data)
+                command = parser.next()
+                assert type(command) is kind
+                assert command == [b"w"] * count
+
+    def test_the_last_words_can_be_freed_some_at_a_time(self, core: ModuleType) -> None:
+        arena = core.Arena()
+        parser = core.Parser(arena)
+        parser.feed(spell([bytes(600) if i % 2 else b"w" * 500 for i in range(9000)]))
+        words = parser.next()
+        used = arena.used
+        while words:
+            del words[-1000:]
+            assert arena.used < used
+            used = arena.used
+        assert arena.used == 0
+        parser.feed(spell([b"w"] * 100))
+        with pytest.raises(TypeError):
+            del parser.next()[:5]
 
 
 class TestMemory:
-    def test_a_long_bulk_arrives_in_the_memory_that_was_allocated_for_it(self) -> None:
-        made: list[Buffer] = []
-
-        def allocate(size: int) -> Buffer:
-            made.append(Buffer(size))
-            return made[-1]
-
-        for pieces in ([10_000], [10, 10_000], [40, 41, 9000, 10_030]):
-            parser = Parser(allocate, keep_from=4096)
-            body = random.Random(5).randbytes(10_000)
-            for piece in cut(spell([b"SET", b"key", body]), pieces):
-                parser.feed(piece)
-                command = parser.next()
-            assert command is not None
-            assert command[2] is made[-1]
-            assert made[-1].body == body
-        assert len(made) == 3  # and nothing else was allocated
-
-    def test_bulks_shorter_than_keep_from_are_bytes(self) -> None:
-        for pieces in ([], [30], range(0, 5000, 7)):
-            parser = Parser(Buffer, keep_from=4096)
-            for piece in cut(spell([b"SET", b"key", bytes(4095)]), pieces):
-                parser.feed(piece)
-            assert parser.next() == [b"SET", b"key", bytes(4095)]
-
-    def test_an_upload_that_is_cut_short_leaks_nothing(self) -> None:
-        arena = Arena()
+    def test_an_upload_that_is_cut_short_leaks_nothing(self, core: ModuleType) -> None:
+        arena = core.Arena()
         for size in (5000, 100_000, 5_000_000):
             for missing in (1, 2, 3, 1000, size + 2):
-                parser = Parser(arena.allocate)
+                parser = core.Parser(arena)
                 parser.feed(spell([b"SET", b"key", bytes(size)])[:-missing])
                 assert parser.next() is None
-                assert arena.used > size
+                assert arena.used == parser.receiving > size
+                if missing == 3:
+                    parser.give_up()
+                    assert (arena.used, parser.receiving, parser.held) == (0, 0, 0)
                 del parser
                 assert arena.used == 0
 
-    @given(streams, positions, st.integers(0, 2**20))
-    @settings(max_examples=50)
-    def test_an_arena_is_empty_when_parser_and_commands_are_gone(
-        self, stream: list, positions: list[int], end: int
-    ) -> None:
-        arena = Arena()
-        data = b"".join(write(words) for words, write in stream)
-        parse(cut(data[: end % (len(data) + 1)], positions), Parser(arena.allocate))
-        assert arena.used == 0
-
-    def test_pending_counts_what_waits_for_the_end_of_a_command(self) -> None:
-        parser = Parser(Buffer)
-        parser.feed(b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n")
+    def test_what_waits_for_the_end_of_a_command_is_counted(self, core: ModuleType) -> None:
+        parser = core.Parser(core.Arena())
+        assert (parser.held, parser.is_idle) == (0, True)
+        parser.feed(b"*3\r\n$3\r\nSET\r\n$3\r\nkey\r\n$1")
         assert parser.next() is None
-        assert 6 <= parser.pending <= 30
-        parser.feed(b"$100000\r\n" + bytes(50_000))
+        assert 8 <= parser.held <= 200
+        assert not parser.is_idle
+        parser.feed(b"00000\r\n" + bytes(50_000))
         assert parser.next() is None
-        assert parser.pending >= 100_000  # its memory is taken already
+        assert 100_000 <= parser.held <= 100_200  # its memory is taken already
+        assert parser.receiving >= 100_000
         parser.feed(bytes(50_000) + b"\r\n")
         assert parser.next() is not None
-        assert parser.pending == 0
+        assert (parser.held, parser.is_idle, parser.receiving) == (0, True, 0)
+        assert parser.received >= 100_000
 
-    def test_the_work_grows_with_the_input_not_with_its_square(self) -> None:
-        """A command of many arguments that comes in small pieces; ten times as many take about ten times as long."""
+    def test_a_million_empty_words_cost_what_they_are_counted_at(self, core: ModuleType) -> None:
+        parser = core.Parser(core.Arena())
+        parser.feed(b"*1000001\r\n")
+        for _ in range(20):
+            parser.feed(b"$0\r\n\r\n" * 50_000)
+            assert parser.next() is None
+        assert 8_000_000 <= parser.held <= 64_000_000
+        parser.feed(b"$1\r\nx\r\n")
+        words = parser.next()
+        assert (len(words), words[0], words[-1]) == (1_000_001, b"", b"x")
 
-        def seconds(arguments: int) -> float:
-            data = spell([b"%d" % i for i in range(arguments)])
+    def test_memory_that_cannot_be_had_is_an_error_and_leaks_nothing(self, core: ModuleType) -> None:
+        arena = core.Arena()
+        limits = Limits(max_bulk=2**60, max_command=2**61)
+        parser = core.Parser(arena, limits=limits)
+        parser.feed(b"*4\r\n$3\r\nSET\r\n$600\r\n" + bytes(600) + b"\r\n$%d\r\n" % 2**58)
+        with pytest.raises(MemoryError):
+            parser.next()
+        parser.give_up()
+        assert arena.used == 0
+
+    @pytest.mark.parametrize("piece", [1, 512])
+    @pytest.mark.parametrize("unit", [b"$2\r\nab\r\n", b"$511\r\n" + bytes(511) + b"\r\n"])
+    def test_the_work_grows_with_the_input_not_with_its_square(self, core: ModuleType, unit: bytes, piece: int) -> None:
+        """A command of many words that comes in small pieces; ten times as many take about ten times as long."""
+        few = 500 * piece // len(unit) + 10
+
+        def seconds(count: int) -> float:
+            pieces = cut(b"*%d\r\n" % count + unit * count, range(0, len(unit) * count, piece))
             best = 1e9
             for _ in range(3):
-                parser, start = Parser(Buffer), time.process_time()
-                for piece in cut(data, range(0, len(data), 512)):
-                    parser.feed(piece)
+                parser, start = core.Parser(core.Arena()), time.process_time()
+                for data in pieces:
+                    parser.feed(data)
                     parser.next()
                 best = min(best, time.process_time() - start)
             return best
 
-        assert seconds(100_000) < 40 * seconds(10_000)
+        assert seconds(10 * few) < 40 * seconds(few)
 
-    def test_what_has_arrived_is_split_once(self) -> None:
-        """However much more is announced: a million words that do not come cost no more than those that do."""
-        chunks = 10 * [b"$2\r\nab\r\n" * 4000]
-        parser = Parser(Buffer)
-        assert bytes_split(parser, [b"*1000000\r\n", *chunks]) <= 1.05 * sum(map(len, chunks))
-        assert parser.arguments == 40_000
+    @pytest.mark.parametrize("start", [b"", b"*", b"*1\r\n$"])
+    def test_a_line_that_comes_byte_by_byte_is_looked_at_once(self, core: ModuleType, start: bytes) -> None:
+        parser, began = core.Parser(core.Arena()), time.process_time()
+        for byte in cut(start + b"1" * (MAX_LINE - 10), range(MAX_LINE)):
+            parser.feed(byte)
+            assert parser.next() is None
+        assert time.process_time() - began < 2
 
-    def test_so_is_a_batch_of_which_no_group_is_like_another(self) -> None:
-        words = [b"ASK", b"3000", *(b"x" * (1 + i * 7 % 30) for i in range(3000) for _ in range(5))]
-        chunks = cut(spell(words), range(0, 2**20, 50_000))
-        assert bytes_split(Parser(Buffer), chunks, [words]) <= 1.2 * sum(map(len, chunks))
+
+NO_COUNTS = [b"-9223372036854775809", b"9223372036854775807", b"9223372036854775808", b"1" * 30]
+NO_COUNTS += [b"-0", b"+1", b"", b"-", b"01", b" 1", b"1 ", b"1\n", "²".encode()]
 
 
 class TestLimits:
-    def refused(self, data: bytes, limits: Limits | None = None, *, step: int = 2**30) -> str:
+    def refused(self, core: ModuleType, data: bytes, limits: Limits | None = None, *, step: int = 2**30) -> str:
         """The error that `data` ends in when it comes in pieces of `step` bytes."""
-        parser = Parser(Buffer, limits=limits)
-        try:
-            for piece in cut(data, range(0, len(data), step)):
-                parser.feed(piece)
-                while parser.next() is not None:
-                    pass
-        except ProtocolError as error:
-            return str(error)
-        raise AssertionError("it was taken")
+        return parse(core, cut(data, range(0, len(data), step)), limits)[1]
 
-    def test_bulks_longer_than_the_limit(self) -> None:
+    def test_words_longer_than_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_bulk=1000)
-        assert parse([spell([bytes(1000)])], limits=limits) == ([[bytes(1000)]], False)
-        assert self.refused(b"*1\r\n$1001\r\n", limits) == "invalid bulk length"
+        assert parse(core, [spell([bytes(1000)])], limits) == ([[bytes(1000)]], "")
+        assert self.refused(core, b"*1\r\n$1001\r\n", limits) == "invalid bulk length"
 
-    def test_arguments_beyond_the_limit(self) -> None:
+    def test_words_beyond_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_arguments=5)
-        assert parse([spell([b"a"] * 5)], limits=limits) == ([[b"a"] * 5], False)
-        assert self.refused(spell([b"a"] * 6), limits) == "invalid multibulk length"
+        assert parse(core, [spell([b"a"] * 5)], limits) == ([[b"a"] * 5], "")
+        assert self.refused(core, spell([b"a"] * 6), limits) == "invalid multibulk length"
 
-    def test_commands_longer_than_the_limit(self) -> None:
+    def test_commands_longer_than_the_limit(self, core: ModuleType) -> None:
         limits = Limits(max_command=100_000)
-        assert parse([spell([bytes(40_000)] * 2)], limits=limits)[1] is False
-        assert self.refused(spell([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
+        assert self.refused(core, spell([bytes(40_000)] * 2), limits) == ""
+        assert self.refused(core, spell([bytes(40_000)] * 3), limits) == "command exceeds the query buffer limit"
 
-    @pytest.mark.parametrize("size", [1, 900, 1023])
-    def test_many_short_arguments_count_as_well(self, size: int) -> None:
+    @pytest.mark.parametrize("size", [1, 500, 1023])
+    def test_many_short_words_count_as_well(self, core: ModuleType, size: int) -> None:
         limits = Limits(max_command=100_000)
         words = [bytes(size)] * (200_000 // size)
-        assert self.refused(spell(words), limits) == "command exceeds the query buffer limit"
+        assert self.refused(core, spell(words), limits) == "command exceeds the query buffer limit"
 
-    def test_a_stranger_sends_ten_arguments_of_16_kib_at_the_most(self) -> None:
-        limits = Limits(unauthenticated=True)
-        assert parse([spell([bytes(16384)] * 10)], limits=limits)[1] is False
-        assert self.refused(spell([b"a"] * 11), limits) == "unauthenticated multibulk length"
-        assert self.refused(b"*2\r\n$16385\r\n", limits) == "unauthenticated bulk length"
+    def test_a_stranger_sends_ten_words_of_16_kib_at_the_most(self, core: ModuleType) -> None:
+        def told(data: bytes, trusted: bool) -> str:
+            parser = core.Parser(core.Arena())
+            parser.trust(trusted)
+            parser.feed(data)
+            try:
+                while parser.next() is not None:
+                    pass
+            except ProtocolError as error:
+                return str(error)
+            return ""
+
+        for data, error in (
+            (spell([bytes(16384)] * 10), ""),
+            (spell([b"a"] * 11), "unauthenticated multibulk length"),
+            (b"*2\r\n$16385\r\n", "unauthenticated bulk length"),
+        ):
+            assert told(data, False) == error
+            assert told(data, True) == ""
 
     @pytest.mark.parametrize(
         ("start", "error"),
@@ -401,19 +451,38 @@ class TestLimits:
             (b"*1\r\n$", "too big bulk count string"),
         ],
     )
-    def test_a_line_without_end_is_not_waited_for(self, start: bytes, error: str) -> None:
-        line = b"1" * (MAX_LINE + 2)
-        assert self.refused(start + line) == error
-        assert self.refused(start + line, step=1000) == error
+    def test_a_line_too_long_is_refused_whether_its_end_has_come_or_not(
+        self, core: ModuleType, start: bytes, error: str
+    ) -> None:
+        line = start + b"1" * (MAX_LINE + 2)
+        for data in (line, line + b"\r\n"):
+            assert self.refused(core, data) == error
+            assert self.refused(core, data, step=1000) == error
 
-    def test_a_bulk_without_its_end_is_refused_wherever_it_is_taken(self) -> None:
+    @pytest.mark.parametrize(
+        ("number", "told"),
+        [
+            (b"-1", ""),
+            (b"-9223372036854775808", ""),
+            *((number, "invalid multibulk length") for number in (b"-9223372036854775809", b"9223372036854775807")),
+            *((number, "invalid multibulk length") for number in (b"9223372036854775808", b"1" * 30, b"-0", b"+1")),
+            *(
+                (number, "invalid multibulk length")
+                for number in (b"", b"-", b"01", b" 1", b"1 ", b"1\n", "²".encode())
+            ),
+        ],
+    )
+    def test_counts_are_what_redis_takes_for_numbers(self, core: ModuleType, number: bytes, told: str) -> None:
+        assert self.refused(core, b"*" + number + b"\r\n") == told
+        if told:
+            assert self.refused(core, b"*1\r\n$" + number + b"\r\n") == "invalid bulk length"
+
+    def test_a_word_without_its_end_is_refused_wherever_it_is_taken(self, core: ModuleType) -> None:
         for size in (0, 5, 500, 1000, 2000, 5000, 100_000):
-            data = b"*1\r\n$%d\r\n%b" % (size, bytes(size)) + b"xx" + bytes(100)
-            assert self.refused(data) == "bulk string is not terminated by CRLF"
-            if size < 5000:
-                assert self.refused(data, step=1) == "bulk string is not terminated by CRLF"
-        run = spell([b"a"] * 8).replace(b"a\r\n", b"ab\n", 8)
-        assert self.refused(run) == "bulk string is not terminated by CRLF"
+            for words in (1, 100):
+                data = b"*%d\r\n$%d\r\n%b" % (words, size, bytes(size)) + b"xx" + bytes(100)
+                for step in (1, 2**30) if size < 5000 else (9999, 2**30):
+                    assert self.refused(core, data, step=step) == "bulk string is not terminated by CRLF"
 
 
 class TestInline:
@@ -469,6 +538,7 @@ FRAMES = [
     b"*-1\r\n",
     b"*-10\r\n",
     b"*-99999999999999999999999\r\n",
+    b"*-9223372036854775809\r\n",
     b"*9223372036854775807\r\n",
     b"*9223372036854775808\r\n",
     b"*18446744073709551617\r\n",

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import socket
 import sys
-import threading
 import time
 from collections.abc import Iterator
 
@@ -17,7 +15,6 @@ from servers import RunningServer
 from wire import Wire, spell
 
 from kvpage_server.lowat import LowWater
-from kvpage_server.net.transport import READ_TURN, SocketTransport
 from kvpage_server.page import checksum, decode_page
 
 KIB, MIB = 1024, 1024 * 1024
@@ -114,58 +111,3 @@ def test_a_socket_is_readable_once_what_is_expected_has_come() -> None:
         for expected, at in ((10, 1), (300 * KIB, 300 * KIB), (50 * MIB, 384 * KIB), (-5, 1), (0, 1)):
             mark.expect(expected)
             assert (mark.at, ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)) == (at, at)
-
-
-class Hungry:
-    """Has room for more than anybody sends at a time."""
-
-    def __init__(self, size: int) -> None:
-        self.memory = memoryview(bytearray(size))
-        self.counts: list[int] = []
-        self.pieces: list[int] = []
-        self.whole = asyncio.Event()
-
-    @property
-    def filled(self) -> int:
-        return sum(self.counts)
-
-    @property
-    def expected(self) -> int:
-        return len(self.memory) - self.filled
-
-    def buffers(self) -> list[memoryview]:
-        return [self.memory[self.filled :]]
-
-    def arriving(self, count: int) -> None:
-        self.pieces.append(count)
-
-    def received(self, count: int) -> None:
-        self.counts.append(count)
-        if not self.expected:
-            self.whole.set()
-
-    def drained(self) -> None:
-        raise AssertionError("nothing was sent")
-
-    def lost(self) -> None:
-        self.whole.set()
-
-
-async def test_who_sends_without_end_is_received_in_pieces_and_has_one_turn_after_the_other() -> None:
-    sent = random.Random(1).randbytes(48 * MIB)
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        sender = socket.create_connection(listener.getsockname())
-        ours, _ = listener.accept()
-    ours.setblocking(False)
-    reader = Hungry(len(sent))
-    transport = SocketTransport(asyncio.get_running_loop(), ours, reader)
-    sending = threading.Thread(target=sender.sendall, args=(sent,))
-    sending.start()
-    await asyncio.wait_for(reader.whole.wait(), 30)
-    sending.join()
-    sender.close()
-    transport.abort()
-    assert bytes(reader.memory) == sent
-    assert max(reader.counts) < READ_TURN + 256 * KIB
-    assert reader.pieces
-    assert all(count % (256 * KIB) == 0 for count in reader.pieces)

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import contextlib
 
-from kvpage_server.resp.parser import Limits, Parser, ProtocolError
-
-from kvpage_server.core import Arena
+from kvpage_server.core import Arena, Limits, Parser, ProtocolError
 from kvpage_server.page import HEADER_SIZE, PageError, PageKey, decode_page
 from kvpage_server.resp.inline import split_words
 
@@ -34,7 +32,7 @@ WORDS = ["*", "$", "\r\n", "$0\r\n\r\n", "*-1\r\n", "$1024\r\n", "$4096\r\n", "$
 
 def parse(pieces: list[bytes], arena: Arena) -> Commands:
     """The commands of an input, and the error that it ended in."""
-    parser, commands = Parser(arena.allocate, limits=LIMITS), []
+    parser, commands = Parser(arena, limits=LIMITS), []
     try:
         for piece in pieces:
             parser.feed(piece)
@@ -57,7 +55,7 @@ def check(data: bytes) -> None:
     arena = Arena()
     whole, cut = parse([stream], arena), parse(pieces, arena)
     assert whole[0] == cut[0]
-    assert bool(whole[1]) == bool(cut[1])
+    assert whole[1] == cut[1]
     assert arena.used == 0
     frames = b"".join(
         b"*%d\r\n" % len(command) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in command)
