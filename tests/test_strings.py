@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import time
+from itertools import product
 
 import pytest
 import redis
@@ -100,7 +101,7 @@ class TestAPageAsAString:
 class TestLongValues:
     def test_every_length_comes_back_as_it_was(self, client: redis.Redis) -> None:
         rng = random.Random(5)
-        lengths = [0, 1, 1023, 1024, 1025, 4094, 4095, 4096, 4097, 70_000, 3_000_000]
+        lengths = [0, 1, 511, 512, 513, 1023, 1024, 1025, 4094, 4095, 4096, 4097, 70_000, 3_000_000]
         values = {f"length:{n}": rng.randbytes(n) for n in lengths}
         client.mset(values)
         assert client.mget(values) == list(values.values())
@@ -109,6 +110,39 @@ class TestLongValues:
             assert client.getrange(key, 1, -2) == value[::-1][1:-1]
             assert client.getdel(key) == value[::-1]
         assert client.dbsize() == 0
+
+    def test_any_value_takes_the_place_of_any_other_and_nothing_of_that_is_counted(self, client: redis.Redis) -> None:
+        key = bytes(KEY)
+        for old, new in product([b"", b"1" * 511, b"2" * 512, b"3" * 1024, b"4" * 5000, BLOB], repeat=2):
+            for ex in (None, 100):
+                client.set(key, old, ex=ex)
+                assert client.set(key, new, ex=100 if ex is None else None, get=True) == old
+                assert client.get(key) == new
+                assert client.ttl(key) in ((99, 100) if ex is None else (-1,))
+                assert client.execute_command("KVPAGEEXISTS", *NAME) == (new == BLOB)
+                assert client.info("keyspace")["db0"] == {"keys": 1, "expires": int(ex is None), "avg_ttl": 0}
+                assert client.delete(key) == 1
+                assert client.info("memory")["used_memory"] == 0
+
+    def test_a_word_may_be_long_where_a_short_one_is_meant(self, client: redis.Redis) -> None:
+        key = b"k" * 600
+        assert client.set(key, b"1" * 600)
+        assert client.exists(key) == 1
+        assert client.keys() == [key]
+        for command in (("INCR", key), ("SET", key, "1", "EX", b"1" * 600), ("GETRANGE", key, b"0" * 600, 1)):
+            with pytest.raises(redis.ResponseError, match="not an integer or out of range"):
+                client.execute_command(*command)
+        for command in (("SET", key, "1", b"X" * 600), ("SET", key, "1", b"E" * 600, 1)):
+            with pytest.raises(redis.ResponseError, match="syntax error"):
+                client.execute_command(*command)
+        with pytest.raises(redis.ResponseError, match="unknown command"):
+            client.execute_command(b"G" * 600, key)
+        with pytest.raises(redis.ResponseError, match="unknown subcommand"):
+            client.execute_command("CLIENT", b"G" * 600)
+        with client.pipeline() as pipeline:
+            pipeline.get(key).getdel(key).get(key)
+            assert pipeline.execute() == [b"1" * 600, b"1" * 600, None]
+        assert client.info("memory")["used_memory"] == 0
 
     def test_a_refused_command_keeps_no_memory(self, client: redis.Redis) -> None:
         client.set(bytes(KEY), BLOB)

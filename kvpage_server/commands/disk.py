@@ -83,8 +83,7 @@ def _have_in_memory(client: Client, tiered: Tiered, needed: Iterable[Needed]) ->
 def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
     """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
     cold = [body for _, body in needed if type(body) is Cold]
-    failing = [value for value in cold if value.failing]
-    if failing:
+    if cold and (failing := [value for value in cold if value.failing]):
         why = failing[0].failing
         for value in failing:
             value.failing = ""  # who asks again finds out again

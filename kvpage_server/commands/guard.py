@@ -102,7 +102,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
 
     def steps() -> Steps[int]:
-        blocks = yield from named_blocks(client, [args[0], *args[2:]])
+        blocks = yield from named_blocks(client, args[0], args[2:])
         keyspace.guards.settle(unix_ms())
         for leased, block in enumerate(blocks):
             if not _lease(keyspace, block, milliseconds):
@@ -111,7 +111,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
                 yield ()
         return len(blocks)
 
-    return stepwise(steps(), small=are_few(client, [args[0], *args[2:]]))
+    return stepwise(steps(), small=are_few(client, args[0], args[2:]))
 
 
 @command(
@@ -136,7 +136,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
         )
 
     def steps() -> Steps[int]:
-        blocks = yield from named_blocks(client, args)
+        blocks = yield from named_blocks(client, args[0], args[1:])
         guards.settle(unix_ms())
         sizes = yield from each(blocks, lambda some: [0 if guards.of(one).size else one.footprint for one in some])
         if blocks and guards.beside(blocks[0]) + sum(sizes) > keyspace.guardable(blocks[0]):
@@ -151,7 +151,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
                 yield ()
         return len(blocks)
 
-    return stepwise(steps(), small=are_few(client, args))
+    return stepwise(steps(), small=are_few(client, args[0], args[1:]))
 
 
 @command(
@@ -170,7 +170,7 @@ def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
     guards = client.keyspace.guards
 
     def steps() -> Steps[int]:
-        blocks = yield from named_blocks(client, args)
+        blocks = yield from named_blocks(client, args[0], args[1:])
         return sum((yield from each(blocks, lambda some: list(map(guards.unpin, some)))))
 
-    return stepwise(steps(), small=are_few(client, args))
+    return stepwise(steps(), small=are_few(client, args[0], args[1:]))

@@ -18,7 +18,7 @@ from kvpage_server.commands.disk import fetched
 from kvpage_server.commands.keys import requests
 from kvpage_server.commands.needs import blocks_of_request, nothing
 from kvpage_server.commands.registry import AT_ONCE, Parts, command
-from kvpage_server.commands.steps import STEP, Steps, each
+from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
@@ -59,19 +59,23 @@ def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
         yield ()
 
 
-def are_few(client: Client, args: Sequence[Argument]) -> bool:
+def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
     """Whether what `req [page ...]` names may be looked at at once."""
-    return len(args) <= AT_ONCE and (len(args) > 1 or client.keyspace.index.count(plain(args[0])) <= AT_ONCE)
+    return len(pages) < AT_ONCE and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= AT_ONCE)
 
 
-def named_blocks(client: Client, args: Sequence[Argument]) -> Steps[list[Block]]:
+def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
     """The living blocks that `req [page ...]` names: those pages, each once, or all of the request by page id."""
-    keyspace, req_id = client.keyspace, request_name(args[0])
-    if len(args) == 1:
+    keyspace, req_id = client.keyspace, request_name(req)
+    if not pages:
         return (yield from blocks_of(client, req_id))
-    ids = yield from each(args[1:], lambda some: list(map(page_id, some)))
-    found = yield from each(list(dict.fromkeys(ids)), lambda some: [keyspace.block(req_id, page) for page in some])
-    return [block for block in found if block]
+    found: dict[int, Block] = {}
+    for start in range(0, len(pages), STEP):
+        for page in map(page_id, pages[start : start + STEP]):
+            if page not in found and (block := keyspace.block(req_id, page)):
+                found[page] = block
+        yield ()
+    return [*found.values()]
 
 
 def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
@@ -111,7 +115,7 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
-        blocks, removed = (yield from named_blocks(client, args)), 0
+        blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
             removed += keyspace.remove_block(block, "del")
             yield ()
@@ -184,7 +188,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
-        blocks, checked, unchecked = (yield from named_blocks(client, args)), 0, 0
+        blocks, checked, unchecked = (yield from named_blocks(client, args[0], args[1:])), 0, 0
         corrupt: list[bytes] = []
         for block in _still_there(keyspace, blocks):
             lost = yield from _fetch(client, block)

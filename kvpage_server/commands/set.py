@@ -69,7 +69,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Steps[int]:
         return sum(block.pages for block in (yield from blocks_of(client, req_id)))
 
-    return stepwise(steps(), small=are_few(client, [req_id]))
+    return stepwise(steps(), small=are_few(client, req_id))
 
 
 @command(

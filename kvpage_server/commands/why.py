@@ -42,7 +42,7 @@ def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """
     keyspace = client.keyspace
     if len(args) == 1:
-        return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args))
+        return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args[0]))
     if len(args) != NAME_WORDS:
         raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
     name = page_name(args)

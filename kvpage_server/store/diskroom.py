@@ -209,7 +209,7 @@ class DiskRoom(Fetching):
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
     """Bytes of the disk that a value takes, nearly."""
-    if isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
+    if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
         return sheet.footprint_of(value.size)
     if isinstance(value, tuple):
         return footprint(name, len(value[0]))

@@ -55,7 +55,10 @@ class Fetcher:
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
-            self._loop.call_soon_threadsafe(self._deliver, ticket, work())
+            told = partial(self._deliver, ticket, work())
+            del job, work  # who hears of it has the memory to himself
+            self._loop.call_soon_threadsafe(told)
+            del told
 
     def _outcomes(self, wanted: Wanted) -> list[Outcome]:
         try:

@@ -16,6 +16,9 @@ class LRU(Queues):
         place = self._places.get(unit)
         if place is None:
             place = self._place_of(unit)
+        elif self._after[place] == self._home + 1:  # nothing was used since
+            self._at[place] = self.now
+            return
         else:
             self._leave(place)
         self._at[place] = self.now
