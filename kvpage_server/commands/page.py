@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from kvpage_server.commands.arguments import check_batch, plain_all
 from kvpage_server.commands.context import Client
@@ -26,6 +26,7 @@ from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.known import Needed
+from kvpage_server.store.lookup import Found
 from kvpage_server.store.tiered import Tiered
 
 AT_ONCE = 256  # pages that are read, stored or found before other clients may have their turn
@@ -201,11 +202,10 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
                     rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                     yield from _from_disk(client, rest)
                     return
-                entries, missed = client.keyspace.read_pages(names, at, len(names), _MOST_BYTES)
-                if missed:
-                    pages_missed(client, names, missed)
-                yield _spelt(client, entries, None)
-                at += len(entries)
+                found = client.keyspace.read_pages(names, at, len(names), _MOST_BYTES)
+                pages_missed(client, names, found.missing)
+                yield _spelt(client, found, None)
+                at += len(found.entries)
 
     return Stream(None, bodies())
 
@@ -220,25 +220,24 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
     ahead = Ahead(client, _cold_in, steps, of_pages=True)
     for names, first, stop in steps:
         yield from ahead.next()
-        entries, missed = client.keyspace.read_pages(names, first, stop)
-        pages_missed(client, names, missed)
-        yield ahead.loan_of(entries) or _spelt(client, entries, ahead)
+        found = client.keyspace.read_pages(names, first, stop)
+        pages_missed(client, names, found.missing)
+        yield ahead.loan_of(found.entries) or _spelt(client, found, ahead)
 
 
 def _cold_in(tiered: Tiered, step: _Step) -> Sequence[Cold]:
     return tiered.cold_of(step.names.keys[step.first : step.stop])
 
 
-def _spelt(client: Client, entries: Sequence[Entry | None], ahead: Ahead[_Step] | None) -> tuple[Piece, ...]:
+def _spelt(client: Client, found: Found, ahead: Ahead[_Step] | None) -> tuple[Piece, ...]:
     """What was found, as it is sent: null for what is no page, or cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
+    if not found.others:  # pages in slots are sent as they lie there
+        pages = cast("list[Piece | None]", found.entries)
+        return (*[absent if page is None else page for page in pages],)
     pieces: list[Piece] = []
-    for entry in entries:
-        if entry is None:
-            pieces.append(absent)
-        elif type(entry) is Slot and entry.unit is not None:
-            pieces.append(entry)
-        elif not is_page(entry):
+    for entry in found.entries:
+        if not is_page(entry):
             pieces.append(absent)
         elif is_cold(entry):
             pieces += (ahead.loan_of([entry]) if ahead is not None else None) or (absent,)

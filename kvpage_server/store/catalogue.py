@@ -112,9 +112,9 @@ class Catalogue:
         """Where to note the keys that get entries otherwise than by `put`: see `list_all`. None when nobody scans."""
         return [] if self._scans.current is not None else None
 
-    def list_all(self, keys: Iterable[bytes] | None) -> None:
+    def list_all(self, keys: Iterable[bytes]) -> None:
         """Keys have entries that had none."""
-        for key in keys or ():
+        for key in keys:
             self._list(key)
 
     def _list(self, place: Unit) -> None:

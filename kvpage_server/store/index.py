@@ -228,10 +228,13 @@ class PageIndex:
 
     def around(self, block: Block) -> list[Block]:
         """A block between those before and behind it, as far as they are there."""
-        if len(self._requests[block.req_id]) == 1:
-            return [block]
-        near = (self.block(block.req_id, page) for page in range(block.page - 1, block.page + 2))
-        return [block for block in near if block is not None]
+        request, req_id, page = self._requests[block.req_id], block.req_id, block.page
+        found = [block]
+        if page - 1 in request and (before := self.block(req_id, page - 1)):
+            found.insert(0, before)
+        if page + 1 in request and (behind := self.block(req_id, page + 1)):
+            found.append(behind)
+        return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
         """Forget everything; what there was."""

@@ -20,11 +20,15 @@ ANY = sys.maxsize  # bytes
 
 
 class Found(NamedTuple):
-    """What was found for some names: living values, the units that they belong to, and the names without a value."""
+    """What was found for some names: living values, the units that they belong to, and the names without a value.
+
+    `others`: the names of some of the values that are something else than a page in a slot of its own.
+    """
 
     entries: list[Entry | None]
     units: list[Unit]
     missing: list[int]
+    others: list[int]
 
 
 class Lookup(Ration):
@@ -66,9 +70,7 @@ class Lookup(Ration):
         """The living values of pages' keys, without counting them as uses."""
         return self._look_up(names, 0, len(names), ANY).entries
 
-    def read_pages(
-        self, names: PageNames, first: int, stop: int, most: int = ANY
-    ) -> tuple[Sequence[Entry | None], list[int]]:
+    def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
         """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too.
 
         Those of one block in a row are one use of it.
@@ -82,11 +84,11 @@ class Lookup(Ration):
         if self._touching:
             for unit in found.units:
                 self._units.used(unit)
-        return found.entries, found.missing
+        return found
 
     def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
         entries, blocks, absent, others = look_up(self._catalogue.entries, names, first, stop, most, unix_ms())
-        found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [])
+        found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [], [])
         for i in others:
             self._add(found, i, first, names.keys[i], self.find(names.keys[i]))
         if self._catalogue.has_all_entries:
@@ -109,6 +111,7 @@ class Lookup(Ration):
             found.missing.append(i)
             return
         found.entries[i - first] = entry
+        found.others.append(i)
         unit = self._unit(key, entry)
         if type(entry) is not Cold and not (found.units and found.units[-1] is unit):
             found.units.append(unit)

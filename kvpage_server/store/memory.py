@@ -78,12 +78,14 @@ class Keyspace(Lookup):
         stop, grown, stored, replaced = pages.put(self._catalogue.entries, at, block, fresh)
         if stop == at:
             return self._put_one(pages, at, block)
-        self._catalogue.list_all(fresh)
+        if fresh:
+            self._catalogue.list_all(fresh)
         if expires := pages.expires(at):
             self._expiry.keys += stop - at
             self._expiry.note_all(pages.keys[at:stop], expires)
         self._expiry.keys -= replaced
-        self.guards.grew(block, grown)
+        if grown:
+            self.guards.grew(block, grown)
         if self._quotas is not None:
             self._grew(block, stored)
         return stop

@@ -84,6 +84,8 @@ class Prefix(Queues):
 
     def _uses_before(self, unit: Unit) -> int:
         """How often a unit that comes was used, this time included, as far as is remembered."""
+        if not self._ghosts:
+            return 1
         ghost = self._ghosts.pop(name_of(unit), None)
         if ghost is None:
             return 1

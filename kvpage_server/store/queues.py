@@ -21,6 +21,7 @@ from kvpage_server.store.eviction import Unit
 NOBODY = 0  # no place
 QUEUES = 5  # of a policy, at the most
 FIRST = 1 + 2 * QUEUES  # place of a unit: before it are the queues of a policy, and of the one before
+_MOST_PLACES = 1024  # that are made at once
 _LOOKED_AT = 10_000  # places at once: a millisecond or two
 
 
@@ -92,19 +93,21 @@ class Queues(ABC):
 
     def _place_of(self, unit: Unit) -> int:
         """A place for a unit that came."""
-        if self._free:
-            place = self._free.pop()
-        else:
-            place = len(self._units)
-            self._units.append(None)
-            self._uses.append(0)
-            self._queue.append(0)
-            for numbers in (self._before, self._after, self._parent, self._children):
-                numbers.append(0)
-            for times in (self._at, self._counted, self._last):
-                times.append(0)
+        if not self._free:
+            self._make_places()
+        place = self._free.pop()
         self._places[unit], self._units[place] = place, unit
         return place
+
+    def _make_places(self) -> None:
+        first = len(self._units)
+        more = min(first, _MOST_PLACES)
+        self._units += [None] * more
+        for column in (self._uses, self._queue, self._before, self._after, self._parent, self._children):
+            column.frombytes(bytes(column.itemsize * more))
+        for times in (self._at, self._counted, self._last):
+            times.frombytes(bytes(times.itemsize * more))
+        self._free.extend(range(first + more - 1, first - 1, -1))
 
     def _give_back(self, place: int) -> None:
         self._queue[place] = 0

@@ -32,7 +32,7 @@ from kvpage_server.store.extent import Extent, ExtentPage
 from kvpage_server.store.fetch import Fetcher
 from kvpage_server.store.index import Block
 from kvpage_server.store.known import unit_named
-from kvpage_server.store.lookup import ANY
+from kvpage_server.store.lookup import ANY, Found
 from kvpage_server.store.mapped import MappedLoans
 from kvpage_server.store.memory import Fallen, OutOfMemory
 from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
@@ -248,16 +248,13 @@ class Tiered(DiskRoom):
             self._prove(self._unit(key, entry))
         return entry
 
-    def read_pages(
-        self, names: PageNames, first: int, stop: int, most: int = ANY
-    ) -> tuple[Sequence[Entry | None], list[int]]:
+    def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
         """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too."""
-        entries, missing = super().read_pages(names, first, stop, most)
+        found = super().read_pages(names, first, stop, most)
         if self._unproven:
-            found = zip(names.keys[first:stop], entries, strict=False)
-            for unit in dict.fromkeys(self._unit(key, entry) for key, entry in found if entry is not None):
+            for unit in dict.fromkeys(found.units):
                 self._prove(unit)
-        return entries, missing
+        return found
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""

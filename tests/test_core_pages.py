@@ -1,0 +1,265 @@
+"""Batches of pages on both cores: whatever the words are, both say, store and find the same."""
+
+from __future__ import annotations
+
+import random
+from types import ModuleType
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from servers import start_server
+from wire import Wire
+
+from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
+from kvpage_server.core.python import pages as plain_pages
+from kvpage_server.core.python import slots as plain_slots
+from kvpage_server.page import MAX_PAGE, MAX_TTL, MAX_U32, PageHeader
+
+native_pages = pytest.importorskip("kvpage_server.core.native.pages", reason="the core is not compiled here")
+native_slots = pytest.importorskip("kvpage_server.core.native.slots")
+
+NOW = 1_700_000_000_000
+
+few = st.integers(0, 2).map(b"%d".__mod__)
+odd_numbers = [b"", b"-1", b"-0", b"+1", b"01", b" 1", b"1 ", b"1.0", b"\xff", b"7" * 30, b"1\0", b"9" * 600]
+requests = st.sampled_from([b"r", b"s", b"{a}b", b"\xff\xfe", b"x" * 256])
+names = st.tuples(requests, few, few | st.sampled_from([b"63", b"64", b"65535"]), few, st.sampled_from([b"0", b"5"]))
+sizes = st.integers(0, 700) | st.sampled_from([512, 16384, 100_000])
+shapes = st.tuples(
+    st.integers(1, 15).map(b"%d".__mod__),
+    st.sampled_from([b"1", b"64", b"%d" % MAX_U32]),
+    st.sampled_from([b"1", b"128", b"%d" % MAX_U32]),
+    st.sampled_from([b"0", b"0", b"0", b"1", b"3600", b"%d" % MAX_TTL]),
+)
+pages = st.tuples(names, shapes, sizes, st.booleans()).map(lambda page: [*page[0], *page[1], Body(*page[2:])])
+mutations = st.sampled_from(
+    [*odd_numbers, b"a:b", b"a b", b"x" * 257, b"6", b"0", b"16", b"65536", b"%d" % (MAX_PAGE + 1)]
+)
+
+
+class Body:
+    """A page's body: in a slot, as a parser leaves it, when it is `long`."""
+
+    def __init__(self, size: int, hashed: bool) -> None:
+        self.data = bytes(i * 7 % 251 for i in range(min(size, 251))) * (size // 251 + 1)
+        self.data = self.data[:size]
+        self.hashed = hashed
+
+    def __repr__(self) -> str:
+        return f"Body({len(self.data)}, {self.hashed})"
+
+
+class Core:
+    """One of the two, with what is stored in it."""
+
+    def __init__(self, pages: ModuleType, slots: ModuleType) -> None:
+        self.pages = pages
+        self.slot_type = slots.Slot
+        self.arena = slots.Arena()
+        self.entries: dict[bytes, Any] = {}
+        self.blocks: dict[tuple[bytes, int], Any] = {}
+
+    def slot(self, data: bytes) -> Any:
+        slot = self.arena.allocate(len(data))
+        slot.body[:] = data
+        return slot
+
+    def words(self, page: list[Any]) -> list[Any]:
+        """A page's words, as a parser leaves them: what is long lies in slots."""
+        made = []
+        for word in page:
+            data = word.data if isinstance(word, Body) else word
+            if len(data) >= 512 or (isinstance(word, Body) and word.hashed):
+                slot = self.slot(data)
+                slot.digest = plain_pages.checksum(data) if isinstance(word, Body) and word.hashed else 0
+                made.append(slot)
+            else:
+                made.append(data)
+        return made
+
+    def read(self, batch: list[list[Any]], strict: bool, hashes: bool) -> Any:
+        """The pages, or what is said of the first bad one."""
+        words = [b"", *(word for page in batch for word in self.words(page))]
+        try:
+            return self.pages.NewPages(words, 1, len(batch), self.arena, NOW, strict, hashes)
+        except BadPage as error:
+            return str(error), error.place
+
+    def put(self, new: Any) -> list[Any]:
+        """Store pages as a store does; what it was told."""
+        told: list[Any] = []
+        at = 0
+        while at < len(new):
+            name = new.block(at)
+            block = self.blocks.get(name)
+            if block is None:
+                block = self.blocks[name] = self.pages.PageSet(*name)
+            fresh: list[bytes] = []
+            stop, *grown = new.put(self.entries, at, block, fresh)
+            told.append((stop, grown, fresh))
+            if stop == at:  # it replaces something that is no page of that block
+                del self.entries[new.keys[at]]
+            at = stop
+        return told
+
+    def look(self, asked: list[tuple[bytes, ...]], most: int, now: int) -> Any:
+        words = [word for name in asked for word in self.words(list(name))]
+        try:
+            names = self.pages.PageNames(words, 0, len(asked))
+        except BadPage as error:
+            return str(error), error.place
+        found, blocks, absent, others = self.pages.look_up(self.entries, names, 0, len(names), most, now)
+        bodies = [None if slot is None else (bytes(slot.body), bytes(slot.header)) for slot in found]
+        return bodies, [(one.req_id, one.page) for one in blocks], absent, others, names.runs(absent), names.blocks()
+
+    def everything(self) -> Any:
+        """What is stored, but for the order of entries."""
+        entries = {
+            key: (bytes(value.header), bytes(value.view), value.expires, (value.unit.req_id, value.unit.page))
+            if isinstance(value, self.slot_type)
+            else value
+            for key, value in self.entries.items()
+        }
+        blocks = {
+            name: (block.bits, block.pages, block.footprint, block.soonest, block.shape_known)
+            for name, block in self.blocks.items()
+        }
+        return entries, blocks
+
+
+def described(new: Any) -> Any:
+    if isinstance(new, tuple):
+        return new
+    each = range(len(new))
+    bodies = [(bytes(slot.header), bytes(slot.view), slot.digest) for slot in new.slots]
+    return new.keys, bodies, [(new.name(i), new.block(i), new.expires(i)) for i in each], new.blocks()
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.data())
+def test_both_cores_say_store_and_find_the_same(data: st.DataObject) -> None:
+    cores = [Core(plain_pages, plain_slots), Core(native_pages, native_slots)]
+    for _ in range(data.draw(st.integers(1, 4))):
+        batch = data.draw(st.lists(pages, max_size=12))
+        if batch and data.draw(st.integers(0, 3)) == 0:
+            page = data.draw(st.integers(0, len(batch) - 1))
+            batch[page][data.draw(st.integers(0, PAGE_WORDS - 2))] = data.draw(mutations)
+        if batch and data.draw(st.booleans()):  # something else is under a page's key
+            key = b"kv:" + b":".join(data.draw(st.sampled_from(batch))[:NAME_WORDS])
+            for core in cores:
+                core.entries[key] = "a string"
+        strict, hashes = data.draw(st.booleans()), data.draw(st.booleans())
+        read = [core.read(batch, strict, hashes) for core in cores]
+        assert described(read[0]) == described(read[1])
+        if not isinstance(read[0], tuple):
+            assert all(PageHeader.parse(slot.header) for slot in read[1].slots)
+            assert cores[0].put(read[0]) == cores[1].put(read[1])
+        assert cores[0].everything() == cores[1].everything()
+        asked = [*(tuple(page[:NAME_WORDS]) for page in batch), *data.draw(st.lists(names, max_size=6))]
+        most, now = data.draw(st.sampled_from([1, 3000, 1 << 40])), data.draw(st.sampled_from([NOW, NOW + 2000]))
+        assert cores[0].look(asked, most, now) == cores[1].look(asked, most, now)
+
+
+rows = st.tuples(st.integers(0, 3), st.sampled_from([0, 1, 63, 64, 500, 65535]), st.integers(0, 5))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.tuples(st.booleans(), rows), max_size=60), st.lists(rows, max_size=20))
+def test_both_cores_know_the_same_pages_of_a_block(changes: list[tuple[bool, Any]], asked: list[Any]) -> None:
+    sets = [core.PageSet(b"r", 7) for core in (plain_pages, native_pages)]
+    for comes, page in changes:
+        for one in sets:
+            (one.add if comes else one.discard)(*page)
+    model = {page for page in {page for _, page in changes} if [comes for comes, one in changes if one == page][-1]}
+    for one in sets:
+        assert one.pages == len(model)
+        assert [one.has(*page) for page in asked] == [page in model for page in asked]
+    assert list(sets[0].bits.items()) == list(sets[1].bits.items())
+    for one in sets:
+        one.bits = sets[0].bits
+    assert sets[0].bits == sets[1].bits
+    assert sets[0].pages == sets[1].pages == len(model)
+
+
+@pytest.mark.parametrize("core", [plain_pages, native_pages], ids=["python", "native"])
+def test_a_block_may_have_any_number_of_rows_in_any_order(core: ModuleType) -> None:
+    block = core.PageSet(b"r", 0)
+    for layer in reversed(range(40_000)):
+        block.add(layer, layer * 64 % 65536, 3)
+    assert block.pages == len(block.bits) == 40_000
+    assert list(block.bits) == sorted(block.bits)
+    for layer in range(40_000):
+        block.discard(layer, layer * 64 % 65536, 3)
+    assert (block.pages, block.bits) == (0, {})
+
+
+@pytest.mark.parametrize(("pages", "slots"), [(plain_pages, plain_slots), (native_pages, native_slots)])
+def test_what_is_hashed_at_once_is_bounded(pages: ModuleType, slots: ModuleType) -> None:
+    core = Core(pages, slots)
+    batch = [[b"r", b"0", b"0", b"%d" % i, b"0", b"3", b"1", b"1", b"0", Body(1024**2, False)] for i in range(9)]
+    assert len(core.read(batch, False, True)) == 4
+    assert len(core.read(batch, False, False)) == 9
+
+
+@pytest.mark.parametrize(("pages", "slots"), [(plain_pages, plain_slots), (native_pages, native_slots)])
+def test_slots_go_back_when_pages_are_replaced(pages: ModuleType, slots: ModuleType) -> None:
+    core = Core(pages, slots)
+    page = [b"r", b"0", b"0", b"0", b"0", b"3", b"1", b"1", b"0", Body(5000, False)]
+    core.put(core.read([page], False, True))
+    used = core.arena.used
+    for _ in range(1000):
+        core.put(core.read([page] * 3, False, True))
+    assert core.arena.used == used
+    core.entries.clear()
+    assert core.arena.used == 0
+
+
+def some_command(chance: random.Random) -> list[bytes]:
+    """A command of the page family, or one that changes what is under a page's key."""
+
+    def name() -> list[bytes]:
+        word = [b"r%d" % chance.randrange(2), *(b"%d" % chance.randrange(2) for _ in range(4))]
+        if chance.random() < 0.01:
+            word[chance.randrange(NAME_WORDS)] = chance.choice([*odd_numbers, b"a:b", b"x" * 257, b"99999999999"])
+        return word
+
+    def page() -> list[bytes]:
+        ttl = chance.choice([b"0", b"0", b"100", b"x" if chance.random() < 0.02 else b"5"])
+        size = chance.choice([0, 1, 100, 511, 512, 513, 4096, 70_000, 1_000_000])
+        return [*name(), b"%d" % chance.randrange(1, 16), b"1", b"2", ttl, chance.randbytes(size)]
+
+    many = chance.randrange(1, 9)
+    key = b"kv:" + b":".join(name())
+    shape = [b"2", b"2", b"1", b"0", b"2", b"0", b"3", b"5", b"1", b"3", b"5"]
+    return chance.choice(
+        [
+            [b"KVPAGESET", *page()],
+            [b"KVPAGEGET", *name()],
+            [b"KVPAGEMSET", b"%d" % many, *(word for _ in range(many) for word in page())],
+            [b"KVPAGEMGET", b"%d" % (4 * many), *(word for _ in range(4 * many) for word in name())],
+            [b"KVPAGEMEXISTS", b"%d" % many, *(word for _ in range(many) for word in name())],
+            [b"KVPAGEINDEX", b"r%d" % chance.randrange(2), b"WITHSIZES"],
+            [b"KVPAGEEXISTS", *name()],
+            [b"KVBLOCKSET", b"r0", b"%d" % chance.randrange(2), *shape, bytes(40)],
+            [b"KVBLOCKGET", b"r%d" % chance.randrange(2), b"0"],
+            [b"SET", key, chance.randbytes(chance.choice([3, 600, 3000]))],
+            [b"DEL", key],
+            [b"PEXPIREAT", key, b"1"],
+            [b"DBSIZE"],
+            [b"KVPAGEDEL", b"r1", b"%d" % chance.randrange(2)],
+        ]
+    )
+
+
+def test_servers_on_both_cores_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    chance = random.Random(21)
+    with start_server() as native:
+        monkeypatch.setenv("KVPAGE_CORE", "python")
+        with start_server() as plain, Wire(native.port) as one, Wire(plain.port) as other:
+            assert b"page_core:native" in one.ask(b"INFO", b"server")
+            assert b"page_core:python" in other.ask(b"INFO", b"server")
+            for _ in range(1500):
+                words = some_command(chance)
+                assert one.ask(*words) == other.ask(*words), words
