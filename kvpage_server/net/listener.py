@@ -11,9 +11,9 @@ from collections.abc import Callable
 
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
-from kvpage_server.net.session import Session, Transport
+from kvpage_server.net.session import Session
 from kvpage_server.net.tls import TLSTransport
-from kvpage_server.net.transport import SocketTransport
+from kvpage_server.net.transport import SocketTransport, Transport
 from kvpage_server.net.turns import Line
 
 log = logging.getLogger("kvpage")

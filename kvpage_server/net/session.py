@@ -5,10 +5,9 @@ from __future__ import annotations
 import asyncio
 import enum
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from time import monotonic, monotonic_ns
-from typing import Protocol
 
 from kvpage_server.commands.admission import Paused, is_at_once
 from kvpage_server.commands.context import Client, Server
@@ -17,9 +16,11 @@ from kvpage_server.commands.dispatch import execute
 from kvpage_server.commands.steps import freed
 from kvpage_server.core import Command, Parser, ProtocolError, Scratch
 from kvpage_server.net import limits
-from kvpage_server.net.transport import HIGH_WATER
+from kvpage_server.net.load import Load
+from kvpage_server.net.replies import Replies
+from kvpage_server.net.transport import HIGH_WATER, Transport
 from kvpage_server.net.turns import TURN, Line
-from kvpage_server.resp.reply import QUEUED, Piece, Reply, Stream, Wait, encode
+from kvpage_server.resp.reply import QUEUED, Reply, Wait
 from kvpage_server.store.hold import Hold
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
@@ -44,37 +45,6 @@ class State(enum.Enum):
 
 
 READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = State
-
-
-class Transport(Protocol):
-    """What moves the bytes: a socket as it is, or with TLS."""
-
-    bytes_out: int
-    queued: int  # bytes that wait to be sent
-    ignored: bool  # what comes is left where it is: the peer will feel it
-
-    def write(self, pieces: list[Piece]) -> None:
-        """Send pieces in order, when the peer takes them."""
-
-    def renew(self) -> None:
-        """What waits to be sent may have moved: it is to be sent from where it is now."""
-
-    def ignore(self) -> None:
-        """Tell of nothing that comes."""
-
-    def attend(self) -> None:
-        """Tell of what comes again."""
-
-    def close(self) -> None:
-        """Read no more; close once everything is sent."""
-
-    def abort(self) -> None:
-        """Close now; what waits to be sent is dropped."""
-
-
-def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Steps that tell nothing: what is not told is done nevertheless, and waits for what it needs."""
-    return (step if type(step) is Wait else () for step in steps)
 
 
 class Session:
@@ -103,21 +73,11 @@ class Session:
         )
         self._state = READING
         self._ending = False  # no command is taken any more
-        self._out: list[Piece] = []
-        self._borrowed = 0  # bytes of the store's memory in it
-        self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
-        self._is_one = False  # and not an array of many
-        self._is_whole = False  # and is to be done to its end
         self._answering = False  # a command is being run
-        self._pushed: list[Reply] = []  # what waits for the end of its reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
-        self._postponed_size = 0  # bytes of the arena's memory that it has
         self._hold: Hold | None = None  # what it needs stays in memory until it has run
-        self._receiving = 0  # bytes of the arena's memory for commands that were not run
-        self._queued = 0  # and for those that wait for EXEC
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
-        self._held = 0  # bytes that the server knows this connection holds
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -126,6 +86,8 @@ class Session:
             descriptor=descriptor,
             connection=self,
         )
+        self._replies = Replies(self.client)
+        self._load = Load(self.client, self._parser)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
         server.clients[self.client.id] = self.client
@@ -196,17 +158,12 @@ class Session:
             return
         self._state, self._ending, self.client.gone = GONE, True, True
         self.client.transaction = None
-        if self._stream is not None and self._is_whole:
-            self._line.finish(self._stream)
+        steps = self._replies.drop()
+        if steps is not None:
+            self._line.finish(steps)
         self._line.finish(freed(self._parser.give_up()))
-        self._stream = self._postponed = self._hold = None
-        self._postponed_size = 0
-        self._settle()
-        self._queue(-self._queued)
-        self._pushed.clear()
-        self._out.clear()
-        self._server.in_flight -= self._held
-        self._held = 0
+        self._postponed = self._hold = None
+        self._load.drop()
 
     def _leave(self) -> None:
         """Be forgotten, and refer to nobody who refers back: the collector hardly ever looks for circles."""
@@ -220,10 +177,10 @@ class Session:
         """Send something that was not asked for; after the reply that is under way, if one is."""
         if self._ending:
             return
-        if self._answering or self._stream is not None:
-            self._pushed.append(message)
+        now = not (self._answering or self._replies.under_way)
+        self._replies.push(message, now=now)
+        if not now:
             return
-        encode(message, self.client.protocol, self._out)
         self._flush()
         self._account()
 
@@ -286,8 +243,8 @@ class Session:
         try:
             while left and self._state is READING and not (self._ending or (transport.queued and self._crowded)):
                 left -= 1
-                if self._stream is not None:
-                    if not self._continue_stream(deadline):
+                if self._replies.under_way:
+                    if not self._continue(deadline):
                         left = 0
                     continue
                 command = self._parser.next() if self._postponed is None else self._postponed
@@ -336,7 +293,7 @@ class Session:
 
     def _end_with(self, last_words: bytes) -> None:
         """Say what is wrong, and close: where the next command begins is not known."""
-        self._out.append(last_words)
+        self._replies.pieces.append(last_words)
         self._ending = True
         self._close()
 
@@ -374,7 +331,7 @@ class Session:
         self._state = READING
         tiered = self._server.tiered
         if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
-            self._out = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]
+            self._replies.pieces = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]
             self.client.owes = 0
             self._ending = True
         self._flush()
@@ -386,93 +343,53 @@ class Session:
             self._wait_for_a_turn()
 
     def _answer(self, command: Command) -> None:
-        client = self.client
-        theirs = self._postponed_size if self._postponed is not None else self._parser.received
-        self._postponed, self._postponed_size = None, 0
-        if self._receiving:
-            self._settle()  # from here on it is the store's, unless it waits for EXEC
-        queued = self._queued if self._queued and is_at_once(command) else 0
-        if queued:
-            self._queue(-queued)
+        client, load = self.client, self._load
+        theirs = self._parser.received if self._postponed is None else load.postponed
+        self._postponed, load.postponed = None, 0
+        queued = 0
+        if not load.is_nothing:
+            load.settle()  # from here on it is the store's, unless it waits for EXEC
+            queued = load.unqueue() if is_at_once(command) else 0
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:
-            self._postponed, self._postponed_size = command, theirs
+            self._postponed, load.postponed = command, theirs
             self._hold = (error.hold or self._hold) if isinstance(error, Postponed) else None
-            self._settle()
-            self._queue(queued)
+            load.settle()
+            load.queue(queued)
             raise
         finally:
             self._answering = False
         self._hold = None
         if reply is QUEUED:
-            self._queue(theirs)
-        self._note_promise(before)
-        silent = client.silence != 0
-        if silent:
-            client.silence -= client.silence > 0
-        if type(reply) is Stream:
-            if reply.length is not None and not silent:
-                self._out.append(b"*%d\r\n" % reply.length)
-            self._stream = _silenced(reply.items) if silent else reply.items
-            self._is_one, self._is_whole = reply.length is None, reply.whole
-        elif type(reply) is tuple and not silent:
-            self._out += reply
-            for piece in reply[:_FEW]:
-                if not isinstance(piece, bytes):
-                    self._borrowed += piece.size
-            if self._borrowed > HIGH_WATER or len(reply) > _FEW:  # let it be felt when the peer does not read
-                self._flush()
-        elif not silent:
-            encode(reply, client.protocol, self._out)
-        if self._pushed and self._stream is None:
-            self._out += self._spell_pushed()
+            load.queue(theirs)
+        if self._promised is not None:
+            self._note_promise(before)
+        if self._replies.add(reply):
+            self._flush()
 
-    def _continue_stream(self, deadline: int) -> bool:
-        """Take some steps; False when there was no time for more."""
-        assert self._stream is not None
-        in_time = True
+    def _continue(self, deadline: int) -> bool:
+        """Go on with the reply under way; False when there was no time for more, or it cannot go on yet."""
         before = self._promised.position if self._promised is not None else 0
-        for _ in range(16):
-            try:
-                step = next(self._stream)
-                if type(step) is Wait:
-                    self._note_promise(before)
-                    self._flush()
-                    self._wait(step)
-                    return False
-                encode(step, self.client.protocol, self._out)
-                in_time = monotonic_ns() < deadline
-                if self._is_one and self._out:  # it leaves before what was needed for it is freed
-                    break
-            except StopIteration:
-                self._stream = None
-                self._out += self._spell_pushed()
-                break
-            except Exception:
-                log.exception("a reply broke off; so does the connection of %s", self.client.address)
-                self.abort()
-                return False
-            if not in_time:
-                break
+        try:
+            done = self._replies.step(deadline)
+        except Exception:
+            log.exception("a reply broke off; so does the connection of %s", self.client.address)
+            self.abort()
+            return False
         self._note_promise(before)
         self._flush()
-        return in_time
+        if isinstance(done, Wait):
+            self._wait(done)
+            return False
+        return done
 
     def _note_promise(self, before: int) -> None:
         """Changes that were made since have to be on disk before anything more is told, if that was promised."""
         if self._promised is not None and self._promised.position != before:
             self.client.owes = self._promised.position
-
-    def _spell_pushed(self) -> list[Piece]:
-        """What waited for the end of a streamed reply."""
-        pieces: list[Piece] = []
-        for message in self._pushed:
-            encode(message, self.client.protocol, pieces)
-        self._pushed.clear()
-        return pieces
 
     @property
     def _crowded(self) -> bool:
@@ -489,9 +406,8 @@ class Session:
             self._events.tracking.tell()
         if self.client.owes and self._is_held_back():
             return
-        if self._out:
-            out, self._out, self._borrowed = self._out, [], 0
-            self._transport.write(out)
+        if self._replies.pieces:
+            self._transport.write(self._replies.take())
 
     def _is_held_back(self) -> bool:
         """Whether what was told has to wait until what was done is on disk."""
@@ -504,30 +420,12 @@ class Session:
             self._wait(Wait(partial(tiered.behind.when_durable, owes)))
         return True
 
-    # -- what it holds ---------------------------------------------------------------------------------------------
-
-    def _settle(self) -> None:
-        """What is being received is its sender's: it counts against that, and nothing is evicted for it."""
-        receiving = self._parser.receiving + self._postponed_size
-        self._keyspace.receiving += receiving - self._receiving
-        self._receiving = receiving
-
-    def _queue(self, size: int) -> None:
-        """So many bytes more, or less, are of commands that wait for EXEC: the sender's, too."""
-        self._queued += size
-        self._keyspace.receiving += size
-
     def _account(self) -> None:
-        """Tell the server what this connection holds, and have the limits on it kept."""
-        if self._parser.is_idle and not (
-            self._held or self._receiving or self._transport.queued or self.client.transaction
+        """Have what it holds counted, unless that is nothing, as it was before."""
+        if self._state is not GONE and not (
+            self._parser.is_idle
+            and self._load.is_nothing
+            and not self._transport.queued
+            and self.client.transaction is None
         ):
-            return
-        if self._state is GONE:
-            return
-        self._settle()
-        held = self.client.held
-        if held != self._held:
-            self._server.in_flight += held - self._held
-            self._held = held
-            limits.keep(self.client)
+            self._load.account()

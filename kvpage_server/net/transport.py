@@ -31,12 +31,39 @@ class Reader(Protocol):
         """The connection is gone, whoever ended it."""
 
 
+class Transport(Protocol):
+    """What moves the bytes: a socket as it is, or with TLS."""
+
+    bytes_out: int
+    queued: int  # bytes that wait to be sent
+    ignored: bool  # what comes is left where it is: the peer will feel it
+
+    def write(self, pieces: list[Piece]) -> None:
+        """Send pieces in order, when the peer takes them."""
+
+    def renew(self) -> None:
+        """What waits to be sent may have moved: it is to be sent from where it is now."""
+
+    def ignore(self) -> None:
+        """Tell of nothing that comes."""
+
+    def attend(self) -> None:
+        """Tell of what comes again."""
+
+    def close(self) -> None:
+        """Read no more; close once everything is sent."""
+
+    def abort(self) -> None:
+        """Close now; what waits to be sent is dropped."""
+
+
 class SocketTransport:
     """Owns the socket. Every method is to be called in the loop's thread."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: Reader) -> None:
         self._loop = loop
         self._sock = sock
+        self._descriptor = sock.fileno()
         self._reader = reader
         self._outbox = Outbox()
         self.bytes_out = 0
@@ -81,7 +108,7 @@ class SocketTransport:
 
     def _flush(self) -> None:
         try:
-            self.bytes_out += self._outbox.send(self._sock.fileno())
+            self.bytes_out += self._outbox.send(self._descriptor)
         except OSError:
             self.abort()
             return

@@ -1,0 +1,111 @@
+"""What a client is told: replies in their order, those that are made in steps, and what is pushed between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from time import monotonic_ns
+
+from kvpage_server.commands.context import Client
+from kvpage_server.net.transport import HIGH_WATER
+from kvpage_server.resp.reply import Piece, Raw, Reply, Stream, Wait, encode
+
+_FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
+_STEPS = 16  # of a reply, after which it is sent as far as it is made
+_END = object()
+
+
+class Replies:
+    """Of one client. `pieces` are to be sent next."""
+
+    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "pieces")
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self.pieces: list[Piece] = []
+        self._borrowed = 0  # bytes of the store's memory in them
+        self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
+        self._is_one = False  # and not an array of many
+        self._is_whole = False  # and is to be done to its end
+        self._pushed: list[Reply] = []  # what waits for the end of it
+
+    @property
+    def under_way(self) -> bool:
+        """Whether a reply is made in steps, and not at its end."""
+        return self._steps is not None
+
+    def take(self) -> list[Piece]:
+        """What is to be sent next."""
+        pieces, self.pieces, self._borrowed = self.pieces, [], 0
+        return pieces
+
+    def add(self, reply: Reply) -> bool:
+        """A command's reply. True when there is so much to send that it should be felt if the peer does not read."""
+        silent, much = self._client.silence, False
+        if type(reply) is Stream:
+            self._begin(reply, silent != 0)
+        if silent:
+            self._client.silence -= silent > 0
+        elif type(reply) is Raw:
+            self.pieces.append(reply)
+        elif type(reply) is tuple:
+            self.pieces += reply
+            for piece in reply[:_FEW]:
+                if not isinstance(piece, bytes):
+                    self._borrowed += piece.size
+            much = self._borrowed > HIGH_WATER or len(reply) > _FEW
+        elif type(reply) is not Stream:
+            encode(reply, self._client.protocol, self.pieces)
+        if self._pushed and self._steps is None:
+            self._spell_pushed()
+        return much
+
+    def _begin(self, reply: Stream, silent: bool) -> None:
+        if reply.length is not None and not silent:
+            self.pieces.append(b"*%d\r\n" % reply.length)
+        self._steps = _silenced(reply.items) if silent else reply.items
+        self._is_one, self._is_whole = reply.length is None, reply.whole
+
+    def step(self, deadline: int) -> Wait | bool:
+        """Take some steps of the reply under way: what it waits for, or whether there was time for more.
+
+        Raises whatever goes wrong in them: the reply breaks off then.
+        """
+        assert self._steps is not None
+        for _ in range(_STEPS):
+            step = next(self._steps, _END)
+            if step is _END:
+                self._steps = None
+                self._spell_pushed()
+                break
+            if type(step) is Wait:
+                return step
+            encode(step, self._client.protocol, self.pieces)
+            if monotonic_ns() >= deadline:
+                return False
+            if self._is_one and self.pieces:  # it leaves before what was needed for it is freed
+                break
+        return True
+
+    def push(self, message: Reply, *, now: bool) -> None:
+        """Something that was not asked for; if not now, after the reply that is under way or about to be known."""
+        self._pushed.append(message)
+        if now:
+            self._spell_pushed()
+
+    def _spell_pushed(self) -> None:
+        for message in self._pushed:
+            encode(message, self._client.protocol, self.pieces)
+        self._pushed.clear()
+
+    def drop(self) -> Iterator[Reply] | None:
+        """Nobody is told anything any more; the steps that are to be done nevertheless."""
+        steps = self._steps if self._is_whole else None
+        self._steps = None
+        self._pushed.clear()
+        self.pieces.clear()
+        return steps
+
+
+def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
+    """Steps that tell nothing: what is not told is done nevertheless, and waits for what it needs."""
+    return (step if type(step) is Wait else () for step in steps)
