@@ -95,7 +95,8 @@ cdef class Parser:
         """The words of the command under way, which will not come to its end; nothing is held any more."""
         self.slot = None
         self.pos = self.end
-        return self.taken()
+        words = self.taken()
+        return [] if words is None else words
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
@@ -245,11 +246,11 @@ cdef class Parser:
 
     cdef Py_ssize_t line(self, str too_long) except -2:
         """Where the line ends that begins at `pos`, at its CRLF; -1 when that has not arrived."""
+        if self.pos == self.end:
+            return -1
         cdef char *start = self.data + self.pos
         cdef char *stop = self.data + self.end - 1  # where no CRLF begins
         cdef char *end = start + self.scanned
-        if self.pos == self.end:
-            return -1
         while end < stop:
             end = <char *>memchr(end, b"\r", stop - end)
             if end == NULL:

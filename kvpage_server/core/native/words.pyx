@@ -23,7 +23,7 @@ cdef class Packed:
 
     cdef int add(self, const char *text, Py_ssize_t size) except -1:
         """Add a short word. Raises MemoryError."""
-        if self.size + size > self.text_room:
+        if self.size + size >= self.text_room:  # there is a text, were it for empty words alone
             self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
         cdef Word *word = next_word(self)
         word.at = <uint32_t>self.size
@@ -89,6 +89,8 @@ cdef Words view_of(Packed packed, Py_ssize_t first, Py_ssize_t count):
 
 cdef object object_at(Words words, Py_ssize_t i):
     """A word as an object of its own."""
+    if words.first + i >= words.packed.count:
+        raise IndexError("the word was dropped")
     cdef Word word = words.packed.words[words.first + i]
     if word.size < 0:
         return words.packed.slots[word.at]
@@ -145,7 +147,7 @@ cdef const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **
     slot[0] = NULL
     if type(command) is Words:
         words = <Words>command
-        if not 0 <= i < words.count:
+        if not 0 <= i < words.count or words.first + i >= words.packed.count:
             raise IndexError("there is no such word")
         at = words.packed.words[words.first + i]
         if at.size >= 0:

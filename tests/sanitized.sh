@@ -1,0 +1,21 @@
+#!/bin/sh
+# Runs a command in build/sanitized: a copy of this folder whose compiled core ends the process, and says where, when it
+# uses memory that is not its own, or does what C leaves undefined. Python's own memory is watched likewise.
+set -eu
+
+cd "$(dirname "$0")/.."
+python=$PWD/.venv/bin/python
+copy=build/sanitized
+mkdir -p $copy
+rm -rf $copy/kvpage_server $copy/tests
+git ls-files -zco --exclude-standard | xargs -0 ls -d 2>/dev/null | tar cf - -T - | tar xf - -C $copy
+cd $copy
+
+export CFLAGS="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sanitize-recover=undefined"
+LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
+
+LD_PRELOAD=$(${CC:-cc} -print-file-name=libasan.so)
+export LD_PRELOAD PYTHONMALLOC=malloc PYTHONPATH="$PWD:$PWD/tests"
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
+"$python" -c 'from kvpage_server import core; assert core.NAME == "native", core.REASON'
+exec "$python" "$@"
