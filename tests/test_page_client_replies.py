@@ -2,34 +2,65 @@
 
 from __future__ import annotations
 
+import random
+import socket
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
+from cores import CORES, on_each_core
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpage_server.client import Refused, WrongReply
 from kvpage_server.client.reply import Receiver, Values
-from kvpage_server.client.scatter import Bodies
+from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
+from kvpage_server.page import FIELD_AT, DType, PageKey, encode_page
 
 
 def receive(receiver: Receiver, data: bytes, cuts: list[int] | None = None) -> None:
     """Give the receiver what a socket would, in pieces."""
     bounds = [0, *sorted(cut for cut in cuts or [] if cut < len(data)), len(data)]
     for start, stop in pairwise(bounds):
-        piece = memoryview(data)[start:stop]
-        while piece:
-            if receiver.done:  # the connection finds them before it asks again
-                raise WrongReply("there are bytes after the reply")
-            count = 0
-            for buffer in receiver.buffers():
-                part = piece[: len(buffer)]
-                buffer[: len(part)] = part
-                piece = piece[len(part) :]
-                count += len(part)
-            assert count, "it has no room for what comes"
-            receiver.received(count)
+        receiver.feed(data[start:stop])
+
+
+class Outcome(NamedTuple):
+    """What became of an answer: the reasons of what was missed or the error, and what the places hold."""
+
+    missed: dict[int, str] | str
+    places: list[bytes]
+    done: bool
+
+
+def outcome(
+    core: Any,
+    sizes: list[int],
+    data: bytes,
+    cuts: list[int],
+    keys: list[PageKey] | None = None,
+    *,
+    array: bool = True,
+    verify: bool = True,
+) -> Outcome:
+    """Of an answer to a question for bodies of these sizes."""
+    places = [bytearray(size) for size in sizes]
+    names = None if keys is None else core.PageKeys(keys)
+    bodies = core.Bodies(core.Memory(places, writable=True), array=array, names=names, verify=verify)
+    missed: dict[int, str] | str
+    try:
+        receive(bodies, data, cuts)
+        missed = bodies.result()
+    except (WrongAnswer, ErrorAnswer) as error:
+        missed = repr(error)
+    return Outcome(missed, [bytes(place) for place in places], bodies.done)
+
+
+def outcome_on_all(*answer: Any, **options: Any) -> Outcome:
+    """The same, and that it is one on every core."""
+    first, *others = [outcome(core, *answer, **options) for core in CORES]
+    assert all(other == first for other in others)
+    return first
 
 
 CUTS = st.lists(st.integers(0, 3000), max_size=12)
@@ -61,42 +92,90 @@ def test_bodies_arrive_in_their_places_whatever_is_missing_and_however_the_answe
     answer: tuple[list[int], list[bytes | None], bytes], cuts: list[int]
 ) -> None:
     sizes, held, data = answer
-    places = [memoryview(bytearray(size)) for size in sizes]
-    bodies = Bodies(places, array=True)
-    receive(bodies, data, cuts)
-    assert bodies.done
+    found = outcome_on_all(sizes, data, cuts)
+    assert found.done
     expected = {
         i: "absent" if body is None else "size"
         for i, (size, body) in enumerate(zip(sizes, held, strict=True))
         if body is None or len(body) != size
     }
-    assert bodies.result() == expected
-    for i, (place, body) in enumerate(zip(places, held, strict=True)):
-        assert i in expected or place == body
+    assert found.missed == expected
+    assert all(i in expected or place == body for i, (place, body) in enumerate(zip(found.places, held, strict=True)))
 
 
-@given(answers(), CUTS, st.integers(0, 11), st.integers(0, 10_000))
-def test_a_blob_s_header_comes_apart_from_its_body_and_both_are_checked_together(
-    answer: tuple[list[int], list[bytes | None], bytes], cuts: list[int], wrong: int, salt: int
+KEY = PageKey(b"req", 300, 4, 70_000, 2)
+TOLD = ["magic", "version", "kv_type", "flags", "layer", "head", "page", "body_size", "reserved"]  # by key and place
+FIELDS = ["dtype", "page_size", "head_dim", "created", "ttl", "checksum", *TOLD]
+
+
+@given(
+    st.lists(st.tuples(SIZES, st.sampled_from([None, "body", *FIELDS])), min_size=1, max_size=9), CUTS, st.booleans()
+)
+def test_a_blob_s_header_is_compared_with_its_key_and_its_body_with_its_checksum(
+    pages: list[tuple[int, str | None]], cuts: list[int], verify: bool
 ) -> None:
-    sizes, held, _ = answer
-    header = b"%-64d" % salt
-    items = [b"$-1\r\n" if body is None else b"$%d\r\n%b%b\r\n" % (64 + len(body), header, body) for body in held]
-    places = [memoryview(bytearray(size)) for size in sizes]
-    seen: dict[int, tuple[bytes, bytes]] = {}
+    blobs, bodies, expected = [], [], {}
+    for i, (size, damaged) in enumerate(pages):
+        blob = bytearray(encode_page(KEY, bytes([i]) * size, dtype=DType.INT8, page_size=1, head_dim=1, ttl=7))
+        if damaged == "body":
+            blob[64:65] = bytes([blob[64] ^ 1]) if size else b""
+        elif damaged:
+            blob[FIELD_AT[damaged]] ^= 0x40
+        if damaged in TOLD:
+            expected[i] = "header"
+        elif verify and (damaged == "checksum" or (damaged == "body" and size)):
+            expected[i] = "checksum"
+        blobs.append(b"$%d\r\n%b\r\n" % (len(blob), blob))
+        bodies.append(bytes(blob[64:]))
+    sizes = [size for size, _ in pages]
+    answer = b"*%d\r\n%b" % (len(pages), b"".join(blobs))
+    found = outcome_on_all(sizes, answer, cuts, [KEY] * len(pages), verify=verify)
+    assert found == Outcome(expected, bodies, True)
 
-    def check(item: int, head: memoryview, body: memoryview) -> str | None:
-        seen[item] = bytes(head), bytes(body)
-        return "checksum" if item == wrong else None
 
-    bodies = Bodies(places, array=True, header=64, check=check)
-    receive(bodies, b"*%d\r\n%b" % (len(items), b"".join(items)), cuts)
-    assert bodies.done
-    fitting = {i: body for i, body in enumerate(held) if body is not None and len(body) == sizes[i]}
-    assert seen == {i: (header, body) for i, body in fitting.items()}
-    missed = bodies.result()
-    assert {i for i, reason in missed.items() if reason == "checksum"} == {wrong} & set(fitting)
-    assert set(missed) == (set(range(len(sizes))) - set(fitting)) | ({wrong} & set(fitting))
+@on_each_core
+def test_a_checksum_of_zero_says_that_there_is_none(core: Any) -> None:
+    blob = encode_page(KEY, b"hello", dtype=DType.INT8, page_size=1, head_dim=5, with_checksum=False)
+    found = outcome(core, [5], b"$69\r\n%b\r\n" % blob, [], [KEY], array=False)
+    assert found == Outcome({}, [b"hello"], True)
+
+
+LONG = st.sampled_from([0, 1, 4096, 16_383, 16_384, 16_385, 40_000, 262_144, 262_200, 1_100_000])
+
+
+@given(
+    st.lists(st.tuples(LONG, st.sampled_from(["it", "it", "it", "nothing", "other"])), min_size=1, max_size=30),
+    st.data(),
+)
+def test_long_bodies_and_short_ones_come_over_a_socket_as_they_were_sent(
+    wanted: list[tuple[int, str]], data: st.DataObject
+) -> None:
+    noise = random.Random(len(wanted))
+    held = [None if what == "nothing" else noise.randbytes(size + (what == "other")) for size, what in wanted]
+    items = [b"_\r\n" if body is None else b"$%d\r\n%b\r\n" % (len(body), body) for body in held]
+    answer = memoryview(b"*%d\r\n%b" % (len(items), b"".join(items)))
+    steps = data.draw(st.lists(st.sampled_from([1, 30, 5000, 70_000, 400_000]), min_size=1, max_size=5))
+    for core in CORES:
+        places = [bytearray(size) for size, _ in wanted]
+        bodies = core.Bodies(core.Memory(places, writable=True), array=True)
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            ours.setblocking(False)
+            theirs.setblocking(False)
+            assert bodies.receive(ours.fileno()) == -1, "nothing has come"
+            sent, turn = 0, 0
+            while not bodies.done:
+                if sent < len(answer):
+                    sent += theirs.send(answer[sent : sent + steps[turn % len(steps)] + turn // 50])
+                turn += 1
+                while bodies.receive(ours.fileno()) > 0:
+                    pass
+            assert sent == len(answer)
+            theirs.close()
+            assert bodies.receive(ours.fileno()) == 0, "the stream has ended"
+        missed = {i: {"nothing": "absent", "other": "size"}.get(what) for i, (_, what) in enumerate(wanted)}
+        assert bodies.result() == {i: reason for i, reason in missed.items() if reason}
+        assert all(missed[i] or place == body for i, (place, body) in enumerate(zip(places, held, strict=True)))
 
 
 @given(answers(), CUTS, st.data())
@@ -105,9 +184,7 @@ def test_an_answer_cut_short_is_never_taken_for_a_whole_one(
 ) -> None:
     sizes, _, whole = answer
     length = data.draw(st.integers(0, len(whole) - 1))
-    bodies = Bodies([memoryview(bytearray(size)) for size in sizes], array=True)
-    receive(bodies, whole[:length], cuts)
-    assert not bodies.done
+    assert not outcome_on_all(sizes, whole[:length], cuts).done
 
 
 @given(answers(), CUTS, st.binary(min_size=1, max_size=40), st.data())
@@ -118,40 +195,22 @@ def test_an_answer_with_strange_bytes_in_it_never_gives_a_body_that_was_not_sent
     sizes, _, whole = answer
     at = data.draw(st.integers(0, len(whole)))
     sent = whole[:at] + strange + whole[at + len(strange) :]
-    places = [memoryview(bytearray(size)) for size in sizes]
-    bodies = Bodies(places, array=True)
-    try:
-        receive(bodies, sent, cuts)
-    except WrongReply:
-        return
-    if bodies.done:
-        try:
-            missed = bodies.result()
-        except Refused:
-            return
-        for i, place in enumerate(places):
-            assert i in missed or b"$%d\r\n%b\r\n" % (len(place), place) in sent
+    found = outcome_on_all(sizes, sent, cuts)
+    if found.done and isinstance(found.missed, dict):
+        for i, place in enumerate(found.places):
+            assert i in found.missed or b"$%d\r\n%b\r\n" % (len(place), place) in sent
 
 
 def test_one_body_alone_is_no_array() -> None:
-    place = memoryview(bytearray(5))
-    bodies = Bodies([place], array=False)
-    receive(bodies, b"$5\r\nhello\r\n", [1, 5, 7])
-    assert (bodies.done, bodies.result(), bytes(place)) == (True, {}, b"hello")
-    missing = Bodies([place], array=False)
-    receive(missing, b"_\r\n", [1])
-    assert (missing.done, missing.result()) == (True, {0: "absent"})
+    assert outcome_on_all([5], b"$5\r\nhello\r\n", [1, 5, 7], array=False) == Outcome({}, [b"hello"], True)
+    assert outcome_on_all([5], b"_\r\n", [1], array=False) == Outcome({0: "absent"}, [bytes(5)], True)
 
 
 @pytest.mark.parametrize("array", [True, False])
 @pytest.mark.parametrize("cuts", [[], [1], [3, 4, 5]])
-def test_an_error_instead_of_bodies_is_raised_with_its_code(array: bool, cuts: list[int]) -> None:
-    bodies = Bodies([memoryview(bytearray(5))], array=array)
-    receive(bodies, b"-NOPERM not you\r\n", cuts)
-    assert bodies.done
-    with pytest.raises(Refused, match="NOPERM not you") as refused:
-        bodies.result()
-    assert refused.value.code == "NOPERM"
+def test_an_error_instead_of_bodies_is_told_as_it_came(array: bool, cuts: list[int]) -> None:
+    found = outcome_on_all([5], b"-NOPERM not you\r\n", cuts, array=array)
+    assert found == Outcome("ErrorAnswer(b'NOPERM not you')", [bytes(5)], True)
 
 
 @pytest.mark.parametrize(
@@ -162,18 +221,27 @@ def test_an_error_instead_of_bodies_is_raised_with_its_code(array: bool, cuts: l
         b"*1\r\n:5\r\n",
         b"*1\r\n-ERR within\r\n",
         b"*1\r\n$x\r\n",
+        b"*1\r\n$\r\n",
+        b"*1\r\n_5\r\n",
         b"*1\r\n$-7\r\n",
         b"*1\r\n$99999999999\r\n",
+        b"*1\r\n$9999999999\r\n",
+        b"*1\r\n$" + b"0" * 30,
+        b"*1\r\n$5\nhello\r\n",
         b"*1\r\n$5\r\nhelloXX",
         b"*1\r\n$3\r\nhelloXX",
         b"*1\r\n_\r\nmore",
+        b"-ERR no\r\n*1\r\n",
+        b"-" + bytes(70_000),
         b"HTTP/1.1 400 Bad Request\r\n",
     ],
 )
 @pytest.mark.parametrize("cuts", [[], list(range(1, 30))])
-def test_what_is_no_answer_to_the_question_is_a_wrong_reply(data: bytes, cuts: list[int]) -> None:
-    with pytest.raises(WrongReply):
-        receive(Bodies([memoryview(bytearray(5))], array=True), data, cuts)
+def test_what_is_no_answer_to_the_question_is_a_wrong_one(data: bytes, cuts: list[int]) -> None:
+    found = outcome_on_all([5], data, cuts)
+    assert not found.done
+    assert isinstance(found.missed, str)
+    assert found.missed.startswith("WrongAnswer")
 
 
 def spell(value: Any) -> bytes:

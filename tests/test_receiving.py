@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import random
-import socket
-import sys
 import time
 from collections.abc import Iterator
 
@@ -14,7 +12,6 @@ from health import until
 from servers import RunningServer
 from wire import Wire, spell
 
-from kvpage_server.lowat import LowWater
 from kvpage_server.page import checksum, decode_page
 
 KIB, MIB = 1024, 1024 * 1024
@@ -102,12 +99,3 @@ def test_pages_are_hashed_only_if_checksums_are_wanted_when_they_are_stored(clie
             assert [decode_page(blob)[0].checksum for blob in stored] == checksums
     finally:
         client.config_set("page-checksums", "yes")
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="others may not make room for as much as is waited for")
-def test_a_socket_is_readable_once_what_is_expected_has_come() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()) as ours:
-        mark = LowWater(ours)
-        for expected, at in ((10, 1), (300 * KIB, 300 * KIB), (50 * MIB, 384 * KIB), (-5, 1), (0, 1)):
-            mark.expect(expected)
-            assert (mark.at, ours.getsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT)) == (at, at)

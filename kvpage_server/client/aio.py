@@ -7,11 +7,10 @@ connecting, which redis-py's connections do by blocking, is left to a thread.
 from __future__ import annotations
 
 import asyncio
-import socket
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, closing
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -276,38 +275,51 @@ async def _ask(connection: PageConnection, request: Request[T], end: Deadline) -
 
 async def _pass_through(conversation: Conversation[Any]) -> None:
     """Drive a conversation to its end. Raises Disconnected, WrongReply."""
-    loop = asyncio.get_running_loop()
-    sock = conversation.sock
-    steps = conversation.steps()
-    events, ready = next(steps, None), 0
-    while events is not None:
-        if not events:
-            await asyncio.sleep(0)
-        else:
-            ready = await _ready(loop, sock, events, conversation.patience)
-        try:
-            events = steps.send(ready)
-        except StopIteration:
+    with closing(_Drive(conversation)) as drive:
+        await drive.over
+
+
+class _Drive:
+    """A conversation that the loop goes on with when its socket is ready. The task that waits is woken at the end."""
+
+    def __init__(self, conversation: Conversation[Any]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._sock = conversation.sock
+        self._steps = conversation.steps()
+        self._watched = 0  # events
+        self.over: asyncio.Future[None] = self._loop.create_future()
+        self._go_on(None)
+
+    def close(self) -> None:
+        """Do no more."""
+        self._watch_for(0)
+        self._steps.close()
+
+    def _go_on(self, ready: int | None) -> None:
+        if self.over.done():
             return
+        try:
+            events = self._steps.send(ready)
+        except StopIteration:
+            self.over.set_result(None)
+        except Exception as error:  # noqa: BLE001 - whoever waits for the end gets it
+            self.over.set_exception(error)
+        else:
+            if not events:
+                self._loop.call_soon(self._go_on, 0)
+            self._watch_for(events)
 
-
-async def _ready(loop: asyncio.AbstractEventLoop, sock: socket.socket, events: int, patience: float | None) -> int:
-    """Which of the events came first; 0 if none has come when the patience, in seconds, ends."""
-    came: asyncio.Future[int] = loop.create_future()
-
-    def tell(event: int) -> None:
-        if not came.done():
-            came.set_result(event)
-
-    timer = loop.call_later(patience, tell, 0) if patience else None
-    try:
-        if events & READ:
-            loop.add_reader(sock, tell, READ)
-        if events & WRITE:
-            loop.add_writer(sock, tell, WRITE)
-        return await came
-    finally:
-        loop.remove_reader(sock)
-        loop.remove_writer(sock)
-        if timer:
-            timer.cancel()
+    def _watch_for(self, events: int) -> None:
+        """Watch for these events, mostly those that are watched for already."""
+        changed = events ^ self._watched
+        self._watched = events
+        if changed & READ:
+            if events & READ:
+                self._loop.add_reader(self._sock, self._go_on, READ)
+            else:
+                self._loop.remove_reader(self._sock)
+        if changed & WRITE:
+            if events & WRITE:
+                self._loop.add_writer(self._sock, self._go_on, WRITE)
+            else:
+                self._loop.remove_writer(self._sock)

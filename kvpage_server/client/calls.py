@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain, repeat
+from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import Buffer
@@ -48,11 +48,11 @@ class Calls:
     def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
         """Store pages."""
         found = sized(pages, ttl)
-        parts = cut(len(found), (len(body) for _, body in found), self._connections)
+        parts = cut(found.bodies.sizes(), self._connections)
         return Call(parts, lambda to, part: to.set_pages(found[part], ttl), _nothing)
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
-        """Pages in memory of their own."""
+        """SentPages in memory of their own."""
 
         def read(answers: list[tuple[list[Page | None], Missed]]) -> list[Page | None]:
             if not answers:
@@ -66,7 +66,7 @@ class Calls:
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
         """Receive pages into buffers."""
         into = places(buffers, len(keys))
-        parts = cut(len(into), map(len, into), self._connections)
+        parts = cut(into.sizes(), self._connections)
         return Call(
             parts,
             lambda to, part: to.read_pages(keys[part], into[part], self._verify),
@@ -91,7 +91,7 @@ class Calls:
     ) -> Call[None]:
         """Store blocks."""
         found = sized_blocks(names, shape, bodies, ttl)
-        parts = cut(len(found), repeat(shape.nbytes, len(found)), self._connections)
+        parts = cut([shape.nbytes] * len(found), self._connections)
         return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
 
     def mget_blocks_into(
@@ -100,8 +100,8 @@ class Calls:
         """Receive blocks into buffers."""
         check_names(names)
         into = places(buffers, len(names))
-        check_block_sizes(map(len, into), shape)
-        parts = cut(len(into), map(len, into), self._connections)
+        check_block_sizes(into.sizes(), shape)
+        parts = cut(into.sizes(), self._connections)
         return Call(
             parts,
             lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),

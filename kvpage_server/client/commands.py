@@ -3,79 +3,50 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from functools import lru_cache
 from itertools import chain
 from typing import Any
 
 from kvpage_server.client.errors import Unsupported, WrongReply
 from kvpage_server.client.exchange import Piece, Request
-from kvpage_server.client.page import BlockName, Page, Sized, page_nbytes, pages_of_block
+from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.reply import Values
-from kvpage_server.client.scatter import CRLF, Bodies
-from kvpage_server.page import (
-    HEADER_SIZE,
-    MAGIC,
-    VERSION,
-    BlockShape,
-    DType,
-    PageError,
-    PageKey,
-    checksum,
-    header_fields,
-    pack_header,
-    unix_ms,
-)
+from kvpage_server.client.words import command, word
+from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 Missed = dict[int, str]  # which of a batch, and why
-
-_NAMED = "magic", "version", "kv_type", "flags", "layer", "head", "page", "body_size", "reserved", "checksum"
-_HEADER = header_fields(*_NAMED)
-_SHAPE = header_fields("dtype", "page_size", "head_dim")
+_AT_ONCE = 4096  # names that are spelt before others have their turn
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
 
 
-def _bulk(text: bytes) -> bytes:
-    return b"$%d\r\n%b\r\n" % (len(text), text)
+def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
+    """A command that names pages."""
+    yield opening
+    for start in range(0, len(names), _AT_ONCE):
+        yield spell(names[start : start + _AT_ONCE])
 
 
-@lru_cache(maxsize=4096)
-def _number(value: int) -> bytes:
-    return _bulk(b"%d" % value)
+def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
+    """Pages that are written, some at a time."""
+    at = 0
+    while at < count:
+        run = spell(at)
+        yield run
+        at = run.stop
 
 
-def _words(*words: bytes | int) -> bytes:
-    return b"".join([_number(word) if isinstance(word, int) else _bulk(word) for word in words])
+def _opening(one: bytes, several: bytes, count: int) -> bytes:
+    """What precedes the keys of a command that has another name for several of them."""
+    return b"*%d\r\n%b" % (1 + count, word(one if count == 1 else several))
 
 
-def _command(*words: bytes | int) -> bytes:
-    return b"*%d\r\n%b" % (len(words), _words(*words))
-
-
-def _get(keys: Sequence[PageKey]) -> bytes:
-    name = _bulk(b"GET" if len(keys) == 1 else b"MGET")
-    return b"*%d\r\n%b%b" % (1 + len(keys), name, b"".join(map(_bulk, map(bytes, keys))))
-
-
-def _page_command(name: bytes, count: int, width: int) -> bytes:
+def _page_opening(name: bytes, count: int, width: int) -> bytes:
     """What precedes the arguments, `width` a page, of a page command; of its batch when there is more than one page."""
     if count == 1:
-        return b"*%d\r\n%b" % (1 + width, _bulk(b"KVPAGE" + name))
-    return b"*%d\r\n%b" % (2 + count * width, _words(b"KVPAGEM" + name, count))
-
-
-_few_words = lru_cache(maxsize=4096)(_words)  # what the pages of a batch have in common
-
-
-def _page_name(key: PageKey) -> bytes:
-    return _few_words(key.req_id) + _few_words(key.layer, key.head) + _few_words(key.page, key.kv_type)
-
-
-@lru_cache(maxsize=256)
-def _page_shape(dtype: int, page_size: int, head_dim: int, ttl: int, nbytes: int) -> bytes:
-    """The arguments of a page that is written from its dtype on, up to its body."""
-    return b"%b$%d\r\n" % (_words(dtype, page_size, head_dim, ttl), nbytes)
+        return b"*%d\r\n%b" % (1 + width, word(b"KVPAGE" + name))
+    return b"*%d\r\n%b%b" % (2 + count * width, word(b"KVPAGEM" + name), word(count))
 
 
 def _flat(names: Sequence[BlockName]) -> Iterator[bytes | int]:
@@ -115,79 +86,53 @@ def _array(values: list[Any], length: int) -> list[Any]:
     return values[0]
 
 
-def _amiss(key: PageKey, header: memoryview, body: memoryview, verify: bool) -> str | None:
-    """What is wrong with a blob that was found under a page's key."""
-    found = _HEADER.unpack(header)
-    digest = found[-1]
-    if found != (MAGIC, VERSION, key.kv_type, 0, key.layer, key.head, key.page, len(body), 0, digest):
-        return "header"
-    return "checksum" if verify and digest and checksum(body) != digest else None
-
-
 # -- dialects ----------------------------------------------------------------------------------------------------------
 
 
 class BlobCommands:
     """What any Redis or Valkey can do: a page is a string whose value is its blob."""
 
-    def set_pages(self, pages: Sequence[Sized], ttl: int) -> Request[None]:
+    def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages: together, or with a `ttl`, in seconds, each for itself."""
-        created = unix_ms()
+        created, count = unix_ms(), len(pages)
+        before, after = (b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)) if ttl else (b"", b"\r\n")
 
-        def key_and_header(page: Page, body: memoryview) -> bytes:
-            key, shape = page.key, (page.page_size, page.head_dim)
-            place = key.layer, key.head, key.page
-            header = pack_header(page.dtype, key.kv_type, *shape, *place, created, ttl, len(body), checksum(body))
-            return b"%b$%d\r\n%b" % (_bulk(bytes(key)), HEADER_SIZE + len(body), header)
+        def pieces() -> Iterator[Piece | Chunk]:
+            if not ttl:
+                yield b"*%d\r\n%b" % (1 + 2 * count, word(b"MSET"))
+            yield from _chunks(count, lambda start: pages.as_blobs(start, before, after, ttl, created))
 
-        def together() -> Iterator[Piece]:
-            before = b"*%d\r\n%b" % (1 + 2 * len(pages), _bulk(b"MSET"))
-            for page, body in pages:
-                yield before + key_and_header(page, body)
-                yield body
-                before = CRLF
-            yield CRLF
+        return Request(pieces, lambda: Values(count if ttl else 1), _all_ok)
 
-        def each() -> Iterator[Piece]:
-            before, after = b"*5\r\n" + _bulk(b"SET"), CRLF + _words(b"EX", ttl)
-            for page, body in pages:
-                yield before + key_and_header(page, body)
-                yield body
-                yield after
-
-        if ttl:
-            return Request(each, lambda: Values(len(pages)), _all_ok)
-        return Request(together, Values, _all_ok)
-
-    def read_pages(self, keys: Sequence[PageKey], places: Sequence[memoryview], verify: bool) -> Request[Missed]:
+    def read_pages(self, keys: Sequence[PageKey], places: Memory, verify: bool) -> Request[Missed]:
         """Receive pages into their places."""
-
-        def check(item: int, header: memoryview, body: memoryview) -> str | None:
-            return _amiss(keys[item], header, body, verify)
-
-        def receiver() -> Bodies:
-            return Bodies(places, array=len(keys) > 1, header=HEADER_SIZE, check=check)
-
-        return Request(_one_piece(_get(keys)), receiver, dict)
+        names, array = PageKeys(keys), len(keys) > 1
+        return Request(
+            lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys),
+            lambda: Bodies(places, array=array, names=names, verify=verify),
+            dict,
+        )
 
     def fetch_pages(self, keys: Sequence[PageKey], verify: bool) -> Request[tuple[list[Page | None], Missed]]:
         """Receive pages into memory of their own."""
+        names = PageKeys(keys)
 
         def read(values: list[Any]) -> tuple[list[Page | None], Missed]:
             blobs = values if len(keys) == 1 else _array(values, len(keys))
             missed: Missed = {}
             return [_decode(i, keys[i], blob, verify, missed) for i, blob in enumerate(blobs)], missed
 
-        return Request(_one_piece(_get(keys)), Values, read)
+        return Request(lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys), Values, read)
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
         """Which pages are there."""
-        text = b"".join(_command(b"EXISTS", bytes(key)) for key in keys)
+        text = b"".join(command(b"EXISTS", bytes(key)) for key in keys)
         return Request(_one_piece(text), lambda: Values(len(keys)), _yes_no)
 
     def delete(self, keys: Sequence[PageKey]) -> Request[int]:
         """Delete pages; how many there were."""
-        return Request(_one_piece(_command(b"DEL", *map(bytes, keys))), Values, _integer)
+        names = PageKeys(keys)
+        return Request(lambda: _spelt(_opening(b"DEL", b"DEL", len(names)), names, PageKeys.keys), Values, _integer)
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
@@ -195,22 +140,22 @@ class BlobCommands:
         """Write whole blocks, whose bodies may be in several pieces."""
         whole = [pieces[0] if len(pieces) == 1 else memoryview(b"".join(pieces)) for pieces in bodies]
         pages = [
-            (Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim), body[span])
+            Page(key, body[span], plane.dtype, shape.page_size, plane.head_dim)
             for name, body in zip(names, whole, strict=True)
             for key, plane, span in pages_of_block(name, shape)
         ]
-        return self.set_pages(pages, ttl)
+        return self.set_pages(SentPages(pages), ttl)
 
     def read_blocks(
-        self, names: Sequence[BlockName], shape: BlockShape, places: Sequence[memoryview], verify: bool
+        self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
         """Receive whole blocks into their places."""
         found = [
             (key, place[span])
-            for name, place in zip(names, places, strict=True)
+            for name, place in zip(names, places.views(), strict=True)
             for key, _, span in pages_of_block(name, shape)
         ]
-        request = self.read_pages([key for key, _ in found], [place for _, place in found], verify)
+        request = self.read_pages([key for key, _ in found], Memory([place for _, place in found]), verify)
 
         def blocks(pages: Missed) -> Missed:
             return {page // shape.pages: reason for page, reason in pages.items()}
@@ -238,97 +183,92 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
     if blob is None:
         missed[item] = "absent"
         return None
-    view = memoryview(blob)
-    header, body = view[:HEADER_SIZE], view[HEADER_SIZE:]
-    described = _described(*_SHAPE.unpack(header)) if len(header) == HEADER_SIZE else None
-    reason = _amiss(key, header, body, verify) if described else "header"
-    if described is None or reason:
-        missed[item] = reason or "header"
-        return None
-    return Page(key, body, *described)
-
-
-@lru_cache(maxsize=256)
-def _described(dtype: int, page_size: int, head_dim: int) -> tuple[DType, int, int] | None:
-    """What a header says that a page is; None for what no page is."""
     try:
-        page_nbytes(dtype, page_size, head_dim)
+        header, body = PageHeader.parse(blob), memoryview(blob)[HEADER_SIZE:]
     except PageError:
+        missed[item] = "header"
         return None
-    return DType(dtype), page_size, head_dim
+    if not header.names(key) or len(body) != header.body_size:
+        missed[item] = "header"
+    elif verify and header.checksum and checksum(body) != header.checksum:
+        missed[item] = "checksum"
+    else:
+        return Page(key, body, header.dtype, header.page_size, header.head_dim)
+    return None
 
 
 class PageCommands(BlobCommands):
     """What kvpage-server does better. It knows blobs as well: they are how a reader gets at the checksums."""
 
-    def set_pages(self, pages: Sequence[Sized], ttl: int) -> Request[None]:
+    def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
+        count = len(pages)
 
-        def pieces() -> Iterator[Piece]:
-            before = _page_command(b"SET", len(pages), 10)
-            for page, body in pages:
-                key, _, dtype, page_size, head_dim = page
-                yield before + _page_name(key) + _page_shape(dtype, page_size, head_dim, ttl, len(body))
-                yield body
-                before = CRLF
-            yield CRLF
+        def pieces() -> Iterator[Piece | Chunk]:
+            yield _page_opening(b"SET", count, 10)
+            yield from _chunks(count, lambda start: pages.as_words(start, ttl))
 
         return Request(pieces, Values, _all_ok)
 
-    def read_pages(self, keys: Sequence[PageKey], places: Sequence[memoryview], verify: bool) -> Request[Missed]:
+    def read_pages(self, keys: Sequence[PageKey], places: Memory, verify: bool) -> Request[Missed]:
         """Receive pages into their places: with `verify` as blobs."""
         if verify:
             return super().read_pages(keys, places, verify)
-        text = _page_command(b"GET", len(keys), 5) + b"".join(map(_page_name, keys))
-        return Request(_one_piece(text), lambda: Bodies(places, array=len(keys) > 1), dict)
+        names = PageKeys(keys)
+        return Request(
+            lambda: _spelt(_page_opening(b"GET", len(names), 5), names, PageKeys.words),
+            lambda: Bodies(places, array=len(names) > 1),
+            dict,
+        )
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
         """Which pages are there."""
-        text = _page_command(b"EXISTS", len(keys), 5) + b"".join(map(_page_name, keys))
+        names = PageKeys(keys)
 
         def read(values: list[Any]) -> list[bool]:
-            return _yes_no(values if len(keys) == 1 else _array(values, len(keys)))
+            return _yes_no(values if len(names) == 1 else _array(values, len(names)))
 
-        return Request(_one_piece(text), Values, read)
+        return Request(lambda: _spelt(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), Values, read)
 
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
         """Write whole blocks, each for itself."""
         planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
-        numbers = _words(shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes))
-        opening = b"*%d\r\n%b" % (9 + 3 * len(planes), _bulk(b"KVBLOCKSET"))
+        numbers = shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
+        opening = b"*%d\r\n%b" % (4 + len(numbers), word(b"KVBLOCKSET"))
+        after = b"".join(map(word, numbers)) + b"$%d\r\n" % shape.nbytes
 
         def pieces() -> Iterator[Piece]:
-            for name, body in zip(names, bodies, strict=True):
-                yield b"%b%b%b$%d\r\n" % (opening, _words(*name), numbers, shape.nbytes)
+            for (req_id, page), body in zip(names, bodies, strict=True):
+                yield b"%b%b%b%b" % (opening, word(req_id), word(page), after)
                 yield from body
-                yield CRLF
+                yield b"\r\n"
 
         return Request(pieces, lambda: Values(len(names)), _all_ok)
 
     def read_blocks(
-        self, names: Sequence[BlockName], shape: BlockShape, places: Sequence[memoryview], verify: bool
+        self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
         """Receive whole blocks into their places. A block has no checksum of its own to verify."""
         if len(names) == 1:
-            text = _command(b"KVBLOCKGET", *names[0])
+            text = command(b"KVBLOCKGET", *names[0])
         else:
-            text = _command(b"KVBLOCKMGET", len(names), *_flat(names))
+            text = command(b"KVBLOCKMGET", len(names), *_flat(names))
         return Request(_one_piece(text), lambda: Bodies(places, array=len(names) > 1), dict)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Request[int]:
         """Delete a request, or some of its blocks; how many pages there were."""
-        return Request(_one_piece(_command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
+        return Request(_one_piece(command(b"KVPAGEDEL", req_id, *pages)), Values, _integer)
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
         """How many blocks from the first on are complete; those are leased."""
-        words = _command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
-        return Request(_one_piece(words), Values, _integer)
+        text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
+        return Request(_one_piece(text), Values, _integer)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Protect a request, or some of its blocks, from eviction for a while; how many blocks."""
-        return Request(_one_piece(_command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
+        return Request(_one_piece(command(b"KVPAGELEASE", req_id, lease_ms, *pages)), Values, _integer)
 
 
 def ask_dialect() -> Request[BlobCommands]:
@@ -339,7 +279,7 @@ def ask_dialect() -> Request[BlobCommands]:
         known = [description for description in _array(values, wanted) if description]
         return PageCommands() if len(known) == wanted else BlobCommands()
 
-    return Request(_one_piece(_command(b"COMMAND", b"INFO", *_FAMILY)), Values, read)
+    return Request(_one_piece(command(b"COMMAND", b"INFO", *_FAMILY)), Values, read)
 
 
 _FAMILY = (b"kvpagemget", b"kvblockmget")

@@ -133,7 +133,7 @@ def wait_through(conversation: Conversation[Any], deadline: Deadline) -> None:
         left = deadline.left()
         if events:
             poller.modify(conversation.sock, events)
-            found = poller.poll(math.ceil(min(left, conversation.patience or left) * 1000))
+            found = poller.poll(math.ceil(left * 1000))
             ready = found[0][1] if found else 0
         try:
             events = steps.send(ready)

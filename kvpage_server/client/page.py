@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from functools import lru_cache
 from typing import NamedTuple
 
 from typing_extensions import Buffer
 
 from kvpage_server.client.buffers import readable
 from kvpage_server.client.errors import BadBuffer
+from kvpage_server.core import SentPages
+from kvpage_server.core.buffers import Unusable
 from kvpage_server.page import (
     MAX_PAGE,
     MAX_TTL,
     MAX_U32,
     BlockShape,
     DType,
+    PageError,
     PageKey,
     Plane,
     check_dtype,
@@ -37,28 +39,31 @@ class Page(NamedTuple):
     head_dim: int
 
 
-Sized = tuple[Page, memoryview]  # a page and its body as bytes
-
-
-@lru_cache(maxsize=256)
-def page_nbytes(dtype: int, page_size: int, head_dim: int) -> int:
-    """Bytes of a page of that shape. Raises PageError when there is none."""
-    check_range("page_size", page_size, 1, MAX_U32)
-    check_range("head_dim", head_dim, 1, MAX_U32)
-    return page_size * head_dim * check_dtype(dtype).itemsize
-
-
-def sized(pages: Sequence[Page], ttl: int) -> list[Sized]:
+def sized(pages: Sequence[Page], ttl: int) -> SentPages:
     """Pages as they are sent. Raises BadBuffer naming one whose body is not as long as its shape says, PageError for a
     dtype, shape or ttl out of range."""
     check_range("ttl", ttl, 0, MAX_TTL)
-    found = []
-    for i, page in enumerate(pages):
-        body, nbytes = readable(page.body), page_nbytes(page.dtype, page.page_size, page.head_dim)
-        if len(body) != nbytes:
-            raise BadBuffer(f"page {i}: page_size x head_dim x itemsize is {nbytes} bytes, its body has {len(body)}")
-        found.append((page, body))
+    try:
+        found = SentPages(pages)
+    except Unusable as error:
+        raise BadBuffer(f"page {error.index}: {error.why}") from None
+    misfit = found.misfit()
+    if misfit >= 0:
+        raise _misfit(misfit, pages[misfit])
     return found
+
+
+def _misfit(index: int, page: Page) -> Exception:
+    """What is wrong with a page that can't be written."""
+    try:
+        check_range("page_size", page.page_size, 1, MAX_U32)
+        check_range("head_dim", page.head_dim, 1, MAX_U32)
+        nbytes = page.page_size * page.head_dim * check_dtype(page.dtype).itemsize
+        check_range("body length", nbytes, 0, MAX_U32)
+    except PageError as error:
+        return error
+    size = len(readable(page.body))
+    return BadBuffer(f"page {index}: page_size x head_dim x itemsize is {nbytes} bytes, its body has {size}")
 
 
 def check_names(names: Sequence[BlockName]) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterable
+from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
 _LEAST = 1024 * 1024  # bytes that are worth a connection of their own
 
 
-def cut(count: int, sizes: Iterable[int], connections: int) -> list[slice]:
-    """`count` neighbours, of `sizes` bytes each, stay together; each part has about as many bytes. None for an empty
-    batch."""
-    if connections == 1:
-        return [slice(0, count)] if count else []
+def cut(sizes: Sequence[int], connections: int) -> list[slice]:
+    """Neighbours, of `sizes` bytes each, stay together; each part has about as many bytes. None for an empty batch."""
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     parts = max(1, min(connections, total // _LEAST))
-    bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), count]
+    bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), len(ends)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]

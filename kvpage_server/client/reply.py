@@ -1,21 +1,20 @@
 """Replies as values, without I/O: bytes in, Python values out. RESP2 and as much of RESP3 as answers our questions.
 
-A *receiver* says where the next bytes of the connection belong (`buffers`), is told how many came (`received`), and
-says when the reply is whole (`done`); then `result` is what was answered. Bytes after it are an error: a connection
-asks one thing at a time.
+A *receiver* takes what comes until the reply is whole (`done`); then `result` is what was answered. Bytes after it are
+an error: a connection asks one thing at a time.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvpage_server.client.errors import Refused, WrongReply
+from kvpage_server.core.answers import MAX_BULK, MAX_LINE
 
-MAX_LINE = 64 * 1024
-MAX_BULK = 0xFFFF_FFFF + 64  # the longest blob
 MAX_DEPTH = 8
 _DIRECT = 4096  # a bulk of at least this size is received into memory of its own
 _SCRATCH = 16 * 1024
@@ -29,18 +28,15 @@ class Receiver(Protocol):
     def done(self) -> bool:
         """Whether everything is there."""
 
-    @property
-    def expected(self) -> int:
-        """How many bytes will come next, as far as can be told."""
+    def receive(self, fd: int) -> int:
+        """Receive what is there, in one call; how many bytes, 0 at the end of the stream, -1 if nothing is there now.
+        Raises WrongAnswer."""
 
-    def buffers(self) -> list[memoryview]:
-        """Where the next bytes belong, in order."""
-
-    def received(self, count: int) -> None:
-        """So many bytes are there. Raises WrongReply."""
+    def feed(self, data: bytes) -> None:
+        """Take what was received by other means. Raises WrongAnswer."""
 
     def result(self) -> Any:
-        """What was answered. Raises Refused when that is an error."""
+        """What was answered. Raises Refused, or ErrorAnswer, when that is an error."""
 
 
 def refusal(line: bytes) -> Refused:
@@ -71,19 +67,38 @@ class Values:
         self._steps = self._parse(count)
         next(self._steps)
 
-    @property
-    def expected(self) -> int:
-        """The rest of the long string that is being received."""
-        return len(self._room) - self._filled
+    def receive(self, fd: int) -> int:
+        """As every receiver."""
+        try:
+            count = os.readv(fd, self._buffers())
+        except BlockingIOError:
+            return -1
+        if count:
+            self._received(count)
+        return count
 
-    def buffers(self) -> list[memoryview]:
+    def feed(self, data: bytes) -> None:
+        """As every receiver."""
+        rest = memoryview(data)
+        while rest:
+            if self.done:
+                raise WrongReply("there are bytes after the reply")
+            count = 0
+            for buffer in self._buffers():
+                some = rest[: len(buffer)]
+                buffer[: len(some)] = some
+                rest = rest[len(some) :]
+                count += len(some)
+            self._received(count)
+
+    def _buffers(self) -> list[memoryview]:
         """Where the next bytes belong."""
         if self._filled < len(self._room):
             return [self._room[self._filled :], self._scratch]
         return [self._scratch]
 
-    def received(self, count: int) -> None:
-        """Parse as far as it goes."""
+    def _received(self, count: int) -> None:
+        """So many bytes are there: parse as far as it goes."""
         direct = min(count, len(self._room) - self._filled)
         self._filled += direct
         if count > direct:

@@ -1,8 +1,13 @@
 """The compiled core. It can be imported where it was built."""
 
+from kvpage_server.core.native.bodies import Bodies
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
+from kvpage_server.core.native.memory import Memory
+from kvpage_server.core.native.outgoing import Outgoing
+from kvpage_server.core.native.page_keys import PageKeys
 from kvpage_server.core.native.pages import NewPages, PageNames, PageSet, look_up
+from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.words import Words
 from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR
@@ -12,13 +17,19 @@ __all__ = [
     "MOST_SPARE",
     "SPARE_FOR",
     "Arena",
+    "Bodies",
+    "Chunk",
+    "Memory",
     "NewPages",
     "Outbox",
+    "Outgoing",
+    "PageKeys",
     "PageNames",
     "PageSet",
     "Parser",
     "Part",
     "Scratch",
+    "SentPages",
     "Slot",
     "Words",
     "look_up",

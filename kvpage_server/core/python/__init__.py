@@ -1,8 +1,13 @@
 """The core in plain Python: what the compiled one does is what this does."""
 
+from kvpage_server.core.python.bodies import Bodies
 from kvpage_server.core.python.frames import Parser, Scratch
 from kvpage_server.core.python.gather import AT_ONCE, Outbox
+from kvpage_server.core.python.memory import Memory
+from kvpage_server.core.python.outgoing import Outgoing
+from kvpage_server.core.python.page_keys import PageKeys
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, look_up
+from kvpage_server.core.python.sent_pages import Chunk, SentPages
 from kvpage_server.core.python.slots import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
 from kvpage_server.core.python.words import Words
 
@@ -11,13 +16,19 @@ __all__ = [
     "MOST_SPARE",
     "SPARE_FOR",
     "Arena",
+    "Bodies",
+    "Chunk",
+    "Memory",
     "NewPages",
     "Outbox",
+    "Outgoing",
+    "PageKeys",
     "PageNames",
     "PageSet",
     "Parser",
     "Part",
     "Scratch",
+    "SentPages",
     "Slot",
     "Words",
     "look_up",

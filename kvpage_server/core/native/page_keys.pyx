@@ -1,0 +1,133 @@
+"""The names of pages in columns, and how they are spelt. `core/python/page_keys.py` says what it does."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.mem cimport PyMem_Free, PyMem_Malloc
+from libc.stdint cimport uint32_t
+from libc.string cimport memcpy
+
+
+cdef class PageKeys:
+    """Of pages, in the order that they were given in."""
+
+    def __init__(self, keys):
+        cdef Py_ssize_t i
+        cdef list some = list(keys)
+        cdef bytes req_id
+        cdef Name *name
+        if self.names != NULL:
+            raise RuntimeError("PageKeys are made once")
+        self.names = self.held = <Name *>PyMem_Malloc(max(len(some), 1) * sizeof(Name))
+        if self.names == NULL:
+            raise MemoryError
+        self.req_ids = [None] * len(some)
+        for i in range(len(some)):
+            key = some[i]
+            name = self.names + i
+            req_id = bytes(key.req_id)
+            self.req_ids[i] = req_id
+            name.req_id, name.req_size = PyBytes_AS_STRING(req_id), PyBytes_GET_SIZE(req_id)
+            name.layer, name.head = <uint32_t>key.layer, <uint32_t>key.head
+            name.page, name.kv_type = <uint32_t>key.page, <uint32_t>key.kv_type
+        self.count = len(some)
+
+    def __dealloc__(self):
+        PyMem_Free(self.held)
+
+    def __len__(self):
+        return self.count
+
+    def __getitem__(self, part):
+        cdef PageKeys some = PageKeys.__new__(PageKeys)
+        start, stop, step = part.indices(self.count)
+        if step != 1:
+            raise ValueError("a part of PageKeys has no gaps")
+        some.whole = self
+        some.names = self.names + <Py_ssize_t>start
+        some.count = max(0, stop - start)
+        return some
+
+    def words(self):
+        return self.spelt(put_name)
+
+    def keys(self):
+        return self.spelt(put_key)
+
+    cdef bytes spelt(self, char *(*put)(char *, const Name *) noexcept nogil):
+        cdef Py_ssize_t i, room = 0
+        cdef char *to
+        for i in range(self.count):
+            room += room_for(self.names + i)
+        found = PyBytes_FromStringAndSize(NULL, room)
+        to = PyBytes_AS_STRING(found)
+        for i in range(self.count):
+            to = put(to, self.names + i)
+        return found[: to - PyBytes_AS_STRING(found)]
+
+
+cdef char *put_number(char *to, unsigned long long value) noexcept nogil:
+    cdef char[20] digits
+    cdef int count = 0
+    while True:
+        digits[count] = <char>(48 + value % 10)
+        count += 1
+        value //= 10
+        if not value:
+            break
+    while count:
+        count -= 1
+        to[0] = digits[count]
+        to += 1
+    return to
+
+
+cdef char *put_frame(char *to, Py_ssize_t size) noexcept nogil:
+    to[0] = b"$"
+    to = put_number(to + 1, size)
+    to[0], to[1] = b"\r", b"\n"
+    return to + 2
+
+
+cdef char *put_word(char *to, const char *text, Py_ssize_t size) noexcept nogil:
+    to = put_frame(to, size)
+    memcpy(to, text, size)
+    to += size
+    to[0], to[1] = b"\r", b"\n"
+    return to + 2
+
+
+cdef char *put_number_word(char *to, unsigned long long value) noexcept nogil:
+    cdef char[20] digits
+    return put_word(to, digits, put_number(digits, value) - digits)
+
+
+cdef char *put_name(char *to, const Name *name) noexcept nogil:
+    to = put_word(to, name.req_id, name.req_size)
+    to = put_number_word(to, name.layer)
+    to = put_number_word(to, name.head)
+    to = put_number_word(to, name.page)
+    return put_number_word(to, name.kv_type)
+
+
+cdef inline char *put_field(char *to, uint32_t value) noexcept nogil:
+    to[0] = b":"
+    return put_number(to + 1, value)
+
+
+cdef char *put_key(char *to, const Name *name) noexcept nogil:
+    cdef char[64] numbers
+    cdef char *end = put_field(numbers, name.layer)
+    end = put_field(end, name.head)
+    end = put_field(end, name.page)
+    end = put_field(end, name.kv_type)
+    to = put_frame(to, 3 + name.req_size + (end - numbers))
+    memcpy(to, b"kv:", 3)
+    memcpy(to + 3, name.req_id, name.req_size)
+    to += 3 + name.req_size
+    memcpy(to, numbers, end - numbers)
+    to += end - numbers
+    to[0], to[1] = b"\r", b"\n"
+    return to + 2
+
+
+cdef Py_ssize_t room_for(const Name *name) noexcept nogil:
+    return name.req_size + 128
