@@ -52,7 +52,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
                     [stack.enter_context(server.connect()) for _ in range(count)] for server in (ours, valkey)
                 )
                 for size in (4, 64) if plan.quick else SIZES:
-                    print(f"one page of {size} KiB at a time, {sockets(count)} ...", flush=True)
+                    print(f"one page of {size} KiB at a time, {spell_sockets(count)} ...", flush=True)
                     work = pages(SIZES[size], size * KIB, "an engine's order")
                     (batch, *_) = work.batches
                     contestants = {
@@ -70,10 +70,10 @@ def findings(plan: Plan) -> Iterator[Finding]:
 
 def name(op: str, size: int, count: int) -> str:
     """Of what is done."""
-    return f"{op} a page of {size} KiB at a time, {sockets(count)}"
+    return f"{op} a page of {size} KiB at a time, {spell_sockets(count)}"
 
 
-def sockets(count: int) -> str:
+def spell_sockets(count: int) -> str:
     """For people."""
     return "one socket" if count == 1 else "sixteen sockets"
 

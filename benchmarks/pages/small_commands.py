@@ -38,7 +38,7 @@ def findings(plan: Plan) -> list[Finding]:
     with start_kvpage() as ours, start_redis() as theirs:
         return [
             *_compared(ours, theirs, pipeline=16, rounds=rounds, requests=requests),
-            *_compared(ours, theirs, pipeline=1, rounds=rounds, requests=requests // 4),
+            *_compared(ours, theirs, pipeline=1, rounds=rounds, requests=requests // 10),
         ]
 
 

@@ -80,7 +80,7 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
     ("Valkey 9.1, blocks of 512 pages beside 512 values", VALKEY, BATCH, [[f"{{op}} 8 blocks of 2 MiB, {PIECES}"]]),
     *(
         (
-            f"Valkey 9.1, one page of 4 / 16 / 64 / 256 KiB at a time, {one_at_a_time.sockets(count)}",
+            f"Valkey 9.1, one page of 4 / 16 / 64 / 256 KiB at a time, {one_at_a_time.spell_sockets(count)}",
             VALKEY,
             ALONE,
             _alone(count),
@@ -147,7 +147,7 @@ def alone(known: Found) -> str:
         return f"{ours.value:.2f} ({known.one(work, VALKEY, rate).value:.2f}), {micros} µs"
 
     kinds = [(op, count) for op in ("write", "read") for count in one_at_a_time.TARGETS]
-    head = ["page", *(f"{op}, {one_at_a_time.sockets(count)}" for op, count in kinds)]
+    head = ["page", *(f"{op}, {one_at_a_time.spell_sockets(count)}" for op, count in kinds)]
     return _table(
         head,
         (
