@@ -30,6 +30,10 @@ class Found:
         """Raises KeyError for what was not measured."""
         return self._by_name[work, against, what]
 
+    def knows(self, work: str, against: str, what: str) -> bool:
+        """Whether that was measured."""
+        return (work, against, what) in self._by_name
+
     def ratio(self, works: Sequence[str], against: str, what: str) -> float:
         """The worst of several: of CPU time the most, of others the least."""
         ratios = [self.one(work, against, what).value for work in works]
@@ -103,7 +107,7 @@ SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
 
 
 def summary(known: Found) -> str:
-    """README's: the ordinary client, and of three orders of keys the worst."""
+    """README's: the ordinary client, and of three orders of keys the worst. What was never measured is left out."""
 
     def cell(against: str, what: str, op: str, all_works: list[Works]) -> str:
         ratios = (
@@ -115,6 +119,7 @@ def summary(known: Found) -> str:
     rows = (
         [label, *(cell(against, what, op, works) for what in names for op in OPS)]
         for label, against, names, works in SUMMARY
+        if known.knows(works[0][0].format(op="read", theirs=THEIRS["read"]), against, names[0])
     )
     return _table(head, rows)
 
