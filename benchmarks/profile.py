@@ -1,4 +1,4 @@
-"""Where the server's CPU goes: `python -m benchmarks profile [PATH ...]`, of one path at a time.
+"""Where the server's CPU goes: `python -m benchmarks profile --only PATH,...`, of one path at a time.
 
 For each path it prints what the most samples fell on, and writes it to `results/profile-PATH.txt`: by library and by
 symbol with `perf`, where that is installed and allowed; by function of Python with py-spy, which samples from outside.
@@ -17,144 +17,177 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
+from benchmarks import shares
 from benchmarks.findings import RESULTS
 from benchmarks.pages import one_at_a_time, ordinary
-from benchmarks.pages.ordinary import Way
-from benchmarks.pages.work import KIB, ORDERS, BlockWork, Work, blocks, mixed_pages, pages
+from benchmarks.pages.ordinary import Step, Way
+from benchmarks.pages.work import KIB, ORDERS, blocks, mixed_pages, pages
 from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench.report import machine
 from kvpage_server.bench.work import LLAMA3_16
 
 SECONDS = 5
 LINES = 30
-ORDER = list(ORDERS)[1]  # layers fastest
+LAYERS_FASTEST = list(ORDERS)[1]
 
 
-def _batches(make: Callable[[], Work | BlockWork], stack: ExitStack, server: Server) -> Way:
-    return ordinary.kvpage_way(stack.enter_context(server.connect()), make())
+class Driven(NamedTuple):
+    """A server that can be kept busy, and how many pages each write or read of all generations moves."""
+
+    server: Server
+    way: Way
+    pages: int
 
 
-def _one(count: int, size: int, stack: ExitStack, server: Server) -> Way:
-    sockets = [stack.enter_context(server.connect()) for _ in range(count)]
-    (batch, *_) = pages(one_at_a_time.SIZES[size], size * KIB, ORDER).batches
-    return one_at_a_time.kvpage_way(sockets, batch)
+def _batches(count: int, size: int, stack: ExitStack, server: Server) -> Driven:
+    work = pages(count, size * KIB, LAYERS_FASTEST)
+    way = ordinary.kvpage_pages(stack.enter_context(server.connect()), work)
+    return Driven(server, way, count * len(work.batches))
 
 
-PATHS: dict[str, Callable[[ExitStack, Server], Way]] = {
-    **{f"{size}KiB": partial(_batches, partial(pages, 900, size * KIB, ORDER)) for size in (1, 4)},
-    **{f"{size}KiB": partial(_batches, partial(pages, 256, size * KIB, ORDER)) for size in (16, 64, 256)},
-    "mixed": partial(_batches, partial(mixed_pages, 256, ORDER)),
-    "blocks": partial(_batches, partial(blocks, 8, LLAMA3_16)),
-    **{f"one-{size}KiB": partial(_one, 1, size) for size in one_at_a_time.SIZES},
-    **{f"one-{size}KiB-16-sockets": partial(_one, 16, size) for size in one_at_a_time.SIZES},
+def _mixed(stack: ExitStack, server: Server) -> Driven:
+    work = mixed_pages(256, LAYERS_FASTEST)
+    way = ordinary.kvpage_pages(stack.enter_context(server.connect()), work)
+    return Driven(server, way, 256 * len(work.batches))
+
+
+def _blocks(stack: ExitStack, server: Server) -> Driven:
+    work = blocks(8, LLAMA3_16)
+    way = ordinary.kvpage_blocks(stack.enter_context(server.connect()), work)
+    return Driven(server, way, 8 * LLAMA3_16.pages * len(work.names))
+
+
+def _alone(sockets: int, size: int, stack: ExitStack, server: Server) -> Driven:
+    connected = [stack.enter_context(server.connect()) for _ in range(sockets)]
+    (batch, *_) = pages(one_at_a_time.SIZES[size], size * KIB, LAYERS_FASTEST).batches
+    return Driven(server, one_at_a_time.kvpage_way(connected, batch), len(batch.keys))
+
+
+DRIVERS: dict[str, Callable[[ExitStack, Server], Driven]] = {
+    **{f"{size}KiB": partial(_batches, 900, size) for size in (1, 4)},
+    **{f"{size}KiB": partial(_batches, 256, size) for size in (16, 64, 256)},
+    "mixed": _mixed,
+    "blocks": _blocks,
+    **{f"alone-{size}KiB": partial(_alone, 1, size) for size in one_at_a_time.SIZES},
+    **{f"alone-{size}KiB-16-sockets": partial(_alone, 16, size) for size in one_at_a_time.SIZES},
 }
-NAMES = [f"{op}-{path}" for path in PATHS for op in ("write", "read")]
+PATHS = [f"{op}-{driver}" for driver in DRIVERS for op in ("write", "read")]
+USUAL = [path for path in PATHS if "sockets" not in path and "mixed" not in path]
 
 
-def profile(name: str, core: str) -> Iterator[str]:
-    """The lines for people."""
-    op, path = name.split("-", 1)
+def profile(path: str, core: str) -> Iterator[str]:
+    """The lines for people. What a page costs is kept for the table of docs/performance.md."""
+    op, driver = path.split("-", 1)
     with ExitStack() as stack:
-        server = stack.enter_context(start_kvpage(core=core))
-        way = PATHS[path](stack, server)
-        for write in way.writes:
+        driven = DRIVERS[driver](stack, stack.enter_context(start_kvpage(core=core)))
+        for write in driven.way.writes:
             write()
-        steps = way.writes if op == "write" else way.reads
-        yield from (name, ", ".join(f"{what}: {value}" for what, value in machine().items()))
-        cpu, started = server.cpu_seconds(), time.monotonic()
-        _drive(steps, SECONDS / 2)
-        yield f"the server was busy for {(server.cpu_seconds() - cpu) / (time.monotonic() - started):.0%} of the time"
-        if shutil.which("perf"):
-            yield from _perf(server.process.pid, steps)
-        else:
-            yield "perf is not installed: on Debian or Ubuntu, apt-get install linux-perf"
-        yield from _py_spy(server.process.pid, steps)
+        steps = driven.way.writes if op == "write" else driven.way.reads
+        pid = driven.server.process.pid
+        yield from (path, ", ".join(f"{what}: {value}" for what, value in machine().items()))
+        cpu, started = driven.server.cpu_seconds(), time.monotonic()
+        times = _drive(steps, SECONDS / 2)
+        cpu, seconds = driven.server.cpu_seconds() - cpu, time.monotonic() - started
+        micros = cpu * 1e6 / (times * driven.pages)
+        yield f"{micros:.2f} µs of the server's CPU a page; it was busy for {cpu / seconds:.0%} of the time"
+        yield from _perf(path, pid, steps, micros)
+        yield from _py_spy(pid, steps)
 
 
-def _drive(steps: Sequence[Callable[[], None]], seconds: float) -> None:
-    until = time.monotonic() + seconds
+def _drive(steps: Sequence[Step], seconds: float) -> int:
+    """How many times all of them were done."""
+    times, until = 0, time.monotonic() + seconds
     while time.monotonic() < until:
         for step in steps:
             step()
+        times += 1
+    return times
 
 
-def _perf(pid: int, steps: Sequence[Callable[[], None]]) -> Iterator[str]:
+def _perf(path: str, pid: int, steps: Sequence[Step], micros: float) -> Iterator[str]:
     """The kernel, the interpreter, the compiled core and each of their functions, by themselves."""
+    if not shutil.which("perf"):
+        yield "perf is not installed: on Debian or Ubuntu, apt-get install linux-perf"
+        return
     with tempfile.TemporaryDirectory() as directory:
         data = str(Path(directory, "perf.data"))
         record = ["perf", "record", "--quiet", "--freq", "997", "--pid", str(pid), "--output", data, "sleep"]
-        with subprocess.Popen([*record, str(SECONDS)], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
-            _drive(steps, SECONDS + 0.5)
-            _, said = recording.communicate(timeout=60)
-        if recording.returncode:
-            yield f"perf is not allowed here: {said.decode(errors='replace').strip()}"
+        if said := _recorded([*record, str(SECONDS)], steps):
+            yield f"perf is not allowed here: {said}"
             return
-        for title, by in (("by library", "dso"), ("by symbol", "dso,symbol")):
-            report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--sort", by]
-            told = subprocess.run(report, capture_output=True, text=True, check=True, timeout=60).stdout
-            lines = [line.rstrip() for line in told.splitlines() if line.strip() and not line.startswith("#")]
-            yield from ("", f"{title}, by perf", *lines[:LINES])
+        report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--fields", "overhead,dso,symbol"]
+        told = subprocess.run(report, capture_output=True, text=True, check=True, timeout=60).stdout
+    found = shares.samples(told)
+    parts = shares.shares(found)
+    shares.keep(path, micros, parts)
+    yield from ("", "by part, by perf", *(f"{share:6.1f}%  {part}" for part, share in parts.items()))
+    yield from ("", "by symbol, by perf")
+    yield from (f"{sample.percent:6.2f}%  {sample.library:45} {sample.symbol}" for sample in found[:LINES])
 
 
-def _py_spy(pid: int, steps: Sequence[Callable[[], None]]) -> Iterator[str]:
+def _py_spy(pid: int, steps: Sequence[Step]) -> Iterator[str]:
     """The functions of Python. What a call into compiled code takes is that of the line which calls it."""
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory) / "raw"
-        options = ["-F", "-d", str(SECONDS), "-r", "400", "-f", "raw", "-o", str(raw)]
-        spy = [str(Path(sys.executable).with_name("py-spy")), "record", "-p", str(pid), *options]
-        with subprocess.Popen(spy, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
-            _drive(steps, SECONDS + 1)
-            _, said = recording.communicate(timeout=60)
-        if recording.returncode:
-            yield f"py-spy is not allowed here: {said.decode(errors='replace').strip()}"
+        options = ["--function", "--threads", "--duration", str(SECONDS), "--rate", "400", "--format", "raw"]
+        spy = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), *options, "--output"]
+        if said := _recorded([*spy, str(raw)], steps):
+            yield f"py-spy is not allowed here: {said}"
             return
-        yield from ("", *_table(raw.read_text()))
+        yield from ("", *_functions(raw.read_text()))
 
 
-def _table(raw: str) -> list[str]:
-    """Of stacks, each with its number of samples."""
+def _recorded(command: Sequence[str], steps: Sequence[Step]) -> str:
+    """Keep the server busy while a command records it; what that complains of if it fails."""
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
+        _drive(steps, SECONDS + 1)
+        _, said = recording.communicate(timeout=60)
+    return said.decode(errors="replace").strip() or "no reason given" if recording.returncode else ""
+
+
+def _functions(raw: str) -> list[str]:
+    """Of stacks, each with its number of samples. Those of the loop's thread: one that waits for a lock looks busy."""
     alone: Counter[str] = Counter()
     in_all: Counter[str] = Counter()
     for line in raw.splitlines():
         stack, count = line.rsplit(" ", 1)
-        frames = stack.split(";")
-        if "ahead.py" in stack:  # a thread that waits for a queue looks busy
+        thread, *frames = stack.split(";")
+        if "MainThread" not in thread or not frames:
             continue
         alone[frames[-1]] += int(count)
         for frame in set(frames):
             in_all[frame] += int(count)
     total = alone.total()
-    shares = ((alone[frame] / total, in_all[frame] / total, frame) for frame, _ in alone.most_common(LINES))
-    return ["by function, by py-spy", "  itself  with what it calls"] + [
-        f"{a:7.1%} {b:7.1%}  {frame}" for a, b, frame in shares
+    rows = ((alone[frame] / total, in_all[frame] / total, frame) for frame, _ in alone.most_common(LINES))
+    return [
+        "by function of the loop's thread, by py-spy",
+        "  itself  with what it calls",
+        *(f"{itself:7.1%} {with_all:7.1%}  {frame}" for itself, with_all, frame in rows),
     ]
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Profile the paths that are named, or all."""
+    """Profile the paths that are named, or the usual ones."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks profile",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(["paths:", *(f"  {name}" for name in NAMES)]),
+        epilog="\n".join(["paths:", *(f"  {path}" for path in PATHS)]),
     )
-    parser.add_argument("--only", metavar="PATH,...", type=_paths, default=NAMES, help="these paths, not all")
+    parser.add_argument("--only", metavar="PATH,...", type=_paths, default=USUAL, help="these paths")
     parser.add_argument("--core", choices=("native", "python"), default="", help="the core that is to run")
     args = parser.parse_args(arguments)
     pin_client()
     RESULTS.mkdir(exist_ok=True)
-    for name in args.only:
-        lines = list(profile(name, args.core))
+    for path in args.only:
+        lines = list(profile(path, args.core))
         print(*lines, "", sep="\n")
-        (RESULTS / f"profile-{name}.txt").write_text("\n".join(lines) + "\n")
+        (RESULTS / f"profile-{path}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _paths(text: str) -> list[str]:
     paths = text.split(",")
-    if unknown := [path for path in paths if path not in NAMES]:
+    if unknown := [path for path in paths if path not in PATHS]:
         raise argparse.ArgumentTypeError(f"there is no path {', '.join(unknown)}; --help lists them")
     return paths
-
-
-if __name__ == "__main__":
-    main()

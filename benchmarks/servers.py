@@ -124,7 +124,7 @@ def start_kvpage(*options: str, core: str = "", tree: Path | None = None) -> Abs
     another checkout whose code is to run."""
     environment = {"KVPAGE_CORE": core} if core else {}
     if tree:
-        environment["PYTHONPATH"] = str(tree.absolute())
+        environment |= {"PYTHONPATH": str(tree.absolute()), "PYTHONSAFEPATH": "1"}  # before the directory we are in
     command = (sys.executable, "-m", "kvpage_server.app")
     more = ("--store", "memory", *options)
     return _run("kvpage-server", "kvpage_version", *command, more=more, environment=environment)

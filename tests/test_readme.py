@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 import re
 import shlex
-from collections.abc import Callable
 from io import StringIO
+from pathlib import Path
 
 import pytest
 import redis
@@ -19,7 +19,10 @@ from servers import RunningServer
 from test_demo import KEPT
 
 from benchmarks.findings import RESULTS, Finding
-from benchmarks.readme import README, with_figures, with_first_tokens
+from benchmarks.pages import tables
+from benchmarks.pages.documents import DOCUMENTS as WITH_TABLES
+from benchmarks.pages.documents import with_tables
+from benchmarks.readme import README, with_first_tokens
 from engine.demo import story
 from kvpage_server.parameters import reference
 
@@ -84,11 +87,15 @@ def test_the_configuration_is_described_as_it_is_declared() -> None:
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), how
 
 
-@pytest.mark.parametrize(("name", "with_its"), [("pages", with_figures), ("engine_tiers", with_first_tokens)])
-def test_the_tables_show_what_was_measured(name: str, with_its: Callable[[str, list[Finding]], str]) -> None:
-    measured = json.loads((RESULTS / f"{name}.json").read_text())["findings"]
+def test_the_readme_shows_the_first_tokens_that_were_measured() -> None:
+    measured = json.loads((RESULTS / "engine_tiers.json").read_text())["findings"]
     findings = [Finding(**{name: found[name] for name in found.keys() - {"met"}}) for found in measured]
-    assert with_its(README.read_text(), findings) == README.read_text()
+    assert with_first_tokens(README.read_text(), findings) == README.read_text()
+
+
+@pytest.mark.parametrize("document", WITH_TABLES, ids=lambda document: document.name)
+def test_the_tables_of_pages_show_what_was_measured(document: Path) -> None:
+    assert with_tables(document.read_text(), tables.found()) == document.read_text()
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ def findings(plan: Plan) -> list[Finding]:
                 present = ordinary.kvpage_pages(sock, work)
                 for write in present.writes:
                     write()
-                pairs = [[word for key in batch.keys for word in (key, _absent(key))] for batch in work.batches]
+                pairs = [[word for key in batch.keys for word in (key, absent(key))] for batch in work.batches]
                 reads = map(ordinary.kvpagemget, pairs)
                 expected = [list(chain.from_iterable((body, None) for body in batch.bodies)) for batch in work.batches]
                 contestants = {
@@ -39,5 +39,6 @@ def findings(plan: Plan) -> list[Finding]:
     return list(trials.findings())
 
 
-def _absent(key: PageKey) -> PageKey:
+def absent(key: PageKey) -> PageKey:
+    """A page that nobody has stored."""
     return PageKey(key.req_id, key.layer, key.head, key.page + 1000, key.kv_type)

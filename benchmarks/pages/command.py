@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.findings import Finding, show, write
+from benchmarks.pages import documents, plot
 from benchmarks.pages.rounds import Plan
 from benchmarks.servers import pin_client, versions
 
@@ -29,7 +30,8 @@ KINDS = {
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print a table; unless --quick is given, write results/pages-KIND.json and .md for each kind, too."""
+    """Print a table. Unless --quick is given, write `results/pages-KIND.json` and `.md`, and what is made of them: the
+    documents' tables, and README's picture."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks pages",
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -49,6 +51,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
         if found and not plan.quick:
             write(found, f"pages-{kind}", about, intro=INTRO)
     show(everything, INTRO)
+    if not plan.quick:
+        plot.write()
+        documents.rewrite()
 
 
 def _kinds(text: str) -> list[str]:

@@ -25,12 +25,13 @@ def findings(plan: Plan) -> list[Finding]:
             for size in (16,) if plan.quick else SIZES:
                 work = pages(SIZES[size], size * KIB, "an engine's order")
                 contestants = {
-                    name: Contestant(server, ordinary.kvpage_pages(sock, work))
-                    for name, server, sock in zip((TIERED, MEMORY), (tiered, memory), sockets, strict=True)
+                    store: Contestant(server, ordinary.kvpage_pages(sock, work))
+                    for store, server, sock in zip((TIERED, MEMORY), (tiered, memory), sockets, strict=True)
                 }
-                trials.run(work.name, contestants, work.nbytes, plan, TARGETS, ops=["write"])
+                name = f"{work.name}, memory and disk"
+                trials.run(name, contestants, work.nbytes, plan, TARGETS, ops=["write"])
                 tiered.admin.execute_command("SAVE")
-                trials.run(work.name, contestants, work.nbytes, plan, TARGETS, ops=["read"])
+                trials.run(name, contestants, work.nbytes, plan, TARGETS, ops=["read"])
                 for server in (tiered, memory):
                     server.admin.flushall()
     return list(trials.findings())

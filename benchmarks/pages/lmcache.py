@@ -44,7 +44,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
             for name, start in ((OURS, start_kvpage), (VALKEY, start_valkey), (REDIS, start_redis))
         }
         for size in (64,) if plan.quick else SIZES:
-            for turn in range(1 if plan.quick else 3):
+            for turn in range(plan.sets):
                 print(f"LMCache, values of {size} KB, round {turn + 1} ...", flush=True)
                 for name, server in servers.items():
                     for op in ("store", "load"):

@@ -52,7 +52,7 @@ def findings(plan: Plan) -> Iterator[Finding]:
                     [stack.enter_context(server.connect()) for _ in range(count)] for server in (ours, valkey)
                 )
                 for size in (4, 64) if plan.quick else SIZES:
-                    print(f"one page of {size} KiB at a time, sockets: {count} ...", flush=True)
+                    print(f"one page of {size} KiB at a time, {spell_sockets(count)} ...", flush=True)
                     work = pages(SIZES[size], size * KIB, "an engine's order")
                     (batch, *_) = work.batches
                     contestants = {
@@ -68,10 +68,20 @@ def findings(plan: Plan) -> Iterator[Finding]:
         yield from _findings(op, count, size, together(sets))
 
 
+def name(op: str, size: int, count: int) -> str:
+    """Of what is done."""
+    return f"{op} a page of {size} KiB at a time, {spell_sockets(count)}"
+
+
+def spell_sockets(count: int) -> str:
+    """For people."""
+    return "one socket" if count == 1 else "sixteen sockets"
+
+
 def _findings(op: str, count: int, size: int, passes: Passes) -> Iterator[Finding]:
     target, command = TARGETS[count][size], size * KIB / GB
-    work = f"{op} a page of {size} KiB at a time, {count} socket{'s' * (count > 1)}"
-    cpu, seconds = ([middle(passes, name, of) for name in (OURS, VALKEY)] for of in (cpu_of, speed_of))
+    work = name(op, size, count)
+    cpu, seconds = ([middle(passes, server, of) for server in (OURS, VALKEY)] for of in (cpu_of, speed_of))
     told = " / ".join(f"{value * command * 1e6:.1f}" for value in cpu)
     yield Finding(work, VALKEY, CPU, told, ratio(passes, OURS, VALKEY, cpu_of), at_most=target.cpu)
     told = " / ".join(f"{value / command / 1000:.2f}" for value in seconds)

@@ -34,11 +34,11 @@ def findings(plan: Plan) -> list[Finding]:
         print("no small commands: redis-benchmark is missing. On Debian or Ubuntu: sudo apt-get install redis-tools")
         return []
     print("small commands ...", flush=True)
-    rounds, requests = (2, 40_000) if plan.quick else (9, 200_000)
+    rounds, requests = (2, 40_000) if plan.quick else (5, 200_000)
     with start_kvpage() as ours, start_redis() as theirs:
         return [
             *_compared(ours, theirs, pipeline=16, rounds=rounds, requests=requests),
-            *_compared(ours, theirs, pipeline=1, rounds=rounds, requests=requests // 4),
+            *_compared(ours, theirs, pipeline=1, rounds=rounds, requests=requests // 10),
         ]
 
 

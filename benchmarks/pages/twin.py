@@ -32,7 +32,7 @@ def findings(plan: Plan) -> list[Finding]:
                         name: Contestant(server, ordinary.kvpage_pages(sock, work))
                         for name, server, sock in zip((TWIN, OLDER), (twin, older), sockets, strict=True)
                     }
-                    trials.run(work.name, contestants, work.nbytes, plan, TARGETS)
+                    trials.run(f"{work.name}, {TWIN}", contestants, work.nbytes, plan, TARGETS)
                     for server in (twin, older):
                         server.admin.flushall()
     return list(trials.findings())

@@ -82,7 +82,12 @@ def mixed_pages(count: int, order: str) -> Work:
     """Every fourth body has 3 bytes; the others have 1 to 300 KB, as many below as above 17 KB."""
     noise = random.Random(count)
     lengths = [SHORT if i % 4 == 3 else int(1000 * (LONGEST / 1000) ** noise.random()) for i in range(count)]
-    return _work(f"{count} pages of 3 B to 300 KB", lengths, order)
+    return _work(mixed_name(count), lengths, order)
+
+
+def mixed_name(count: int) -> str:
+    """Of the work, without the order of its keys."""
+    return f"{count} pages of 3 bytes to 300 KB"
 
 
 def _work(name: str, lengths: Sequence[int], order: str) -> Work:

@@ -1,0 +1,34 @@
+"""README.md and docs/performance.md: the tables between their marks, written anew.
+
+A mark is a comment that is not shown: `<!-- table: NAME -->` before the table, `<!-- end of table -->` behind it.
+"""
+
+from __future__ import annotations
+
+import re
+
+from benchmarks import shares
+from benchmarks.findings import RESULTS
+from benchmarks.pages.tables import TABLES, Found, found
+
+ROOT = RESULTS.parent.parent
+DOCUMENTS = (ROOT / "README.md", ROOT / "docs" / "performance.md")
+_TABLE = re.compile(r"(<!-- table: (.*?) -->\n).*?(<!-- end of table -->)", re.DOTALL)
+
+
+def rewrite() -> None:
+    """Put what was found in the place of what was found before. Raises KeyError when that is not all."""
+    known = found()
+    for document in DOCUMENTS:
+        document.write_text(with_tables(document.read_text(), known))
+
+
+def with_tables(text: str, known: Found) -> str:
+    """A text with its tables as they are now."""
+
+    def table(mark: re.Match[str]) -> str:
+        name = mark[2]
+        made = shares.table() if name == "profile" else TABLES[name](known)
+        return f"{mark[1]}\n{made}\n{mark[3]}"
+
+    return _TABLE.sub(table, text)

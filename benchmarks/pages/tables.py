@@ -1,0 +1,193 @@
+"""The tables of README.md and docs/performance.md, from what was found: `results/pages-KIND.json`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from benchmarks.findings import RESULTS, Finding
+from benchmarks.pages import one_at_a_time
+from benchmarks.pages.batches import MIXED, REDIS, SIZES, VALKEY
+from benchmarks.pages.blocks import PIECES
+from benchmarks.pages.lmcache import SIZES as LMCACHE_SIZES
+from benchmarks.pages.rounds import CPU, SPEED
+from benchmarks.pages.work import ORDERS, mixed_name
+
+OPS = ("read", "write")
+ENGINES = next(iter(ORDERS))
+SMALL, LARGE = [size for size in SIZES if size <= 4], [size for size in SIZES if size > 4]
+
+
+class Found:
+    """What was found, by what was done and beside whom."""
+
+    def __init__(self, findings: Iterable[Finding]) -> None:
+        self.findings = list(findings)
+        self._by_name = {(each.work, each.against, each.what): each for each in self.findings}
+
+    def one(self, work: str, against: str, what: str) -> Finding:
+        """Raises KeyError for what was not measured."""
+        return self._by_name[work, against, what]
+
+    def knows(self, work: str, against: str, what: str) -> bool:
+        """Whether that was measured."""
+        return (work, against, what) in self._by_name
+
+    def ratio(self, works: Sequence[str], against: str, what: str) -> float:
+        """The worst of several: of CPU time the most, of others the least."""
+        ratios = [self.one(work, against, what).value for work in works]
+        return max(ratios) if what.startswith("CPU") else min(ratios)
+
+
+def found() -> Found:
+    """All that results are kept of."""
+    findings: list[Finding] = []
+    for path in sorted(RESULTS.glob("pages-*.json")):
+        kept: list[dict[str, Any]] = json.loads(path.read_text())["findings"]
+        findings += [Finding(**{name: value for name, value in each.items() if name != "met"}) for each in kept]
+    return Found(findings)
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *rows]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
+
+
+Works = list[str]  # that share a figure; `{op}` in them is read or write, `{theirs}` what LMCache calls it
+THEIRS = {"read": "load", "write": "store"}
+
+
+def _pages(size: int, orders: Iterable[str] = ORDERS, more: str = "") -> Works:
+    return [f"{{op}} {SIZES[size]} pages of {size} KiB, {order}{more}" for order in orders]
+
+
+def _mixed(more: str = "") -> Works:
+    return [f"{{op}} {mixed_name(MIXED)}, {order}{more}" for order in ORDERS]
+
+
+def _alone(count: int) -> list[Works]:
+    return [[one_at_a_time.name("{op}", size, count)] for size in one_at_a_time.SIZES]
+
+
+BATCH, ALONE = (CPU, SPEED), (one_at_a_time.CPU, one_at_a_time.RATE)
+SUMMARY: list[tuple[str, str, tuple[str, str], list[Works]]] = [
+    ("Valkey 9.1, 900 pages of 1 / 4 KiB", VALKEY, BATCH, list(map(_pages, SMALL))),
+    ("Valkey 9.1, 256 pages of 16 / 32 / 64 / 256 KiB", VALKEY, BATCH, list(map(_pages, LARGE))),
+    ("Valkey 9.1, 256 pages of 3 bytes to 300 KB", VALKEY, BATCH, [_mixed()]),
+    (
+        "Valkey 9.1, blocks of 2 / 5.6 MiB, each beside a value",
+        VALKEY,
+        BATCH,
+        [[f"{{op}} 8 blocks of {size} MiB"] for size in (2, 5.6)],
+    ),
+    ("Valkey 9.1, blocks of 512 pages beside 512 values", VALKEY, BATCH, [[f"{{op}} 8 blocks of 2 MiB, {PIECES}"]]),
+    *(
+        (
+            f"Valkey 9.1, one page of 4 / 16 / 64 / 256 KiB at a time, {one_at_a_time.spell_sockets(count)}",
+            VALKEY,
+            ALONE,
+            _alone(count),
+        )
+        for count in one_at_a_time.TARGETS
+    ),
+    (
+        "Valkey 9.1, LMCache's own benchmark, 64 / 256 / 2048 KB",
+        VALKEY,
+        BATCH,
+        [[f"LMCache, {{theirs}} values of {size} KB"] for size in LMCACHE_SIZES],
+    ),
+    (
+        "redis-server 7.0, 256 pages of 16 / 32 / 64 / 256 KiB",
+        REDIS,
+        BATCH,
+        [_pages(size, [ENGINES]) for size in LARGE],
+    ),
+]
+
+
+def summary(known: Found) -> str:
+    """README's: the ordinary client, and of three orders of keys the worst. What was never measured is left out."""
+
+    def cell(against: str, what: str, op: str, all_works: list[Works]) -> str:
+        ratios = (
+            known.ratio([work.format(op=op, theirs=THEIRS[op]) for work in works], against, what) for works in all_works
+        )
+        return " / ".join(f"{ratio:.2g}" for ratio in ratios)
+
+    head = ["times that of", "CPU time, reading", "CPU time, writing", "rate, reading", "rate, writing"]
+    rows = (
+        [label, *(cell(against, what, op, works) for what in names for op in OPS)]
+        for label, against, names, works in SUMMARY
+        if known.knows(works[0][0].format(op="read", theirs=THEIRS["read"]), against, names[0])
+    )
+    return _table(head, rows)
+
+
+def batches(known: Found, more: str = "") -> str:
+    """CPU time over Valkey's, and GB/s over its in brackets, by size and order of keys."""
+
+    def cell(work: str) -> str:
+        return f"{known.one(work, VALKEY, CPU).value:.2f} ({known.one(work, VALKEY, SPEED).value:.2f})"
+
+    head = ["pages", *(f"{op}, {order}" for op in OPS for order in ORDERS)]
+    works = {f"{count} of {size} KiB": _pages(size, more=more) for size, count in SIZES.items()}
+    works[mixed_name(MIXED)] = _mixed(more)
+    rows = ([label, *(cell(work.format(op=op)) for op in OPS for work in each)] for label, each in works.items())
+    return _table(head, rows)
+
+
+def batches_by_page_client(known: Found) -> str:
+    """The same through PageClient."""
+    return batches(known, ", PageClient")
+
+
+def alone(known: Found) -> str:
+    """One command at a time: CPU over Valkey's, the rate over its, and our microseconds."""
+    cpu, rate = ALONE
+
+    def cell(work: str) -> str:
+        ours = known.one(work, VALKEY, cpu)
+        micros = ours.measured.split(" / ")[0]
+        return f"{ours.value:.2f} ({known.one(work, VALKEY, rate).value:.2f}), {micros} µs"
+
+    kinds = [(op, count) for op in ("write", "read") for count in one_at_a_time.TARGETS]
+    head = ["page", *(f"{op}, {one_at_a_time.spell_sockets(count)}" for op, count in kinds)]
+    return _table(
+        head,
+        (
+            [f"{size} KiB", *(cell(one_at_a_time.name(op, size, count)) for op, count in kinds)]
+            for size in one_at_a_time.SIZES
+        ),
+    )
+
+
+def others(known: Found) -> str:
+    """What has a target and stands in no other table."""
+    elsewhere = (" pages of ", " a page of ")
+    rows = [
+        [each.work, each.against, each.what, each.measured, f"{each.value:.3g}", each.target]
+        for each in known.findings
+        if each.target and not (each.against == VALKEY and any(words in each.work for words in elsewhere))
+    ]
+    return _table(["work", "beside", "", "measured", "ratio or figure", "target"], rows)
+
+
+def missed(known: Found) -> str:
+    """Targets that were not met."""
+    rows = [
+        [each.work, each.against, each.what, each.measured, f"{each.value:.3g}", each.target]
+        for each in known.findings
+        if each.met is False
+    ]
+    return _table(["work", "beside", "", "measured", "ratio or figure", "target"], rows) if rows else "None.\n"
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    "summary": summary,
+    "batches": batches,
+    "batches by PageClient": batches_by_page_client,
+    "alone": alone,
+    "others": others,
+    "missed": missed,
+}
