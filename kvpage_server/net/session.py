@@ -396,6 +396,7 @@ class Session:
             self._queue(-queued)
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
+        client.unanswered = client.silence != 0
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:
