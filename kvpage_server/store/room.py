@@ -17,7 +17,7 @@ from kvpage_server.store.queues import Queues, successor
 from kvpage_server.store.quota import Quota, Quotas
 
 PROMISE = 10_000  # milliseconds
-MOST_LEAVE = 400  # keys that leave memory before others have their turn
+MOST_LEAVE = 250  # keys that leave memory before others have their turn
 _AT_ONCE = 500  # units that are handed over before others have their turn
 
 
