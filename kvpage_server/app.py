@@ -32,7 +32,7 @@ from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 SWEEP_EVERY = 0.1  # seconds
-SWEEP_MOST = 2000  # keys a sweep: some milliseconds
+SWEEP_MOST = 400  # keys a sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
 _SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
@@ -200,7 +200,8 @@ async def _sweep(keys: Keyspace) -> None:
 async def _watch(watch: Watch) -> None:
     while True:
         await asyncio.sleep(WATCH_EVERY)
-        watch.look(time.monotonic())
+        for _ in watch.look(time.monotonic()):
+            await asyncio.sleep(0)
 
 
 def _have_descriptors(config: Config) -> None:
@@ -217,10 +218,13 @@ def _have_descriptors(config: Config) -> None:
 
 
 def _calm_the_collector() -> None:
-    """Pages hold no cycles; walking millions of them to look for some would stall every client."""
+    """Pages hold no cycles; walking millions of them to look for some would stall every client.
+
+    What is new is looked at twice, some ten thousand objects at a time: that takes a millisecond or some.
+    """
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 1_000_000)
+    gc.set_threshold(10_000, 5, 1_000_000)
 
 
 def _greet(server: Server, addresses: list[str]) -> None:

@@ -21,6 +21,7 @@ Matches = Callable[[bytes], object]  # something true when the bytes match
 
 _STAR = b""  # what `_elements` gives for a star; anything else matches one byte
 _EVERY = bytes(range(256))
+_SPECIAL = re.compile(rb"[*?[\\]")
 
 
 class PatternTooLong(ValueError):
@@ -32,20 +33,30 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
     """What tells whether bytes match `pattern` as a whole. Raises PatternTooLong."""
     if len(pattern) > LONGEST:
         raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
+    if pattern == b"*":
+        return _everything
+    if not ignore_case and not _SPECIAL.search(pattern):
+        return pattern.__eq__
+    if not ignore_case and (opening := opening_of(pattern)) is not None:
+        return lambda name: name.startswith(opening)
     parts: list[list[bytes]] = [[]]
     for element in _elements(pattern, ignore_case):
         if element == _STAR:
             parts.append([])
         else:
             parts[-1].append(element)
-    if pattern == b"*":
-        return _everything
     if len(parts) > 1 and not any(parts):
         return bool
     first, *rest = (b"".join(part) for part in parts)
     middle = b"".join(b"(?>.*?%b)" % part for part in rest[:-1] if part)
     last = b".*" + rest[-1] if rest else b""
     return re.compile(first + middle + last, re.DOTALL).fullmatch
+
+
+def opening_of(pattern: bytes) -> bytes | None:
+    """What a name has to begin with to match, where that is all that is asked: a pattern with one star, at its end."""
+    opening = pattern[:-1]
+    return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
 
 
 def channel_glob(pattern: bytes) -> Matches:
@@ -112,4 +123,12 @@ def _one_of(members: set[int]) -> bytes:
         return re.escape(bytes(members))
     if not members:
         return b"(?!)"
-    return b"[%b]" % b"".join(b"\\x%02x" % byte for byte in sorted(members))
+    negated = len(members) > len(_EVERY) // 2
+    ranges: list[list[int]] = []
+    for byte in sorted(set(_EVERY) - members if negated else members):
+        if ranges and ranges[-1][1] == byte - 1:
+            ranges[-1][1] = byte
+        else:
+            ranges.append([byte, byte])
+    told = b"".join(b"\\x%02x-\\x%02x" % (first, last) for first, last in ranges)
+    return b"[^%b]" % told if negated and told else b"[%b]" % told if told else b"."

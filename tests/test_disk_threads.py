@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import random
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -38,8 +38,9 @@ async def behind(
     disk = Disk(directory, maxdisk=maxdisk)
     stored: list[set[bytes]] = []
 
-    def note(batch: Batch[bytes]) -> None:
+    def note(batch: Batch[bytes]) -> Iterator[None]:
         stored.append(set(batch.changes))
+        yield
 
     writer = WriteBehind(
         disk,

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from servers import RunningServer
 from wire import spell
 
 from kvpage_server.commands.pubsub import MOST_PATTERNS
+from kvpage_server.glob import glob
+from kvpage_server.patterns import Patterns
 
 
 def confirmed(reply: bytes) -> int:
@@ -33,3 +37,37 @@ def test_a_client_listens_to_so_many_patterns_and_no_more(server: RunningServer,
         assert confirmed(told) == MOST_PATTERNS
         assert told.endswith(b"-ERR a client may listen to 1024 patterns at the most: every message is held to all\r\n")
         assert (client.publish("p1023.", "m"), client.publish("p1024.", "m")) == (1, 0)
+
+
+def test_rules_of_a_user_are_made_ready_in_steps_of_their_own(server: RunningServer, client: redis.Redis) -> None:
+    """Another client is answered before all of them are, and then the user has them all."""
+    rules = [b"~" + b"[a-z]*" * 150 + b"%d" % i for i in range(200)]
+    with server.connect() as administrator, administrator.makefile("rb") as replies:
+        administrator.sendall(spell([b"ACL", b"SETUSER", b"patterned", *rules]))
+        assert client.ping()
+        assert b"patterned" not in client.execute_command("ACL USERS")
+        assert replies.readline() == b"+OK\r\n"
+    assert len(client.acl_getuser("patterned")["keys"]) == len(rules)
+    client.acl_deluser("patterned")
+
+
+@settings(deadline=None)
+@given(st.lists(st.text("ab*?[]", max_size=5).map(str.encode), max_size=12), st.text("ab", max_size=5).map(str.encode))
+def test_patterns_are_found_as_if_each_was_looked_at(patterns: list[bytes], name: bytes) -> None:
+    found: Patterns[bytes] = Patterns()
+    for pattern in patterns:
+        found.add(pattern, pattern, glob(pattern))
+    for pattern in set(patterns[::3]):
+        found.remove(pattern)
+    left = set(patterns) - set(patterns[::3])
+    assert sorted(found.matching(name)) == sorted(pattern for pattern in left if glob(pattern)(name))
+    assert set(found) == left == set(found.copy())
+    assert found.cost <= len(left)
+
+
+def test_patterns_that_begin_alike_are_not_looked_at_one_by_one() -> None:
+    tenants: Patterns[int] = Patterns()
+    for tenant in range(10_000):
+        tenants.add(b"tenant-%04d:*" % tenant, tenant, glob(b"tenant-%04d:*" % tenant))
+    assert tenants.cost == 1
+    assert list(tenants.matching(b"tenant-0042:key")) == [42]

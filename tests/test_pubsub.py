@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -307,3 +308,46 @@ class TestNotifications:
                 client.set(f"key:{i}", bytes(700_000))
             told = self.told(events, 2)
         assert told == [(b"__keyevent@0__:evicted", b"key:0"), (b"__keyevent@0__:evicted", b"key:1")]
+
+
+def test_many_listeners_hear_all_in_the_order_in_which_it_was_said(server: RunningServer, client: redis.Redis) -> None:
+    """Some are told in every turn; what is said meanwhile, to fewer of them too, comes after it."""
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(Wire(server.port)) for _ in range(200)]
+        for number, listener in enumerate(listeners):
+            listener.ask(b"SUBSCRIBE", b"all", *([b"few"] if number >= 190 else []))
+        last = listeners[-1]
+        assert last.reply()  # the second confirmation
+        with ExitStack() as speakers:
+            first, second = (speakers.enter_context(Wire(server.port)) for _ in range(2))
+            for number in range(20):
+                first.send(spell([b"PUBLISH", b"all", b"%d" % number]))
+                second.send(spell([b"PUBLISH", b"few", b"%d" % number]))
+            assert [first.reply() for _ in range(20)] == [b":200\r\n"] * 20
+            assert [second.reply() for _ in range(20)] == [b":10\r\n"] * 20
+        for listener in listeners[:190]:
+            assert [parse(listener.reply())[2] for _ in range(20)] == [b"%d" % number for number in range(20)]
+        heard = [tuple(parse(last.reply())[1:]) for _ in range(40)]
+        for channel in (b"all", b"few"):
+            assert [message for one, message in heard if one == channel] == [b"%d" % number for number in range(20)]
+
+
+def test_one_who_left_while_many_were_told_hears_nothing_more(server: RunningServer, client: redis.Redis) -> None:
+    with ExitStack() as stack:
+        listeners = [stack.enter_context(Wire(server.port)) for _ in range(100)]
+        for listener in listeners:
+            listener.ask(b"SUBSCRIBE", b"news")
+        client.publish("news", "m")
+        for listener in listeners:
+            listener.send(spell([b"RESET"]) + spell([b"PING"]))
+            frames = [listener.reply()]
+            while frames[-1] != b"+PONG\r\n":
+                frames.append(listener.reply())
+            assert frames[-2:] == [b"+RESET\r\n", b"+PONG\r\n"]
+
+
+def test_what_is_not_answered_is_confirmed_nevertheless(server: RunningServer) -> None:
+    """CLIENT REPLY SKIP keeps back a reply; confirmations are pushed, those that take steps too."""
+    with Wire(server.port) as wire:
+        wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
+        assert [parse(wire.reply())[1] for _ in range(3)] == [b"a*", b"b*", b"c*"]

@@ -351,3 +351,18 @@ def test_redis_tells_the_same() -> None:
                         assert agree, f"seed {seed}: {keys} {ours_keys} after " + "\n".join(sent[-40:])
                         told += len(keys)
         assert told > 500
+
+
+def test_who_read_very_many_pages_of_a_block_is_told_at_once_that_all_are_gone(server: RunningServer) -> None:
+    """One message in place of thousands; what was read of others is not lost to the server."""
+    block = [b"KVBLOCKSET", b"r", b"0", b"25", b"80", b"1", b"0", b"1", b"0", b"8", b"1", b"b" * 2000]
+    pages = [word for at in range(2000) for word in (b"r", b"%d" % (at // 80), b"%d" % (at % 80), b"0", b"0")]
+    with Cache(server) as reader, Cache(server) as writer:
+        writer.ask(*block)
+        reader.ask("CLIENT", "TRACKING", "ON")
+        reader.ask(b"KVPAGEMGET", b"2000", *pages)
+        reader.ask("GET", "other")
+        writer.ask(*block)
+        assert reader.told() == [ALL]
+        writer.ask("SET", "other", "value")
+        assert reader.told() == [b"other"]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-import selectors
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.turns import MeasuredLoop
 from kvpage_server.app import _calm_the_collector
 from kvpage_server.commands.configure import apply
 from kvpage_server.commands.context import Server
@@ -26,27 +26,6 @@ from kvpage_server.store.tiered import Tiered
 
 _MARK = b"$4\r\nmark\r\n"
 _END = b"*2\r\n$4\r\nECHO\r\n" + _MARK
-
-
-class MeasuredLoop(asyncio.SelectorEventLoop):
-    """Knows the processor seconds of its longest turn, what it calls between two looks at the sockets, and of all."""
-
-    longest = total = 0.0
-    turns = 0
-
-    def __init__(self) -> None:
-        super().__init__(selectors.DefaultSelector())
-
-    def _run_once(self) -> None:
-        super()._run_once()  # type: ignore[misc]
-        took = time.thread_time() - self._began_at
-        self.longest = max(self.longest, took)
-        self.total += took
-        self.turns += 1
-
-    def _process_events(self, event_list: list[Any]) -> None:
-        self._began_at = time.thread_time()
-        super()._process_events(event_list)  # type: ignore[misc]
 
 
 @dataclass
@@ -72,9 +51,14 @@ class Turns:
         """
         with socket.create_connection(("127.0.0.1", self.server.port), timeout=60) as sock:
             self._converse(sock, before)
-            self.on_loop(self._forget)
+            self.on_loop(self.loop.forget)
             self._converse(sock, command)
         return self.on_loop(lambda: Cost(self.loop.longest, self.loop.total, self.loop.turns))
+
+    def join(self, stack: ExitStack, said: bytes) -> None:
+        """Another connection that has said something, for as long as the stack is open."""
+        sock = stack.enter_context(socket.create_connection(("127.0.0.1", self.server.port), timeout=60))
+        self._converse(sock, said)
 
     def _converse(self, sock: socket.socket, data: bytes) -> None:
         """Send something, and read until all of it is answered."""
@@ -86,10 +70,6 @@ class Turns:
             assert received, f"the connection ended after {tail!r}"
             tail = (tail + received)[-100:]
         sending.join()
-
-    def _forget(self) -> None:
-        self.loop.longest = self.loop.total = 0.0
-        self.loop.turns = 0
 
     def on_loop(self, work: Callable[[], Any]) -> Any:
         """Call something in the loop's thread, once what it has begun is done; what that returns."""
@@ -133,7 +113,8 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
         while True:
             keyspace.sweep(unix_ms(), 2000)
             if time.monotonic() - last > 1:
-                watch.look(last := time.monotonic())
+                for _ in watch.look(last := time.monotonic()):
+                    await asyncio.sleep(0)
             await asyncio.sleep(0.1)
 
     def run() -> None:

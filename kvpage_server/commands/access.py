@@ -9,16 +9,19 @@ from __future__ import annotations
 import hashlib
 import hmac
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
+from functools import cache, partial
 from typing import NamedTuple
 
 from kvpage_server.commands.absent import ABSENT
-from kvpage_server.commands.keys import READ, WRITE, Prefix
+from kvpage_server.commands.key_rules import KeyRules, spelt
+from kvpage_server.commands.keys import READ, WRITE
 from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
+from kvpage_server.patterns import Patterns
 
 _UNKNOWN = "Unknown command or category name in ACL"
 _SYNTAX = "Syntax error"
@@ -37,7 +40,8 @@ _NO_SELECTORS = "Selectors are not supported: give each set of rights a user of 
 _HASH = re.compile(r"[0-9a-f]{64}\Z")
 _KEY_RULE = re.compile(rb"(?:~|%(R|W|RW|WR)~)(.*)\Z", re.DOTALL | re.IGNORECASE)
 _ACCESS = {None: READ | WRITE, b"R": READ, b"W": WRITE, b"RW": READ | WRITE, b"WR": READ | WRITE}
-_SPELT = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
+
+Change = Callable[["User"], None]  # what a rule does; raises RuleError
 
 
 class RuleError(ValueError):
@@ -72,26 +76,6 @@ class Denial(NamedTuple):
         return f"User {user} has no permissions to access the '{self.what.decode('utf-8', 'replace')}' {self.kind}"
 
 
-class KeyPattern(NamedTuple):
-    """Keys by a glob pattern, and what may be done to them."""
-
-    pattern: bytes
-    access: int
-    matches: Matches
-    open_ended: bool  # whatever begins like a match is one too
-
-    def covers(self, key: bytes, access: int) -> bool:
-        """Whether it gives `access` to the key; to all keys that begin so, for a Prefix."""
-        if self.access & access != access or not self.matches(key):
-            return False
-        return type(key) is not Prefix or self.open_ended
-
-
-def _key_pattern(pattern: bytes, access: int) -> KeyPattern:
-    plain_end = b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[")
-    return KeyPattern(pattern, access, glob(pattern), plain_end and pattern.endswith(b"*"))
-
-
 def digest(password: bytes) -> str:
     """A password as it is kept: SHA-256, in hexadecimal."""
     return hashlib.sha256(password).hexdigest()
@@ -104,19 +88,15 @@ class User:
     name: bytes
     enabled: bool = False
     no_password: bool = False  # any password will do
-    passwords: list[str] = field(default_factory=list)  # hashed
+    passwords: dict[str, None] = field(default_factory=dict)  # hashed
     every_command: bool = False
     commands: set[str] = field(default_factory=set)
-    rules: list[str] = field(default_factory=list)  # after -@all, or after +@all
-    keys: list[KeyPattern] = field(default_factory=list)
-    channels: list[bytes] = field(default_factory=list)
+    rules: dict[str, bool] = field(default_factory=dict)  # after -@all, or after +@all: what is allowed
+    keys: KeyRules = field(default_factory=KeyRules)
+    channels: Patterns[bytes] = field(default_factory=Patterns)
+    unrestricted: bool = False  # nothing needs to be asked: every command, key and channel
 
     # -- asking ----------------------------------------------------------------------------------------------------
-
-    @property
-    def unrestricted(self) -> bool:
-        """Whether nothing needs to be asked: every command, key and channel."""
-        return self.every_command and not self.rules and self.may_use_all(READ | WRITE) and self.every_channel
 
     @property
     def every_channel(self) -> bool:
@@ -125,24 +105,17 @@ class User:
 
     def may_use_all(self, access: int) -> bool:
         """Whether it may do that to every key."""
-        return any(key.pattern == b"*" and key.access & access == access for key in self.keys)
+        return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
         """Whether it may do that to a key, or to every key that begins so when it is a Prefix."""
-        return any(pattern.covers(key, access) for pattern in self.keys)
-
-    def readable(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that it may read."""
-        patterns = [pattern.matches for pattern in self.keys if pattern.access & READ]
-        if len(patterns) == 1:
-            return list(filter(patterns[0], keys))
-        return [key for key in keys if any(matches(key) for matches in patterns)]
+        return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
         """Whether it may use a channel. A pattern must be one of its own, letter for letter."""
         if as_pattern:
             return self.every_channel or channel in self.channels
-        return any(glob(allowed)(channel) for allowed in self.channels)
+        return any(True for _ in self.channels.matching(channel))
 
     def accepts(self, password: bytes) -> bool:
         """Whether it may come in with that password."""
@@ -152,33 +125,46 @@ class User:
 
     def denial(self, spec: Spec, args: Sequence[Argument]) -> Denial | None:
         """What forbids a command with these arguments; None when it is allowed."""
+        return next(filter(None, self.checks(spec, args)), None)
+
+    def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
+        """The same, one key or channel after the other: what forbids it, or None. A check costs what `cost` says."""
         if spec.name not in self.commands:
-            return Denial("command", spec.name.encode(), spec.name, self.name)
+            yield Denial("command", spec.name.encode(), spec.name, self.name)
         if spec.all_keys and not self.may_use_all(spec.access):
-            return Denial("command", spec.name.encode(), spec.name, self.name, _SPELT[spec.access] + b"*")
+            yield Denial("command", spec.name.encode(), spec.name, self.name, spelt(spec.access, b"*"))
         if not self.may_use_all(READ | WRITE):
             for key, access in spec.uses_of(args):
-                if not self.may_use(key, access):
-                    return Denial("key", bytes(key), spec.name, self.name)
+                yield None if self.may_use(key, access) else Denial("key", bytes(key), spec.name, self.name)
         if spec.channels and not self.every_channel:
             for channel in spec.channels_of(args):
-                if not self.may_listen(channel, as_pattern=spec.channels == "patterns"):
-                    return Denial("channel", channel, spec.name, self.name)
-        return None
+                may = self.may_listen(channel, as_pattern=spec.channels == "patterns")
+                yield None if may else Denial("channel", channel, spec.name, self.name)
+
+    @property
+    def cost(self) -> int:
+        """How many patterns a key, or a channel, is held against."""
+        return max(self.keys.cost, self.channels.cost)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
         """A user like this one after some rules. Raises RuleError naming the rule; this one stays as it is."""
+        return self.after((rule, change_of(rule)) for rule in rules)
+
+    def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
+        """The same, of rules that were made ready."""
         user = copy(self)
-        user.passwords, user.rules = list(self.passwords), list(self.rules)
-        user.commands, user.keys, user.channels = set(self.commands), list(self.keys), list(self.channels)
-        for rule in rules:
+        user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
+        user.keys, user.channels = self.keys.copy(), self.channels.copy()
+        for rule, change in changes:
             try:
-                user._apply(rule)
-            except (RuleError, PatternTooLong) as error:
+                change(user)
+            except RuleError as error:
                 shown = rule.decode("utf-8", "backslashreplace")
                 raise RuleError(f"Error in ACL SETUSER modifier '{shown}': {error}") from None
+        every = user.every_command and not user.rules and user.every_channel
+        user.unrestricted = every and user.may_use_all(READ | WRITE)
         return user
 
     def become(self, other: User) -> None:
@@ -187,78 +173,70 @@ class User:
             if attribute.name != "name":
                 setattr(self, attribute.name, getattr(other, attribute.name))
 
-    def _apply(self, rule: bytes) -> None:
-        word = rule.lower()
-        if word in _WORDS:
-            _WORDS[word](self)
-        elif found := _KEY_RULE.match(rule):
-            self._add_keys(found[2], _ACCESS[found[1] and found[1].upper()])
-        elif rule[:1] == b"&":
-            self._add_channel(rule[1:])
-        elif rule[:1] in (b"+", b"-"):
-            self._allow(word[1:].decode("ascii", "backslashreplace"), allowed=rule[:1] == b"+")
-        elif rule[:1] in (b">", b"#"):
-            self._add_password(digest(rule[1:]) if rule[:1] == b">" else _checked_hash(rule[1:]))
-        elif rule[:1] in (b"<", b"!"):
-            self._remove_password(digest(rule[1:]) if rule[:1] == b"<" else _checked_hash(rule[1:]))
-        else:
-            raise RuleError(_NO_SELECTORS if rule[:1] == b"(" else _SYNTAX)
-
     def enable(self, enabled: bool) -> None:
         """Let it in, or not; connections that it has stay."""
         self.enabled = enabled
 
     def _add_password(self, hashed: str) -> None:
         self.no_password = False
-        if hashed not in self.passwords:
-            self.passwords.append(hashed)
+        self.passwords[hashed] = None
 
     def _remove_password(self, hashed: str) -> None:
         if hashed not in self.passwords:
             raise RuleError(_NO_SUCH_PASSWORD)
-        self.passwords.remove(hashed)
+        del self.passwords[hashed]
 
     def forget_passwords(self, *, then_any: bool) -> None:
         """Have no password: nobody comes in, or `then_any` will do."""
         self.passwords.clear()
         self.no_password = then_any
 
-    def _add_keys(self, pattern: bytes, access: int) -> None:
+    def _add_keys(self, pattern: bytes, access: int, matches: Matches) -> None:
         if self.may_use_all(READ | WRITE):
             raise RuleError(_AFTER_ALL_KEYS)
-        if (pattern, access) not in [key[:2] for key in self.keys]:
-            self.keys.append(_key_pattern(pattern, access))
+        self.keys.add(pattern, access, matches)
 
-    def _add_channel(self, pattern: bytes) -> None:
+    def _add_channel(self, pattern: bytes, matches: Matches) -> None:
         if self.every_channel:
             raise RuleError(_AFTER_ALL_CHANNELS)
-        glob(pattern)
-        if pattern not in self.channels:
-            self.channels.append(pattern)
+        self.channels.add(pattern, pattern, matches)
+
+    def _forget_keys(self) -> None:
+        self.keys = KeyRules()
+
+    def _forget_channels(self) -> None:
+        self.channels = Patterns()
 
     def _all_keys(self) -> None:
-        self.keys = [_key_pattern(b"*", READ | WRITE)]
+        self._forget_keys()
+        self.keys.add(b"*", READ | WRITE, glob(b"*"))
 
     def _all_channels(self) -> None:
-        self.channels = [b"*"]
+        self._forget_channels()
+        self.channels.add(b"*", b"*", glob(b"*"))
 
     def _allow(self, name: str, *, allowed: bool) -> None:
         """+name and -name: a command, a subcommand (`container|sub`), or a @category."""
         if name == "@all":
-            self.every_command, self.rules = allowed, []
+            self.every_command, self.rules = allowed, {}
             self.commands = {*TABLE, *ABSENT} if allowed else set()
             return
         chosen = _commands_named(name)
         if (allowed and chosen <= self.commands) or (not allowed and not chosen & self.commands):
             return  # as it is already
-        self.commands = self.commands | chosen if allowed else self.commands - chosen
-        self.rules = [rule for rule in self.rules if rule[1:] != name and not rule[1:].startswith(f"{name}|")]
-        self.rules.append(("+" if allowed else "-") + name)
+        if allowed:
+            self.commands |= chosen
+        else:
+            self.commands -= chosen
+        for covered in (name,) if name[:1] == "@" else chosen:
+            self.rules.pop(covered, None)
+        self.rules[name] = allowed
 
     def _reset(self) -> None:
         self.enabled = False
         self.forget_passwords(then_any=False)
-        self.keys, self.channels = [], []
+        self._forget_keys()
+        self._forget_channels()
         self._allow("@all", allowed=False)
 
     # -- telling ---------------------------------------------------------------------------------------------------
@@ -266,12 +244,13 @@ class User:
     @property
     def command_rules(self) -> str:
         """Its commands as rules: `-@all +get`."""
-        return " ".join(["+@all" if self.every_command else "-@all", *self.rules])
+        rules = ("+" + name if allowed else "-" + name for name, allowed in self.rules.items())
+        return " ".join(["+@all" if self.every_command else "-@all", *rules])
 
     @property
     def key_rules(self) -> bytes:
         """Its keys as rules: `~a* %R~b*`."""
-        return b" ".join(_SPELT[key.access] + key.pattern for key in self.keys)
+        return bytes(self.keys)
 
     @property
     def channel_rules(self) -> bytes:
@@ -289,16 +268,52 @@ class User:
         return b" ".join([*words, self.command_rules.encode()])
 
 
-def _commands_named(name: str) -> set[str]:
+def change_of(rule: bytes) -> Change:
+    """What a rule does to a user. A pattern is made ready here, which takes up to some milliseconds for a long one."""
+    word = rule.lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return _argued(rule, word)
+    except (RuleError, PatternTooLong) as error:
+        return partial(_refuse, str(error))  # in its turn: a rule before it may be wrong, too
+
+
+def _refuse(why: str, user: User) -> None:
+    raise RuleError(why)
+
+
+def _argued(rule: bytes, word: bytes) -> Change:
+    """What a rule does that has an argument. Raises RuleError, PatternTooLong."""
+    sign = rule[:1]
+    if found := _KEY_RULE.match(rule):
+        access, matches = _ACCESS[found[1] and found[1].upper()], glob(found[2])
+        return lambda user: user._add_keys(found[2], access, matches)
+    if sign == b"&":
+        matches = glob(rule[1:])
+        return lambda user: user._add_channel(rule[1:], matches)
+    if sign in (b"+", b"-"):
+        return lambda user: user._allow(word[1:].decode("ascii", "backslashreplace"), allowed=sign == b"+")
+    if sign in (b">", b"#"):
+        hashed = digest(rule[1:]) if sign == b">" else _checked_hash(rule[1:])
+        return lambda user: user._add_password(hashed)
+    if sign in (b"<", b"!"):
+        hashed = digest(rule[1:]) if sign == b"<" else _checked_hash(rule[1:])
+        return lambda user: user._remove_password(hashed)
+    raise RuleError(_NO_SELECTORS if sign == b"(" else _SYNTAX)
+
+
+@cache
+def _commands_named(name: str) -> frozenset[str]:
     """The commands that a rule names, those of Redis that do not exist here too. Raises RuleError."""
     if name[:1] == "@":
         if name[1:] not in CATEGORIES:
             raise RuleError(_UNKNOWN)
         here = {spec.name for spec in TABLE.values() if name[1:] in spec.categories}
-        return here | {absent for absent, categories in ABSENT.items() if name[1:] in categories}
+        return frozenset(here | {absent for absent, categories in ABSENT.items() if name[1:] in categories})
     if name not in TABLE and name not in ABSENT:
         raise RuleError(_UNKNOWN)
-    return {name} | {sub for sub in (*TABLE, *ABSENT) if sub.startswith(f"{name}|")}
+    return frozenset((name, *(sub for sub in (*TABLE, *ABSENT) if sub.startswith(f"{name}|"))))
 
 
 def _checked_hash(hashed: bytes) -> str:
@@ -319,10 +334,10 @@ _WORDS: dict[bytes, Callable[[User], None]] = {
     b"resetpass": lambda user: user.forget_passwords(then_any=False),
     b"allkeys": User._all_keys,
     b"~*": User._all_keys,
-    b"resetkeys": lambda user: user.keys.clear(),
+    b"resetkeys": lambda user: user._forget_keys(),
     b"allchannels": User._all_channels,
     b"&*": User._all_channels,
-    b"resetchannels": lambda user: user.channels.clear(),
+    b"resetchannels": lambda user: user._forget_channels(),
     b"allcommands": lambda user: user._allow("@all", allowed=True),
     b"nocommands": lambda user: user._allow("@all", allowed=False),
     b"reset": User._reset,

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import time
+from collections.abc import Collection
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvpage_server.commands.access import RuleError, User
+from kvpage_server.commands.access import RuleError, User, change_of
 from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
-from kvpage_server.commands.users import DEFAULT, Refusal, UserFileError
+from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
+from kvpage_server.commands.users import DEFAULT, Refusal, UserFileError, lines_of, save_file
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 
 _OWN = "noscript loading stale"
 _FLAGS = "admin noscript loading stale"
@@ -22,6 +26,9 @@ _NO_FILE = (
     "and then issue a CONFIG REWRITE (assuming you have a configuration file set) in order to store users in the "
     "configuration."
 )
+
+_SHORT = 1024  # bytes of rules that are made ready at once
+_FEW = 8  # connections that are looked at more closely in a step
 
 container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
 
@@ -42,7 +49,14 @@ def acl_users(client: Client, args: list[Argument]) -> Reply:
 @command("acl|list", 2, _FLAGS, group="server", since="6.0.0", summary="Lists users as lines of a configuration.")
 def acl_list(client: Client, args: list[Argument]) -> Reply:
     """Passwords as they are kept: hashed."""
-    return client.server.users.lines()
+    users = client.server.users.by_name
+    return Stream(len(users), map(bytes, [users[name] for name in sorted(users)]))
+
+
+def _lines(client: Client) -> Steps[list[bytes]]:
+    """A line of the configuration for every user."""
+    by_name = client.server.users.by_name
+    return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
 
 
 @command(
@@ -77,26 +91,48 @@ def _describe(user: User) -> dict[str, Any]:
 def acl_setuser(client: Client, args: list[Argument]) -> Reply:
     """With all of the rules or none. Connections of the user feel it at once."""
     name, *rules = plain_all(args)
-    try:
-        client.server.users.set(name, rules)
-    except RuleError as error:
-        raise ReplyError(f"ERR {error}") from None
-    _settle(client)
-    return OK
+
+    def steps() -> Steps[Reply]:
+        changes = yield from each(rules, lambda some: [(rule, change_of(rule)) for rule in some], at_once=1)
+        try:
+            user = client.server.users.set(name, changes)
+        except RuleError as error:
+            raise ReplyError(f"ERR {error}") from None
+        yield from _settle(client, {user.name})
+        return OK
+
+    return stepwise(steps(), small=sum(map(len, rules)) <= _SHORT and _is_quiet(client))
 
 
-def _settle(client: Client) -> None:
-    """Rights changed: find out what each connection may do, and end those that may not even be what they are."""
-    users = client.server.users
-    users.warn_of_absent()
-    for other in list(client.server.clients.values()):
-        if other.user is not None and users.by_name.get(other.user.name) is not other.user:
-            other.close() if other is client else other.connection.abort()
+def _is_quiet(client: Client) -> bool:
+    return len(client.server.clients) <= STEP
+
+
+def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
+    """The rights of these users changed: find out what each connection of theirs may do, at once; then end those that
+    listen to what they may not, or that are nobody any more."""
+    users, left = client.server.users.by_name, list[Client]()
+    for other in client.server.clients.values():
+        if other.user is None or other.user.name not in changed:
             continue
+        other.user = users.get(other.user.name)
         other.settle()
-        listens_too_much = not all(map(other.hears, [*other.channels, *other.patterns]))
-        if listens_too_much or (other in client.server.monitors and not other.sees_all):
-            other.connection.abort()
+        if other is not client and (other.user is None or other.listens):
+            left.append(other)
+    for start in range(0, len(left), _FEW):
+        for other in left[start : start + _FEW]:
+            if _listens_too_much(other):
+                other.connection.abort()
+        yield ()
+    if client.user is None or _listens_too_much(client):
+        asyncio.get_running_loop().call_soon(client.close)  # once it has been answered
+
+
+def _listens_too_much(client: Client) -> bool:
+    """Whether it hears what its user, if it is still one, may not."""
+    if client in client.server.monitors and not client.sees_all:
+        return True
+    return not (client.user and all(map(client.hears, [*client.channels, *client.patterns])))
 
 
 @command(
@@ -113,9 +149,13 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     names = plain_all(args)
     if DEFAULT in names:
         raise ReplyError("ERR The 'default' user cannot be removed")
-    removed = [client.server.users.by_name.pop(name, None) for name in names]
-    _settle(client)
-    return sum(user is not None for user in removed)
+    removed = [name for name in names if client.server.users.by_name.pop(name, None) is not None]
+
+    def steps() -> Steps[Reply]:
+        yield from _settle(client, set(removed))
+        return len(removed)
+
+    return stepwise(steps(), small=_is_quiet(client))
 
 
 @command(
@@ -182,7 +222,8 @@ def acl_log(client: Client, args: list[Argument]) -> Reply:
     count = as_integer(args[0]) if args else 10
     if count is None or count < 0:
         raise ReplyError("ERR value is out of range, must be positive")
-    return [_entry(refusal) for refusal in list(refusals.entries)[:count]]
+    chosen = list(islice(refusals.entries, count))
+    return Stream(len(chosen), map(_entry, chosen))
 
 
 def _entry(refusal: Refusal) -> dict[str, Any]:
@@ -203,24 +244,39 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
 @command("acl|save", 2, _FLAGS, group="server", since="6.0.0", summary="Writes the users into the aclfile.")
 def acl_save(client: Client, args: list[Argument]) -> Reply:
     """Whole or not at all."""
-    try:
-        client.server.users.save_file(_file(client))
-    except OSError as error:
-        raise ReplyError(f"ERR There was an error trying to save the ACLs: {error.strerror}") from None
-    return OK
+    path = _file(client)
+
+    def steps() -> Steps[Reply]:
+        lines = yield from _lines(client)
+        try:
+            yield from in_thread(lambda: save_file(path, lines))
+        except OSError as error:
+            raise ReplyError(f"ERR There was an error trying to save the ACLs: {error.strerror}") from None
+        return OK
+
+    return stepwise(steps(), small=False)
 
 
 @command("acl|load", 2, _FLAGS, group="server", since="6.0.0", summary="Has the users of the aclfile instead.")
 def acl_load(client: Client, args: list[Argument]) -> Reply:
     """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
-    try:
-        client.server.users.load_file(_file(client))
-    except UserFileError as error:
-        raise ReplyError(f"ERR {error}") from None
-    except OSError as error:
-        raise ReplyError(f"ERR The ACL file cannot be read: {error.strerror}") from None
-    _settle(client)
-    return OK
+    path, users = _file(client), client.server.users
+
+    def steps() -> Steps[Reply]:
+        try:
+            lines = yield from in_thread(lambda: lines_of(path))
+            before = users.by_name.keys()
+            for _ in users.loading(lines):
+                yield ()
+        except UserFileError as error:
+            raise ReplyError(f"ERR {error}") from None
+        except OSError as error:
+            raise ReplyError(f"ERR The ACL file cannot be read: {error.strerror}") from None
+        users.warn_of_absent()
+        yield from _settle(client, before)
+        return OK
+
+    return stepwise(steps(), small=False)
 
 
 def _file(client: Client) -> Path:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 
+from kvpage_server.commands.access import Denial
 from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.disk import wait_for_room
+from kvpage_server.commands.disk import Postponed, wait_for_room
 from kvpage_server.commands.registry import Spec
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import ReplyError, bare
+from kvpage_server.resp.reply import ReplyError, Wait, bare
 from kvpage_server.store.memory import OutOfMemory
 
 log = logging.getLogger("kvpage")
@@ -66,8 +68,13 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
         return
     denial = user.denial(spec, words[spec.words :])
     if denial is not None:
-        client.server.refuse(client, denial.kind, denial.what)
-        raise ReplyError(denial.message)
+        raise refused(client, denial)
+
+
+def refused(client: Client, denial: Denial) -> ReplyError:
+    """What a client is told that lacks a right; the ACL log tells."""
+    client.server.refuse(client, denial.kind, denial.what)
+    return ReplyError(denial.message)
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
@@ -82,10 +89,12 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 def have_room(client: Client) -> None:
     """Have room in memory for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
 
-    It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction.
+    It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction. Where very
+    much has to leave, others have their turn meanwhile.
     """
     try:
-        client.server.keyspace.make_room()
+        if not client.server.keyspace.make_room():
+            raise Postponed(Wait(asyncio.get_running_loop().call_soon))
     except OutOfMemory:
         if client.server.tiered is not None:
             wait_for_room(client.server.tiered)

@@ -70,7 +70,8 @@ def _redirect(client: Client, mode: Mode, value: bytes) -> int:
     if mode.redirect:
         raise ReplyError("ERR A client can only redirect to a single other client")
     number = integer(value)
-    if all(other.id != number for other in client.peers()):
+    other = client.server.clients.get(number)
+    if other is None or other.gone or not (client.sees_all or other.user is client.user):
         raise ReplyError("ERR The client ID you want redirect to does not exist")
     return number
 
@@ -93,7 +94,10 @@ def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
 
 
 def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
+    overlapping = _overlapping([*prefixes, *existing])
     for place, prefix in enumerate(prefixes):
+        if prefix not in overlapping:
+            continue
         others = [(other, "an existing") for other in existing]
         others += [(other, "another provided") for other in prefixes[place + 1 :]]
         for other, which in others:
@@ -103,6 +107,17 @@ def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
                     f"ERR Prefix '{shown}' overlaps with {which} prefix '{beside}'. "
                     "Prefixes for a single client must not overlap."
                 )
+
+
+def _overlapping(names: list[bytes]) -> set[bytes]:
+    """Those that another begins with, or that begin with another: in order, these come right behind it."""
+    found, openings = set[bytes](), list[bytes]()
+    for name in sorted(names):
+        while openings and not name.startswith(openings[-1]):
+            openings.pop()
+        found.update((name, openings[-1]) if openings else ())
+        openings.append(name)
+    return found
 
 
 @command(

@@ -1,16 +1,30 @@
-"""Who listens to which channel, by name or by pattern, and how a message reaches them."""
+"""Who listens to which channel, by name or by pattern, and how a message reaches them.
+
+A message for a few is pushed at once. For many, and for what comes while such a message is under way, there is a queue,
+so that everybody hears what was said in the order in which it was said; some are told in every turn of the loop.
+"""
 
 from __future__ import annotations
 
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterator
+from itertools import islice
+from time import monotonic_ns
 from typing import TYPE_CHECKING
 
-from kvpage_server.glob import Matches, channel_glob
-from kvpage_server.resp.reply import Piece, Push, Raw, Reply, encode
+from kvpage_server.glob import channel_glob
+from kvpage_server.patterns import Patterns
+from kvpage_server.resp.reply import Piece, Push, Raw, Reply, Wait, encode
 
 if TYPE_CHECKING:
     from kvpage_server.commands.context import Client
 
 Listeners = dict["Client", None]  # in the order in which they came
+Steps = Iterator[None]
+
+_FEW = 32  # listeners who are told at once
+_TURN = 1_000_000  # nanoseconds
 
 
 class Channels:
@@ -18,8 +32,8 @@ class Channels:
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
-        self.by_pattern: dict[bytes, Listeners] = {}
-        self._matches: dict[bytes, Matches] = {}
+        self.by_pattern: Patterns[tuple[bytes, Listeners]] = Patterns()  # each with itself and who listens to it
+        self._under_way: deque[Steps] = deque()
 
     def __bool__(self) -> bool:
         return bool(self.by_name or self.by_pattern)
@@ -33,66 +47,149 @@ class Channels:
     def unsubscribe(self, client: Client, channel: bytes) -> None:
         """It no longer does, if it did."""
         client.channels.pop(channel, None)
-        _leave(self.by_name, channel, client)
+        self._leave(channel, client)
         client.settle()
+
+    def _leave(self, channel: bytes, client: Client) -> None:
+        listeners = self.by_name.get(channel, {})
+        listeners.pop(client, None)
+        if not listeners:
+            self.by_name.pop(channel, None)
 
     def psubscribe(self, client: Client, pattern: bytes) -> None:
         """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
-        self._matches[pattern] = channel_glob(pattern)
+        found = self.by_pattern.get(pattern)
+        if found is None:
+            found = pattern, {}
+            self.by_pattern.add(pattern, found, channel_glob(pattern))
         client.patterns[pattern] = None
-        self.by_pattern.setdefault(pattern, {})[client] = None
+        found[1][client] = None
         client.settle()
 
     def punsubscribe(self, client: Client, pattern: bytes) -> None:
         """It no longer does, if it did."""
         client.patterns.pop(pattern, None)
-        _leave(self.by_pattern, pattern, client)
-        if pattern not in self.by_pattern:
-            self._matches.pop(pattern, None)
+        self._leave_pattern(pattern, client)
         client.settle()
+
+    def _leave_pattern(self, pattern: bytes, client: Client) -> None:
+        found = self.by_pattern.get(pattern)
+        if found is not None:
+            found[1].pop(client, None)
+            if not found[1]:
+                self.by_pattern.remove(pattern)
 
     def forget(self, client: Client) -> None:
-        """The client listens to nothing any more."""
-        for channel in client.channels:
-            _leave(self.by_name, channel, client)
-        for pattern in client.patterns:
-            _leave(self.by_pattern, pattern, client)
-            if pattern not in self.by_pattern:
-                self._matches.pop(pattern, None)
-        client.channels.clear()
-        client.patterns.clear()
+        """The client listens to nothing any more. Who listened to very many is taken from their lists in steps."""
+        channels, patterns = client.channels, client.patterns
+        client.channels, client.patterns = {}, {}
         client.settle()
 
-    def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Push a message to everybody who listens, and may know of the key that it is about; how many times.
+        def steps() -> Steps:
+            for number, channel in enumerate(channels, start=1):
+                if channel not in client.channels:  # it may have come back
+                    self._leave(channel, client)
+                if not number % _FEW:
+                    yield
+            for pattern in patterns:
+                if pattern not in client.patterns:
+                    self._leave_pattern(pattern, client)
 
-        O(listeners + patterns). The message is encoded once a protocol, not once a listener.
+        self._do(steps(), at_once=len(channels) <= _FEW)
+
+    # -- messages ----------------------------------------------------------------------------------------------------
+
+    def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
+        """Push a message to everybody who listens, and may know of the key that it is about; how many listen.
+
+        The message is encoded once a protocol, not once a listener.
         """
-        count = 0
-        listeners = self.by_name.get(channel)
-        if listeners:
-            count += _push(listeners, [b"message", channel, message], about)
-        for pattern, listeners in self.by_pattern.items():
-            if self._matches[pattern](channel):
-                count += _push(listeners, [b"pmessage", pattern, channel, message], about)
+        told = self._told(channel, message)
+        count = sum(len(listeners) for listeners, _ in told)
+        self._do(_push(told, about), at_once=count <= _FEW)
         return count
 
+    def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
+        """Publish very many: the channel, the message, and the key that it is about. They are made as they are told."""
 
-def _push(listeners: Listeners, items: list[Reply], about: bytes | None) -> int:
-    encoded: dict[int, Raw] = {}
-    chosen = [client for client in listeners if about is None or client.sees(about)]
-    for client in chosen:
-        protocol = client.protocol
-        if protocol not in encoded:
-            out: list[Piece] = []
-            encode(Push(items), protocol, out)
-            encoded[protocol] = Raw(b"".join(piece if isinstance(piece, bytes) else piece.view for piece in out))
-        client.push(encoded[protocol])
-    return len(chosen)
+        def steps() -> Steps:
+            for channel, message, about in messages:
+                yield from _push(self._told(channel, message), about)
+                yield
+
+        self._do(steps(), at_once=False)
+
+    @property
+    def busy(self) -> bool:
+        """Whether what was published is still being told."""
+        return bool(self._under_way)
+
+    def all_told(self) -> Iterator[Reply]:
+        """Steps of a reply until what was published so far has been told."""
+        if self._under_way:
+            yield Wait(self._when_told, now=self._tell_all)
+
+    def _when_told(self, then: Callable[[], None]) -> None:
+        def steps() -> Steps:
+            then()
+            yield
+
+        self._do(steps(), at_once=False)
+
+    def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
+        """Those who listen, by what they are told."""
+        listeners = self.by_name.get(channel)
+        told: list[tuple[Listeners, list[Reply]]] = []
+        if listeners:
+            told.append((listeners, [b"message", channel, message]))
+        for pattern, listeners in self.by_pattern.matching(channel):
+            told.append((listeners, [b"pmessage", pattern, channel, message]))
+        return told
+
+    # -- in turns ----------------------------------------------------------------------------------------------------
+
+    def _do(self, steps: Steps, *, at_once: bool) -> None:
+        """Do some steps after those that are under way, in turns; now, if there are none and it is little."""
+        if at_once and not self._under_way:
+            for _ in steps:
+                pass
+            return
+        self._under_way.append(steps)
+        if len(self._under_way) == 1:
+            asyncio.get_running_loop().call_soon(self._take_turn)
+
+    def _take_turn(self) -> None:
+        end = monotonic_ns() + _TURN
+        while self._under_way:
+            for _ in self._under_way[0]:
+                if monotonic_ns() > end:
+                    asyncio.get_running_loop().call_soon(self._take_turn)
+                    return
+            self._under_way.popleft()
+
+    def _tell_all(self) -> None:
+        while self._under_way:
+            for _ in self._under_way.popleft():
+                pass
 
 
-def _leave(listeners_of: dict[bytes, Listeners], name: bytes, client: Client) -> None:
-    listeners = listeners_of.get(name, {})
-    listeners.pop(client, None)
-    if not listeners:
-        listeners_of.pop(name, None)
+def _push(told: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
+    """Tell those who still listen, some in every step."""
+    for listeners, items in told:
+        encoded: dict[int, Raw] = {}
+        everybody = iter(list(listeners))
+        while some := list(islice(everybody, _FEW)):
+            for client in some:
+                hears = client.channels if items[0] == b"message" else client.patterns
+                if items[1] in hears and (about is None or client.sees(about)):
+                    protocol = client.protocol
+                    if protocol not in encoded:
+                        encoded[protocol] = _spelt(items, protocol)
+                    client.push(encoded[protocol])
+            yield
+
+
+def _spelt(items: list[Reply], protocol: int) -> Raw:
+    out: list[Piece] = []
+    encode(Push(items), protocol, out)
+    return Raw(b"".join(piece if isinstance(piece, bytes) else piece.view for piece in out))

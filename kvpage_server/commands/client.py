@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 
@@ -9,6 +10,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, 
 from kvpage_server.commands.connection import checked_name, is_printable
 from kvpage_server.commands.context import Client, Pause
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
 
@@ -75,7 +77,7 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
 @command("client|info", 2, _OWN, group="connection", since="6.2.0", summary="Describes the connection.")
 def client_info(client: Client, args: list[Argument]) -> Reply:
     """As a line of CLIENT LIST."""
-    return Verbatim(_lines([client]))
+    return Verbatim(_line(client))
 
 
 @command(
@@ -97,17 +99,25 @@ def client_list(client: Client, args: list[Argument]) -> Reply:
     elif option == b"TYPE" and len(words) == 2:
         chosen = _of_type(words[1])
     elif option == b"ID" and len(words) > 1:
-        ids = [as_integer(word) for word in words[1:]]
+        ids = set(map(as_integer, words[1:]))
         if not all(ids):
             raise ReplyError("ERR Invalid client ID")
         chosen = lambda other: other.id in ids  # noqa: E731
     else:
         raise ReplyError(SYNTAX_ERROR)
-    return Verbatim(_lines([other for other in client.peers() if chosen(other)]))
+    peers = list(client.peers())
+
+    def steps() -> Steps[Reply]:
+        lines = yield from each(
+            peers, lambda some: [_line(other) for other in some if not other.gone and chosen(other)]
+        )
+        return Verbatim(b"".join(lines))
+
+    return stepwise(steps(), small=len(peers) <= STEP)
 
 
-def _lines(clients: list[Client]) -> bytes:
-    return b"".join(str(other).encode("utf-8", "surrogateescape") + b"\n" for other in clients)
+def _line(other: Client) -> bytes:
+    return str(other).encode("utf-8", "surrogateescape") + b"\n"
 
 
 def _everyone(other: Client) -> bool:
@@ -140,19 +150,31 @@ def client_kill(client: Client, args: list[Argument]) -> Reply:
         chosen, skip_me = [_of_address(words[0])], False
     else:
         chosen, skip_me = _filters(client, words)
-    killed = [
-        other
-        for other in client.peers()
-        if not (skip_me and other is client) and all(is_chosen(other) for is_chosen in chosen)
-    ]
-    if len(words) == 1 and not killed:
-        raise ReplyError("ERR No such client")
-    for other in killed:
-        if other is client:
-            client.close()
-        else:
-            other.connection.abort()
-    return OK if len(words) == 1 else len(killed)
+    peers = [other for other in client.peers() if not (skip_me and other is client)]
+    at_once = max(STEP // len(chosen), 1) if chosen else STEP
+
+    def steps() -> Steps[Reply]:
+        killed = yield from each(
+            peers, lambda some: [_end(client, other) for other in some if _is(other, chosen)], at_once=at_once
+        )
+        if len(words) == 1 and not killed:
+            raise ReplyError("ERR No such client")
+        return OK if len(words) == 1 else len(killed)
+
+    return stepwise(steps(), small=len(peers) <= at_once)
+
+
+def _is(other: Client, chosen: list[Chosen]) -> bool:
+    return not other.gone and all(is_chosen(other) for is_chosen in chosen)
+
+
+def _end(client: Client, other: Client) -> Client:
+    """End a connection; one's own once this is answered."""
+    if other is client:
+        asyncio.get_running_loop().call_soon(client.close)
+    else:
+        other.connection.abort()
+    return other
 
 
 def _of_address(word: bytes) -> Chosen:

@@ -138,7 +138,7 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
     """A map by name, without those that do not exist."""
     if not args:
         return _all_documented(client.protocol)
-    return {spec.name: document(spec) for spec in _named(args) if spec}
+    return {spec.name: document(spec) for spec in dict.fromkeys(_named(args)) if spec}
 
 
 @command(

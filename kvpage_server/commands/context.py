@@ -43,6 +43,32 @@ def _nobody_listens() -> None:
 
 
 @dataclass(slots=True)
+class Totals:
+    """Of the connections there are."""
+
+    connections: int = 0
+    sent: int = 0  # bytes, so far
+    most_incoming: int = 0  # bytes of one
+    most_outgoing: int = 0
+    paused: int = 0
+    listening: int = 0
+    watching: int = 0
+    watched: int = 0  # keys
+
+    def add(self, client: Client) -> None:
+        """Count a connection."""
+        connection = client.connection
+        self.connections += 1
+        self.sent += connection.sent
+        self.most_incoming = max(self.most_incoming, connection.incoming)
+        self.most_outgoing = max(self.most_outgoing, connection.outgoing)
+        self.paused += connection.paused
+        self.listening += bool(client.channels or client.patterns)
+        self.watching += bool(client.watching)
+        self.watched += len(client.watching)
+
+
+@dataclass(slots=True)
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
@@ -67,6 +93,7 @@ class Server:
     events: KeyEvents = field(init=False)
     monitors: dict[Client, None] = field(default_factory=dict)
     pause: Pause | None = None
+    totals: Totals = field(default_factory=Totals)  # of the connections, when they were counted last
     rates: tuple[int, float, float] = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
     peak_memory: int = 0
     in_flight: int = 0  # bytes that clients hold: commands half received, replies not yet sent
@@ -77,11 +104,6 @@ class Server:
         self.events = KeyEvents(self.keyspace, self.channels, tracking)
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
-
-    @property
-    def bytes_out(self) -> int:
-        """Bytes sent so far, of the living connections too."""
-        return self.stats.bytes_out + sum(client.connection.sent for client in self.clients.values())
 
     def forget(self, client: Client) -> None:
         """A client is gone."""
@@ -105,6 +127,8 @@ class Server:
 
     def end_pause(self) -> None:
         """Let the clients that wait go on."""
+        if self.pause is None:
+            return
         self.pause = None
         for client in list(self.clients.values()):
             client.settle()
@@ -172,6 +196,7 @@ class Client:
     finished: int = field(default_factory=time.monotonic_ns)  # when a command was last answered, or its reply read
     owes: int = 0  # changes that have to be on disk before it is told anything more
     silence: int = 0  # replies to swallow; negative: all of them
+    unanswered: bool = False  # that of the command which is run now, or in steps, is one of them
     spared: bool = False  # CLIENT NO-EVICT
     touches: bool = True  # reading a key is a use of it
     closing: bool = False
@@ -303,11 +328,16 @@ class Client:
         """Whether it may read every key, and so know what concerns all of them."""
         return self.user is not None and self.user.may_use_all(READ)
 
+    @property
+    def cost_of_a_key(self) -> int:
+        """How many patterns a key is held against to find out whether it may know of it; at least 1."""
+        return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
+
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:
         """Those of some keys that it may know of."""
         if self.user is None:
             return []
-        return list(keys) if self.sees_all else self.user.readable(keys)
+        return list(keys) if self.sees_all else self.user.keys.readable(keys)
 
     def sees(self, key: bytes) -> bool:
         """Whether it may know that a key exists."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections import deque
+from itertools import islice
 from typing import Any
 
 from kvpage_server.commands.arguments import as_integer, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.measure import Calls, LatencyEvent
+from kvpage_server.commands.measure import Calls, LatencyEvent, SlowCall
 from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.steps import STEP, Steps, freed, stepwise
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Verbatim
 
 _FLAGS = "admin loading stale"
 _LATENCY_FLAGS = "admin noscript loading stale"
@@ -32,11 +35,13 @@ def slowlog_get(client: Client, args: list[Argument]) -> Reply:
     count = as_integer(args[0]) if args else 10
     if count is None or count < -1:
         raise ReplyError("ERR count should be greater than or equal to -1")
-    entries = list(client.server.slow_log.entries)
-    return [
-        [entry.id, entry.unix_time, entry.microseconds, entry.words, entry.address, entry.name]
-        for entry in (entries if count == -1 else entries[:count])
-    ]
+    entries = client.server.slow_log.entries
+    chosen = list(islice(entries, len(entries) if count == -1 else count))
+    return Stream(len(chosen), map(_row, chosen))
+
+
+def _row(call: SlowCall) -> list[Reply]:
+    return [call.id, call.unix_time, call.microseconds, call.words, call.address, call.name]
 
 
 @command("slowlog|len", 2, _FLAGS, group="server", since="2.2.12", summary="Counts the slow calls remembered.")
@@ -48,8 +53,15 @@ def slowlog_len(client: Client, args: list[Argument]) -> Reply:
 @command("slowlog|reset", 2, _FLAGS, group="server", since="2.2.12", summary="Forgets the slow calls.")
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
     """Their ids go on."""
-    client.server.slow_log.entries.clear()
-    return OK
+    log = client.server.slow_log
+    calls = list(log.entries)
+    log.entries = deque()
+
+    def steps() -> Steps[Reply]:
+        yield from freed(calls)
+        return OK
+
+    return stepwise(steps(), small=len(calls) <= STEP)
 
 
 container("latency", group="server", since="2.8.13", summary="A container for latency diagnostics commands.")
@@ -110,8 +122,8 @@ def latency_histogram(client: Client, args: list[Argument]) -> Reply:
     calls = client.server.stats.calls
     if not args:
         return {name: _histogram(of) for name, of in calls.items() if of.count}
-    named = [word.lower().decode("ascii", "replace") for word in plain_all(args)]
-    chosen = [name for word in named for name in calls if name == word or name.startswith(f"{word}|")]
+    named = {word.lower().decode("ascii", "replace") for word in plain_all(args)}
+    chosen = [name for name in calls if name in named or name.partition("|")[0] in named]
     return {name: _histogram(calls[name]) for name in chosen if calls[name].count}
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from kvpage_server.commands.admission import admit, check_rights, have_room, queues, rejected, takes_memory
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import prepare
-from kvpage_server.commands.parts import begin, freed_after
+from kvpage_server.commands.parts import after_rights, are_many_rights, begin, freed_after
 from kvpage_server.commands.registry import AT_ONCE, find
 from kvpage_server.commands.run import run, run_as_asked
 from kvpage_server.commands.transaction import MOST_QUEUED
@@ -24,6 +24,8 @@ def execute(client: Client, words: Command) -> Reply:
         server = client.server
         stores = spec.stores
         if not client.free:
+            if are_many_rights(client, words):
+                return after_rights(client, spec, words)
             check_rights(client, spec, words)
             admit(client, spec)
             stores = takes_memory(client, spec)

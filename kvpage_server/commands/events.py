@@ -8,8 +8,8 @@ K and E choose the channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from itertools import chain
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, starmap
 from typing import TYPE_CHECKING
 
 from kvpage_server.commands.channels import Channels
@@ -112,16 +112,20 @@ class KeyEvents:
         if self.tracking:
             self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
         if self._notified:
-            for event, key in chain([first], events):
-                self._notify(event, key)
+            self._channels.publish_all(chain.from_iterable(starmap(self._messages, chain([first], events))))
 
     def _notify(self, event: str, key: bytes) -> None:
+        for channel, message, about in self._messages(event, key):
+            self._channels.publish(channel, message, about)
+
+    def _messages(self, event: str, key: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """What is published of an event: channels, messages, and the key that they are about."""
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:
-                self._channels.publish(b"__keyspace@0__:" + key, name, about=key)
+                yield b"__keyspace@0__:" + key, name, key
             if "E" in self._notified:
-                self._channels.publish(b"__keyevent@0__:" + name, key, about=key)
+                yield b"__keyevent@0__:" + name, key, key
 
     def _mark(self, key: bytes) -> None:
         for client in self._watchers.get(key, ()):

@@ -66,19 +66,19 @@ def _server(server: Server) -> Fields:
 
 
 def _clients(server: Server) -> Fields:
-    clients = server.clients.values()
+    totals = server.totals
     return {
-        "connected_clients": len(clients),
+        "connected_clients": totals.connections,
         "cluster_connections": 0,
         "maxclients": server.config.maxclients,
-        "client_recent_max_input_buffer": max((client.connection.incoming for client in clients), default=0),
-        "client_recent_max_output_buffer": max((client.connection.outgoing for client in clients), default=0),
-        "blocked_clients": sum(client.connection.paused for client in clients),
+        "client_recent_max_input_buffer": totals.most_incoming,
+        "client_recent_max_output_buffer": totals.most_outgoing,
+        "blocked_clients": totals.paused,
         "tracking_clients": len(server.events.tracking.clients),
-        "pubsub_clients": sum(bool(client.channels or client.patterns) for client in clients),
-        "watching_clients": sum(bool(client.watching) for client in clients),
+        "pubsub_clients": totals.listening,
+        "watching_clients": totals.watching,
         "clients_in_timeout_table": 0,
-        "total_watched_keys": sum(len(client.watching) for client in clients),
+        "total_watched_keys": totals.watched,
     }
 
 
@@ -171,7 +171,7 @@ def _stats(server: Server) -> Fields:
         "total_commands_processed": stats.commands,
         "instantaneous_ops_per_sec": ops,
         "total_net_input_bytes": stats.bytes_in,
-        "total_net_output_bytes": server.bytes_out,
+        "total_net_output_bytes": stats.bytes_out + server.totals.sent,
         "instantaneous_input_kbps": f"{bytes_in / 1024:.2f}",
         "instantaneous_output_kbps": f"{bytes_out / 1024:.2f}",
         "rejected_connections": stats.rejected,
@@ -303,7 +303,10 @@ _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication,
 
 
 def info_text(client: Client, wanted: set[str]) -> str:
-    """The sections named, the usual ones when none is; those that do not exist are left out, as Redis does."""
+    """The sections named, the usual ones when none is; those that do not exist are left out, as Redis does.
+
+    What it tells of all connections together is as they were when they were counted last: see `totals`.
+    """
     chosen = set(wanted)
     if not wanted or "default" in wanted:
         chosen |= _DEFAULT

@@ -154,12 +154,12 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
     """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
     keyspace = client.server.keyspace
-    places, some = keyspace.places(), list[bytes]()
+    places, some, step = keyspace.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
     for start in range(0, len(places), _PLACES):
         some += keyspace.living(places[start : start + _PLACES])
-        if len(some) >= _STEP:
-            yield client.visible(some)
-            some.clear()
+        while len(some) >= step:
+            yield client.visible(some[:step])
+            del some[:step]
     yield client.visible(some)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from kvpage_server.commands.admission import admit, check_rights, have_room, queues, rejected
+from kvpage_server.commands.admission import admit, check_rights, have_room, queues, refused, rejected
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import Postponed, prepare
 from kvpage_server.commands.registry import AT_ONCE, Parts, Spec
@@ -21,6 +21,8 @@ from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, enco
 from kvpage_server.store.hold import Hold
 
 _PART = 128  # items
+_CHECKS = 4000  # patterns that keys are held against in a step
+_RIGHTS = 16 * _CHECKS
 
 
 def begin(client: Client, spec: Spec, words: Command) -> Stream:
@@ -33,6 +35,35 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
         raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
     client.last_command = spec.name
     return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
+
+
+def are_many_rights(client: Client, words: Command) -> bool:
+    """Whether to find out that its user may do this takes a while: very many keys, held against very many patterns."""
+    return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
+
+
+def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to a command of which that is so: it runs at once, after its rights were asked. Raises Paused."""
+    admit(client, spec)
+    client.last_command = spec.name
+
+    def steps() -> Iterator[Reply]:
+        try:
+            assert client.user is not None
+            at_once = max(_CHECKS // client.user.cost, 1)
+            for number, denial in enumerate(client.user.checks(spec, words[spec.words :]), start=1):
+                if denial is not None:
+                    raise refused(client, denial)
+                if not number % at_once:
+                    yield ()
+            hold = yield from _ready(client, spec, words)
+            reply = run_as_asked(client, spec, words)
+            del hold
+            yield from _flat(reply)
+        except ReplyError as error:
+            yield rejected(client, spec, words, error)
+
+    return Stream(None, steps(), whole=spec.writes)
 
 
 def freed_after(error: ReplyError, words: Command) -> Stream:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import Parts, command, container
+from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.glob import PatternTooLong, channel_glob
 from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, Stream, encode
@@ -24,7 +25,7 @@ def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Ca
             act(client, name)
         count = len(client.channels) + len(client.patterns)
         encode(Push([kind, name, count]), client.protocol, pieces)
-    if client.silence:  # CLIENT REPLY keeps back what was asked for, and not what is pushed
+    if client.unanswered:  # CLIENT REPLY keeps back what was asked for, and not what is pushed
         client.push(tuple(pieces))
         return ()
     return tuple(pieces)
@@ -125,7 +126,14 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
 def publish(client: Client, args: list[Argument]) -> Reply:
     """How many received it."""
     channel, message = plain_all(args)
-    return client.server.channels.publish(channel, message)
+    channels = client.server.channels
+    count = channels.publish(channel, message)
+
+    def steps() -> Steps[Reply]:
+        yield from channels.all_told()
+        return count
+
+    return stepwise(steps(), small=not channels.busy)
 
 
 container("pubsub", group="pubsub", summary="A container for commands about channels.")
@@ -143,14 +151,16 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may listen to, by name; patterns are no channels."""
-    channels = [channel for channel in client.server.channels.by_name if client.hears(channel)]
-    if not args:
-        return channels
+    channels = list(client.server.channels.by_name)
     try:
-        matches = channel_glob(plain(args[0]))
+        matches = channel_glob(plain(args[0])) if args else None
     except PatternTooLong as error:
         raise ReplyError(f"ERR {error}") from None
-    return [channel for channel in channels if matches(channel)]
+
+    def chosen(some: Sequence[bytes]) -> list[bytes]:
+        return [one for one in some if client.hears(one) and (matches is None or matches(one))]
+
+    return stepwise(each(channels, chosen), small=len(channels) <= STEP)
 
 
 @command(

@@ -11,6 +11,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import info_text
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.save import saved
+from kvpage_server.commands.steps import STEP, Steps, stepwise
+from kvpage_server.commands.totals import counted
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Stream, Verbatim
 
@@ -28,7 +30,12 @@ log = logging.getLogger("kvpage")
 def info(client: Client, args: list[Argument]) -> Reply:
     """Text in sections of `name:value` lines; without what concerns all keys for who may not read them."""
     wanted = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
-    return Verbatim(info_text(client, wanted).encode())
+
+    def steps() -> Steps[Reply]:
+        yield from counted(client.server)
+        return Verbatim(info_text(client, wanted).encode())
+
+    return stepwise(steps(), small=len(client.server.clients) <= STEP)
 
 
 @command("time", 1, "loading stale fast", group="server", since="2.6.0", summary="Returns the server's time.")

@@ -13,14 +13,20 @@ from kvpage_server.resp.reply import Raw
 _SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
 _MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
+_ALL_SHOWN = 32 * 1024  # bytes of all words, and what the last is longer: each byte is looked at
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
     """A command's first words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
-    more, words = len(words) - _MOST_SHOWN, words[:_MOST_SHOWN]
-    if spec.name in _SECRET:
-        words = [*words[: spec.words], *[b"(redacted)"] * (len(words) - spec.words)]
-    return [*(_cut(word, most) for word in words), *([b"... (%d more words)" % more] if more > 0 else [])]
+    cut: list[bytes] = []
+    left = _ALL_SHOWN
+    for at, word in enumerate(words[:_MOST_SHOWN]):
+        cut.append(b"(redacted)" if spec.name in _SECRET and at >= spec.words else _cut(word, most))
+        left -= len(cut[-1])
+        if left <= 0:
+            break
+    more = len(words) - len(cut)
+    return [*cut, *([b"... (%d more words)" % more] if more else [])]
 
 
 def _cut(word: Argument, most: int) -> bytes:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import TypeVar
 
-from kvpage_server.resp.reply import Reply, Stream
+from kvpage_server.resp.reply import Reply, Stream, Wait
 
 T = TypeVar("T")
 U = TypeVar("U")
@@ -32,13 +33,31 @@ def _told(steps: Steps[Reply]) -> Iterator[Reply]:
     yield (yield from steps)
 
 
-def each(things: Sequence[T], meaning: Callable[[Sequence[T]], Sequence[U]], width: int = 1) -> Steps[list[U]]:
-    """What things mean, `width` of them together, some in every step."""
+def each(
+    things: Sequence[T], meaning: Callable[[Sequence[T]], Sequence[U]], width: int = 1, at_once: int = STEP
+) -> Steps[list[U]]:
+    """What things mean, `width` of them together, `at_once` in every step."""
     found: list[U] = []
-    for start in range(0, len(things), STEP * width):
-        found += meaning(things[start : start + STEP * width])
+    for start in range(0, len(things), at_once * width):
+        found += meaning(things[start : start + at_once * width])
         yield ()
     return found
+
+
+def in_thread(work: Callable[[], T]) -> Steps[T]:
+    """What some work finds or raises that a thread does meanwhile: files are read and written, certificates parsed.
+
+    It must touch nothing that the loop's thread changes.
+    """
+    result: list[Callable[[], T]] = []
+
+    def start(then: Callable[[], None]) -> None:
+        doing = asyncio.get_running_loop().run_in_executor(None, work)
+        result.append(doing.result)
+        doing.add_done_callback(lambda _: then())
+
+    yield Wait(start, now=lambda: result.append(work))
+    return result[0]()
 
 
 def freed(things: list[T]) -> Iterator[Reply]:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -37,6 +37,7 @@ _OPENING = {
     3: b">2\r\n$10\r\ninvalidate\r\n",
 }
 _INDEX = b":index"
+_MANY = 1000  # keys of a block that are told one by one
 _STEP = 1000  # notes that are freed before others have their turn
 
 Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them; a dict is slow to give its first item
@@ -173,8 +174,12 @@ class Tracking:
             self._changed_prefixes(keys, length, by)
         notes = self._notes
         if notes:
-            for key in [key for key in keys if key in notes]:
-                self._changed(key, by)
+            noted = [key for key in keys if key in notes]
+            if len(noted) > _MANY:
+                self._changed_together(noted, by)
+            else:
+                for key in noted:
+                    self._changed(key, by)
             first = keys[0]
             if self._of_requests and first[:3] == b"kv:":
                 for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
@@ -183,6 +188,13 @@ class Tracking:
     def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Client | None) -> None:
         """Note which of the prefixes of that length changed."""
         prefixes = self._prefixes
+        first = keys[0]
+        if len(keys) > 1 and length <= first.find(b":", 3) + 1:  # the pages of a block all begin with its request
+            prefix = prefixes.get(first[:length])
+            if prefix is not None:
+                prefix.changed.update(dict.fromkeys(keys, by))
+                self._tell_soon()
+            return
         for key in keys:
             prefix = prefixes.get(key[:length]) if len(key) >= length else None
             if prefix is not None:
@@ -198,11 +210,20 @@ class Tracking:
             names.discard(name)
             if not names:
                 del self._of_requests[request]
+        for client in self._to_be_told(readers, by):
+            self._due_to(client).keys[name] = None
+
+    def _changed_together(self, names: Sequence[bytes], by: Client | None) -> None:
+        """Very many changed at once: who read one of them is told that everything is gone. The notes stay."""
+        for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
+            self._due_to(client).flushed = True
+
+    def _to_be_told(self, readers: Iterable[int], by: Client | None) -> Iterator[Client]:
         for number in readers:
             client = self._everybody.get(number)
             mode = client.tracking if client is not None else None
             if client is not None and mode is not None and not mode.broadcast and not (mode.no_loop and client is by):
-                self._due_to(client).keys[name] = None
+                yield client
 
     def flushed(self) -> None:
         """Every key is gone: all that track are told so."""

@@ -10,13 +10,13 @@ import logging
 import re
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from kvpage_server.commands.absent import ABSENT
-from kvpage_server.commands.access import RuleError, User, digest
+from kvpage_server.commands.access import Change, RuleError, User, digest
 from kvpage_server.durable import replacing
 from kvpage_server.page import unix_ms
 
@@ -40,7 +40,8 @@ class Users:
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, User] = {DEFAULT: _open_default()}
-        self._warned_of: set[str] = set()  # commands that rules name and that do not exist
+        self._absent: set[str] = set()  # commands that rules name and that do not exist
+        self._warned_of: set[str] = set()
 
     @property
     def default(self) -> User:
@@ -52,83 +53,94 @@ class Users:
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
-    def set(self, name: bytes, rules: Iterable[bytes]) -> None:
-        """Make or change a user, with all of the rules or none. Raises RuleError.
+    def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
+        """Make or change a user, with all of the rules or none; which user that is. Raises RuleError.
 
         The object that connections hold stays the same: they feel the change at once.
         """
         if _IN_NO_NAME.search(name):
             raise RuleError("Usernames can't contain spaces or null characters")
         user = self.by_name.get(name)
-        changed = (user or User(name)).changed(rules)
+        changed = (user or User(name)).after(changes)
         if user is None:
-            self.by_name[name] = changed
+            user = self.by_name[name] = changed
         else:
             user.become(changed)
+        self._absent |= user.rules.keys() & ABSENT.keys()
+        self.warn_of_absent()
+        return user
 
     def require_password(self, password: str) -> None:
         """The default user's only password; empty: it needs none."""
         raw = password.encode("utf-8", "surrogateescape")
         self.default.forget_passwords(then_any=not raw)
         if raw:
-            self.default.passwords.append(digest(raw))
+            self.default.passwords[digest(raw)] = None
 
     def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
-        """Have the users of these lines (where each stands, and its words after `user`); a default one stays if no
-        line makes it.
+        """Have the users of these lines: see `loading`. Raises UserFileError."""
+        for _ in self.loading(lines):
+            pass
+
+    def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
+        """Steps until there are the users of these lines (where each stands, and its words after `user`) and no others.
+
+        A default one stays if no line makes it.
 
         Raises UserFileError and leaves everything as it was when one of them is wrong.
         """
-        loaded = {DEFAULT: self.default}
-        named = set()
+        loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
             name, *rules = words or [b""]
             if not name:
                 raise UserFileError(f"{where}: a user needs a name")
             if _IN_NO_NAME.search(name):
                 raise UserFileError(f"{where}: a user's name has no spaces: its rules are words of their own")
-            if name in named:
+            if name in loaded:
                 raise UserFileError(f"{where}: user '{name.decode('utf-8', 'replace')}' is defined twice")
-            named.add(name)
             try:
                 loaded[name] = User(name).changed(rules)
             except RuleError as error:
                 raise UserFileError(f"{where}: {error}") from None
-        for name in loaded.keys() & self.by_name.keys():  # connections hold the object
-            self.by_name[name].become(loaded[name])
-            loaded[name] = self.by_name[name]
-        self.by_name = loaded
+            absent |= loaded[name].rules.keys() & ABSENT.keys()
+            yield
+        self.by_name = {DEFAULT: self.default} | loaded
+        self._absent |= absent
 
     def warn_of_absent(self) -> None:
         """Log, once each, which commands rules name that Redis has and this server has not."""
-        named = {rule[1:] for user in self.by_name.values() for rule in user.rules} & ABSENT.keys() - self._warned_of
+        named = self._absent - self._warned_of
         if named:
             self._warned_of |= named
             log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
 
     def load_file(self, path: Path) -> None:
         """Have the users of an aclfile. Raises UserFileError, OSError."""
-        lines = []
-        for number, line in enumerate(path.read_bytes().splitlines(), start=1):
-            words = line.split()
-            if not words or words[0].startswith(b"#"):
-                continue
-            where = f"{path}, line {number}"
-            if words[0] != b"user":
-                raise UserFileError(
-                    f"{where}: a line must start with 'user', got '{words[0].decode('utf-8', 'replace')}'"
-                )
-            lines.append((where, words[1:]))
-        self.load(lines)
-
-    def save_file(self, path: Path) -> None:
-        """Write an aclfile, whole or not at all. Raises OSError."""
-        with replacing(path, keep_group=True) as file:
-            file.writelines(line + b"\n" for line in self.lines())
+        self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
         """Every user as a line, by name."""
         return [bytes(self.by_name[name]) for name in sorted(self.by_name)]
+
+
+def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
+    """Where each user of an aclfile stands, and its words. Raises UserFileError, OSError."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith(b"#"):
+            continue
+        where = f"{path}, line {number}"
+        if words[0] != b"user":
+            raise UserFileError(f"{where}: a line must start with 'user', got '{words[0].decode('utf-8', 'replace')}'")
+        lines.append((where, words[1:]))
+    return lines
+
+
+def save_file(path: Path, lines: Iterable[bytes]) -> None:
+    """Write an aclfile, whole or not at all. Raises OSError."""
+    with replacing(path, keep_group=True) as file:
+        file.writelines(line + b"\n" for line in lines)
 
 
 @dataclass(slots=True)

@@ -9,10 +9,12 @@ from __future__ import annotations
 import logging
 import select
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 
 from kvpage_server import malloc
 from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.steps import STEP
+from kvpage_server.commands.totals import counted
 from kvpage_server.config import Config, OutputLimit
 from kvpage_server.core import Limits
 
@@ -114,23 +116,27 @@ class Watch:
         self._most_held = 0  # bytes, since memory was last given back
         self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
 
-    def look(self, now: float) -> None:
-        """End who is idle too long, who leaves too much unread for too long, and who does not take its leave.
+    def look(self, now: float) -> Iterator[None]:
+        """End who is idle too long, who leaves too much unread for too long, and who does not take its leave, in steps.
 
         `now` is in monotonic seconds.
         """
         server = self._server
         if server.pause is not None and server.pause.ends <= now:
             server.end_pause()
+        yield from counted(server)
         self._measure(now)
         self._give_back_memory()
-        clients = list(server.clients.values())
-        _end_broken(clients)
-        self._end_slow_readers(clients, now)
-        self._end_idle(clients, now)
-        for client in clients:
-            if client.closing and now - client.active > _LAST_WORDS:
-                client.connection.abort()
+        clients, self._over, over = list(server.clients.values()), {}, self._over
+        for start in range(0, len(clients), STEP):
+            some = [client for client in clients[start : start + STEP] if not client.gone]
+            _end_broken(some)
+            self._end_slow_readers(some, now, over)
+            self._end_idle(some, now)
+            for client in some:
+                if client.closing and now - client.active > _LAST_WORDS:
+                    client.connection.abort()
+            yield
 
     def _give_back_memory(self) -> None:
         """When clients held much and now hold little, let the C library return what lies free in between."""
@@ -142,7 +148,8 @@ class Watch:
 
     def _measure(self, now: float) -> None:
         stats = self._server.stats
-        totals = (now, stats.commands, stats.bytes_in, self._server.bytes_out)
+        sent = stats.bytes_out + self._server.totals.sent
+        totals = (now, stats.commands, stats.bytes_in, sent)
         seconds, commands, bytes_in, bytes_out = (new - old for new, old in zip(totals, self._before, strict=True))
         self._before = totals
         if seconds > 0:
@@ -151,15 +158,14 @@ class Watch:
             )  # after RESETSTAT
             self._server.rates = (round(commands / seconds), bytes_in / seconds, bytes_out / seconds)
 
-    def _end_slow_readers(self, clients: Iterable[Client], now: float) -> None:
-        over = {}
+    def _end_slow_readers(self, clients: Iterable[Client], now: float, over: Mapping[Client, float]) -> None:
+        """`over` are those that were above their soft limit when they were looked at before, and since when."""
         for client in clients:
             limit = output_limit(client)
             if limit.soft and client.connection.outgoing > limit.soft:
-                over[client] = since = self._over.get(client, now)
+                self._over[client] = since = over.get(client, now)
                 if now - since >= limit.seconds:
                     _overflown(client)
-        self._over = over
 
     def _end_idle(self, clients: Iterable[Client], now: float) -> None:
         timeout = self._server.config.timeout

@@ -352,6 +352,7 @@ class Session:
             queued = load.unqueue() if is_at_once(command) else 0
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
+        client.unanswered = client.silence != 0
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:

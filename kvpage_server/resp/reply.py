@@ -84,9 +84,13 @@ class Push:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """What cannot go on yet: `start` is called with what to do when it can."""
+    """What cannot go on yet: `start` is called with what to do when it can.
+
+    `now`, where there is one, does what is waited for at once: within a transaction, which does not wait.
+    """
 
     start: Callable[[Callable[[], None]], object]
+    now: Callable[[], object] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +158,8 @@ def _encode_rare(value: Reply, protocol: int, out: list[Piece]) -> None:
             out.append(b"*%d\r\n" % value.length)
         for item in value.items:
             encode(item, protocol, out)
+    elif isinstance(value, Wait) and value.now is not None:
+        value.now()
     elif value is NULL_ARRAY:
         out.append(b"_\r\n" if protocol == 3 else b"*-1\r\n")
     else:

@@ -20,8 +20,9 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -35,6 +36,8 @@ _SLACK = 2.5  # a change may come when a commit has just begun, and be in the ne
 _SHORTEST = 0.05
 RETRY_AFTER = 1.0  # seconds
 _LAST_TRIES = 3
+_TURN = 1_000_000  # nanoseconds
+_AT_ONCE = 256  # values that are let go of together
 
 log = logging.getLogger("kvpage")
 
@@ -69,7 +72,8 @@ class Batch(Generic[T]):
 
 
 class WriteBehind(Generic[T]):
-    """`spell` makes a change of a value, in the writing thread; `stored` is told, on the loop, what was committed.
+    """`spell` makes a change of a value, in the writing thread; `stored` is told in steps, on the loop, what was
+    committed.
 
     When the disk is full, `make_room` is told so and how many bytes wait: it may remove values. `is_gone` says whether
     the store has no value of a name, in whatever form. `limit` is how many bytes may wait.
@@ -82,7 +86,7 @@ class WriteBehind(Generic[T]):
         mode: str,
         limit: int,
         spell: Callable[[bytes, T], Change],
-        stored: Callable[[Batch[T]], None],
+        stored: Callable[[Batch[T]], Iterator[None]],
         make_room: Callable[[DiskFull, int], None],
         is_gone: Callable[[bytes], bool],
     ) -> None:
@@ -237,20 +241,33 @@ class WriteBehind(Generic[T]):
             yield Delete(name) if value is None else self._spell(name, value)
 
     def _committed(self, error: DiskError | DiskFull | None) -> None:
-        batch, self._now = self._now, None
+        batch = self._now
         assert batch is not None
         if error is not None:
+            self._now = None
             self._failed(batch, error)
-        else:
-            if self.failing:
-                log.warning("writing to disk works again")
-            self.failing = ""
-            self.durable = batch.position
-            self.last_commit = unix_ms()
-            self.commits += 1
-            self._took = time.monotonic() - batch.began
-            self._stored(batch)
-            batch.changes.clear()  # here, not where the thread lets go of the batch
+            self._go_on()
+            return
+        self._took = time.monotonic() - batch.began
+        self._finish(batch, chain(self._stored(batch), _freed(batch)))
+
+    def _finish(self, batch: Batch[T], steps: Iterator[None]) -> None:
+        """Note what a commit has stored, of which there may be very much; until then it counts as being written."""
+        end = time.monotonic_ns() + _TURN
+        for _ in steps:
+            if time.monotonic_ns() > end:
+                self._loop.call_soon(self._finish, batch, steps)
+                return
+        if self.failing:
+            log.warning("writing to disk works again")
+        self._now, self.failing = None, ""
+        self.durable = batch.position
+        self.last_commit = unix_ms()
+        self.commits += 1
+        self._go_on()
+
+    def _go_on(self) -> None:
+        """Plan what is next, and let those go on who waited."""
         if not self.settled:
             self._plan()
         if self._removals is None:
@@ -308,7 +325,8 @@ class WriteBehind(Generic[T]):
             for name in removals.changes:
                 if name in self._next.removed:
                     self._next.forget(name)
-            self._stored(removals)
+            for _ in self._stored(removals):
+                pass
         self._plan()
         if error is not None:
             self._tell_waiting()
@@ -337,3 +355,12 @@ class WriteBehind(Generic[T]):
         self._batches.put(None)
         await asyncio.to_thread(self._thread.join)
         return 0 if self.settled else max(len(self._next.changes), 1)
+
+
+def _freed(batch: Batch[T]) -> Iterator[None]:
+    """Let go of a batch's values: here, not where the thread does."""
+    changes = batch.changes
+    while changes:
+        for _ in range(min(len(changes), _AT_ONCE)):
+            changes.popitem()
+        yield

@@ -14,7 +14,8 @@ from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
 from kvpage_server.store.quota import OverQuota, Quota, Quotas, Rule, block_name, text_size
 from kvpage_server.store.room import Room
 
-_AT_ONCE = 2000  # values that are looked at before others have their turn
+_AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some
+_OF_A_VALUE = 16
 
 Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page id
 
@@ -151,12 +152,10 @@ class Ration(Room):
         return self._uncounted is not None
 
     def _count_all(self) -> Iterator[None]:
-        left = _AT_ONCE
-        for unit in self._every_unit():
+        at_once = max(_AT_ONCE // (_OF_A_VALUE + len(self.quotas)), 1)
+        for number, unit in enumerate(self._every_unit(), start=1):
             self._count(unit)
-            left -= 1
-            if not left:
-                left = _AT_ONCE
+            if not number % at_once:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:

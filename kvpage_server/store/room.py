@@ -17,6 +17,7 @@ from kvpage_server.store.queues import Queues, successor
 from kvpage_server.store.quota import Quota, Quotas
 
 PROMISE = 10_000  # milliseconds
+MOST_LEAVE = 250  # keys that leave memory before others have their turn
 _AT_ONCE = 500  # units that are handed over before others have their turn
 
 
@@ -73,22 +74,29 @@ class Room(Holdings):
         """Whether memory has more than it may."""
         return self.used_memory > self.maxmemory > 0
 
-    def make_room(self, *, may_evict: bool = True) -> None:
-        """Evict until memory is within its limit. Raises OutOfMemory when the policy forbids it."""
+    def make_room(self) -> bool:
+        """Evict until memory is within its limit, or much has gone: whether there is no more to do for now.
+
+        Raises OutOfMemory when the policy forbids it.
+        """
         if not self.is_full:
-            return
+            return True
         if self.policy == NO_EVICTION:
             raise OutOfMemory
-        now = unix_ms()
+        now, left = unix_ms(), MOST_LEAVE
         self.guards.settle(now)
         for unit in self._victims():
             if self.guards.spares(unit, now):
                 continue
+            left -= unit.pages if isinstance(unit, Block) else 1
             self.evict(unit)
             if not self.is_full:
-                return
+                return True
+            if left <= 0:
+                return False
         if self.policy == VOLATILE_TTL:
             raise OutOfMemory
+        return True
 
     def _victims(self) -> Iterator[Unit]:
         if self.policy != VOLATILE_TTL:

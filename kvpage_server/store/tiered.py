@@ -37,10 +37,12 @@ from kvpage_server.store.mapped import MappedLoans
 from kvpage_server.store.memory import Fallen, OutOfMemory
 from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.room import MOST_LEAVE
 from kvpage_server.store.scrub import Scrubber
 from kvpage_server.store.spelling import Spoilt, Value, change_of
 
-_MOST_PASSED = 4096  # units that are not dropped, before no more are looked at
+_AT_ONCE = 256  # values that are noted before others have their turn
+_MOST_PASSED = 1024  # units that are not dropped, before no more are looked at
 _SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
 
 log = logging.getLogger("kvpage")
@@ -281,34 +283,49 @@ class Tiered(DiskRoom):
 
     # -- from memory to disk alone ---------------------------------------------------------------------------------
 
-    def make_room(self, *, may_evict: bool = True) -> None:
-        """Drop what is on disk, and evict what is not, until memory is within its limit.
+    def make_room(self) -> bool:
+        """Drop what is on disk, and evict what is not, until memory is within its limit, or much has left.
+
+        Whether there is no more to do for now.
 
         Raises OutOfMemory when there is nothing to drop and the policy forbids eviction.
         """
         if not self.is_full:
-            return
+            return True
         keeps_texts = self._policy in (NO_EVICTION, VOLATILE_TTL)
-        if not (keeps_texts and self._texts > self.maxmemory) and self._leave(self._units.victims(), self._leaves):
-            return
-        if self._policy == VOLATILE_TTL and self._leave(self._victims(), self._is_evicted):
-            return
+        if not (keeps_texts and self._texts > self.maxmemory):
+            left = self._leave(self._units.victims(), self._leaves)
+            if left is not None:
+                return left
+        if self._policy == VOLATILE_TTL:
+            left = self._leave(self._victims(), self._is_evicted)
+            if left is not None:
+                return left
         self.behind.hurry()
         if keeps_texts:
             raise OutOfMemory
+        return True
 
-    def _leave(self, units: Iterator[Unit], leaves: Callable[[Unit], bool]) -> bool:
-        """Have units leave memory, in order, until that is within its limit; whether it is."""
-        now, passed = unix_ms(), 0
+    def _leave(self, units: Iterator[Unit], leaves: Callable[[Unit], bool]) -> bool | None:
+        """Have units leave memory, in order, until that is within its limit (True), or many have left (False).
+
+        None when those that may do not suffice.
+        """
+        now, passed, left = unix_ms(), 0, MOST_LEAVE
         self.guards.settle(now)
         for unit in units:
+            pages = unit.pages if isinstance(unit, Block) else 1
             if unit in self.holds or self.guards.spares(unit, now) or not leaves(unit):
                 passed += 1
                 if passed == _MOST_PASSED:
                     break
+                continue
+            left -= pages
             if not self.is_full:
                 return True
-        return False
+            if left <= 0:
+                return False
+        return None if self.is_full else True
 
     def _leaves(self, unit: Unit) -> bool:
         """Drop a unit, or evict one that is not on disk; False when it has to stay.
@@ -365,13 +382,16 @@ class Tiered(DiskRoom):
 
     # -- the disk's side -------------------------------------------------------------------------------------------
 
-    def _note_stored(self, batch: Batch[Value]) -> None:
+    def _note_stored(self, batch: Batch[Value]) -> Iterator[None]:
+        """Steps until it is known that a batch is on disk."""
         on_disk = self._on_disk
         if batch.clears:
             on_disk.was_cleared()
         last: object = None
         unit = b""
-        for name, (value, _) in batch.changes.items():
+        for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
+            if not number % _AT_ONCE:
+                yield
             if isinstance(value, Cold):
                 continue
             if value is None or isinstance(value, Spoilt):
