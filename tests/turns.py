@@ -25,7 +25,7 @@ from kvpage_server.store.memory import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 _MARK = b"$4\r\nmark\r\n"
-_END = b"*2\r\n$4\r\nECHO\r\n" + _MARK
+_END = b"*2\r\n$4\r\nPING\r\n" + _MARK
 
 
 @dataclass
