@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test check soak fuzz lint format docs bench core wheels clean help
+.PHONY: setup run chat serve demo test check soak fuzz sanitize lint format docs bench core wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -42,9 +42,14 @@ FUZZ_SECONDS ?= 60
 soak: $(VENV)/dev.stamp  ## a minute of honest clients amid hostile and slow ones
 	$(BIN)/python -m pytest -m soak -s
 
-fuzz: $(VENV)/dev.stamp  ## noise for the parser, guided by coverage, for FUZZ_SECONDS
+fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by coverage, then watched for misuse of memory
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
 	$(BIN)/python tests/fuzz -max_total_time=$(FUZZ_SECONDS) -max_len=20000 build/fuzz/parser
+	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
+
+sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
+	tests/sanitized.sh -m pytest -m "not soak and not alone" tests/test_core_alike.py tests/test_core_memory.py tests/test_parser.py tests/test_outbox.py \
+		tests/test_page_properties.py
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy
 	$(BIN)/ruff check .

@@ -38,4 +38,4 @@ if command -v dpkg-query >/dev/null 2>&1; then
     fi
     how="${packages:+sudo apt-get install$packages &&}"
 fi
-echo "The page core is not compiled, so its Python twin runs, which is slower. To change that: $how make core" >&2
+echo "The page core is not compiled, so its Python twin runs, which is slower. To change that: ${how:+$how }make core" >&2

@@ -1,5 +1,6 @@
 """`python tests/fuzz [libFuzzer options] FOLDER`: noise guided by coverage, until something does not hold.
 
+What the Python core does with an input leads to the next; the compiled core has to do the same with each.
 FOLDER keeps what was found interesting, so that the next run goes on from there.
 """
 
@@ -10,13 +11,20 @@ from pathlib import Path
 
 import atheris
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
 with atheris.instrument_imports(include=["kvpage_server"]):
-    from invariants import SEEDS, WORDS, check
+    from fuzz.both import differ
+    from fuzz.invariants import SEEDS, WORDS, check
 
 
 def _quoted(word: str) -> str:
     """As libFuzzer's dictionaries spell bytes."""
     return '"' + "".join(f"\\x{ord(letter):02x}" for letter in word) + '"'
+
+
+def _hold(data: bytes) -> None:
+    check(data)
+    differ(data)
 
 
 def main() -> None:
@@ -27,7 +35,7 @@ def main() -> None:
         (corpus / f"seed-{number}").write_bytes(seed)
     dictionary = corpus.with_suffix(".dict")
     dictionary.write_text("".join(f"{_quoted(word)}\n" for word in WORDS))
-    atheris.Setup([sys.argv[0], f"-dict={dictionary}", *sys.argv[1:]], check)
+    atheris.Setup([sys.argv[0], f"-dict={dictionary}", *sys.argv[1:]], _hold)
     atheris.Fuzz()
 
 

@@ -1,0 +1,31 @@
+"""`python tests/fuzz/seeded.py SECONDS [SEED]`: inputs to both cores, until they differ or the time is over."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from fuzz.both import differ
+from fuzz.streams import Inputs
+
+
+def main() -> None:
+    """Says how many inputs there were; an input that the cores differ in is kept in build/fuzz."""
+    seconds, seed = float(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else time.time_ns() % 10**9
+    print(f"seed {seed}", flush=True)
+    inputs, count, end = Inputs(seed), 0, time.monotonic() + seconds
+    while time.monotonic() < end:
+        data = inputs.next()
+        last = Path("build/fuzz/last")
+        last.parent.mkdir(parents=True, exist_ok=True)
+        last.write_bytes(data)  # should the process be ended by it
+        differ(data)
+        count += 1
+    print(f"{count} inputs, and both cores did the same with each")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""Both cores do the same: commands, errors, pages and replies, whatever comes in and however it is cut.
+
+`make fuzz` goes on with it, guided by coverage and in a build that sees misuse of memory.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import pytest
+from cores import CORES
+from fuzz.both import differ
+from fuzz.streams import Inputs
+from wire import spell
+
+from kvpage_server.core import python
+
+pytestmark = pytest.mark.skipif(len(CORES) < 2, reason="the compiled core was not built")
+
+
+def inputs(seed: int, count: int) -> Iterator[bytes]:
+    made = Inputs(seed)
+    return (made.next() for _ in range(count))
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_both_cores_do_the_same(seed: int) -> None:
+    for data in inputs(seed, 20):
+        differ(data)
+
+
+EMPTY = b"*100\r\n" + b"$0\r\n\r\n" * 100
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"",
+        EMPTY,
+        EMPTY[:-200],
+        spell([b"SET", b"k", b"v" * 5000])[:-10],
+        spell([b"MSET", *[b"w" * 600] * 100])[:-700],
+        b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$299999\r\n",
+        b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$9223372036854775807\r\n",
+        b"*-9223372036854775808\r\n*0\r\nPING\r\n",
+        spell([b"SET", b"k", b"v" * 600])[:-2] + b"\n\r",
+        b"*1\r\n$600\r\n" + b"x" * 602,
+        b"$" * 70_000,
+        b"*" + b"1" * 70_000,
+    ],
+)
+def test_both_cores_do_the_same_at_the_edges(sent: bytes) -> None:
+    for flags in range(16):
+        for steps in (b"", b"\0", b"\1\17", b"\377"):
+            if len(sent) < 2000 or steps not in (b"\0", b"\1\17"):
+                differ(bytes((flags, len(steps))) + steps + sent)
+
+
+@pytest.mark.parametrize(("module", "name", "wrong"), [("frames", "KEEP_FROM", 513), ("pages", "HEADER_SIZE", 65)])
+def test_a_difference_is_seen(monkeypatch: pytest.MonkeyPatch, module: str, name: str, wrong: int) -> None:
+    monkeypatch.setattr(getattr(python, module), name, wrong)
+    with pytest.raises(AssertionError, match=r"^step \d+: python "):
+        deque(map(differ, inputs(0, 200)), maxlen=0)
