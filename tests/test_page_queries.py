@@ -16,8 +16,8 @@ from stored_pages import Here, ask, held, set_block, set_page
 
 from kvpage_server.commands.registry import find
 from kvpage_server.commands.run import run
+from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import encode
 
 # -- KVPAGEMEXISTS, KVPAGESTAT -------------------------------------------------------------------------------------

@@ -13,13 +13,13 @@ import pytest
 from fuzz.invariants import SEEDS, check
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError
 from servers import RunningServer
 from wire import spell
 
 from kvpage_server.core import Arena, Slot
 from kvpage_server.page import checksum
 from kvpage_server.resp.inline import split_words
-from kvpage_server.resp.parser import MAX_LINE, Buffer, Limits, Parser, ProtocolError
 
 Words = list[bytes]
 

@@ -17,8 +17,8 @@ from typing import NamedTuple
 from kvpage_server.commands.absent import ABSENT
 from kvpage_server.commands.keys import READ, WRITE, Prefix
 from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
+from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
-from kvpage_server.resp.parser import Argument
 
 _UNKNOWN = "Unknown command or category name in ACL"
 _SYNTAX = "Syntax error"

@@ -12,7 +12,7 @@ from kvpage_server.commands.arguments import as_integer, integer, plain, plain_a
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
 from kvpage_server.commands.users import DEFAULT, Refusal, UserFileError
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
 _OWN = "noscript loading stale"

@@ -9,7 +9,7 @@ from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.disk import wait_for_room
 from kvpage_server.commands.registry import Spec
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError, bare
 from kvpage_server.store.memory import OutOfMemory
 

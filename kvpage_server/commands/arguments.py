@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from kvpage_server.core import Argument
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import I64, as_integer, shorten
 from kvpage_server.page import MAX_U32, PageError
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import ReplyError
 
 __all__ = [

@@ -18,7 +18,7 @@ from kvpage_server.commands.needs import blocks, nothing
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.request import block_names, chained, hash_in_steps, page_id, request_name
 from kvpage_server.commands.steps import each
-from kvpage_server.core import Slot
+from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     MAX_HEAD,
     MAX_KV_TYPE,
@@ -31,7 +31,6 @@ from kvpage_server.page import (
     check_dtype,
     unix_ms,
 )
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import has_block, read_block
 from kvpage_server.store.cold import Cold

@@ -8,7 +8,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.tracking import Mode
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
 _OWN = "noscript loading stale"

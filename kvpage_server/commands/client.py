@@ -9,7 +9,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, 
 from kvpage_server.commands.connection import checked_name, is_printable
 from kvpage_server.commands.context import Client, Pause
 from kvpage_server.commands.registry import command, container
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
 
 _OWN = "noscript loading stale"

@@ -10,8 +10,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import READ, WRITE, Use
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Parts, Spec, command, help_of, subcommands, top_level
 from kvpage_server.commands.usage import arguments
+from kvpage_server.core import Argument
 from kvpage_server.glob import PatternTooLong, glob
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
 
 _FLAGS = "loading stale connection"

@@ -12,9 +12,9 @@ from kvpage_server.commands.measure import Stats
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.users import Users
 from kvpage_server.config import Config, ConfigError
+from kvpage_server.core import Argument
 from kvpage_server.durable import replacing
 from kvpage_server.glob import PatternTooLong, glob
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 from kvpage_server.rewrite import rewritten
 from kvpage_server.store.quota import Rule

@@ -14,7 +14,7 @@ from kvpage_server.commands.guesses import TooMany
 from kvpage_server.commands.info import REDIS_VERSION
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.users import DEFAULT
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, Wait, simple
 
 _PRINTABLE = re.compile(rb"[!-~]*\Z")

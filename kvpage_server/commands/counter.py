@@ -7,7 +7,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.keys import READ, WRITE
 from kvpage_server.commands.needs import extents
 from kvpage_server.commands.registry import command
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import Text
 

@@ -8,7 +8,7 @@ from kvpage_server.commands.arguments import as_integer, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.measure import Calls, LatencyEvent
 from kvpage_server.commands.registry import command, container
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
 
 _FLAGS = "admin loading stale"

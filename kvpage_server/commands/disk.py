@@ -16,7 +16,7 @@ from typing import Generic, TypeVar
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry

@@ -9,7 +9,7 @@ from kvpage_server.commands.parts import begin, freed_after
 from kvpage_server.commands.registry import AT_ONCE, find
 from kvpage_server.commands.run import run, run_as_asked
 from kvpage_server.commands.transaction import MOST_QUEUED
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import Reply, ReplyError
 
 

@@ -16,8 +16,8 @@ from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import AT_ONCE, Parts, command
 from kvpage_server.commands.request import are_few, block_names, chained, named_blocks
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
+from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.index import Block
 from kvpage_server.store.lease import LONGEST_LEASE

@@ -10,7 +10,7 @@ import re
 
 from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import Spec
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError
 from kvpage_server.store.memory import Keyspace
 

@@ -7,7 +7,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import human, resident_memory
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import command, container
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
 from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory import Keyspace

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from kvpage_server.commands.arguments import plain, plain_all
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 
 READ, WRITE = 1, 2  # what is done to a key: bits
 

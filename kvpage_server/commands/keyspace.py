@@ -12,9 +12,9 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import lists_pages
 from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.registry import Parts, command
+from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.memory import Keyspace
 

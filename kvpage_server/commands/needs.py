@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.keys import READ, WRITE, Prefix
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.store.known import Needed
 from kvpage_server.store.tiered import Tiered
 

@@ -18,11 +18,10 @@ from kvpage_server.commands.misses import page_missed, pages_missed
 from kvpage_server.commands.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.steps import Steps
-from kvpage_server.core import NewPages, PageNames, Slot
+from kvpage_server.core import Argument, NewPages, PageNames, Slot
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.page import PageError, unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Entry, Page, is_cold, is_page

@@ -10,9 +10,9 @@ from kvpage_server.commands.keys import pages
 from kvpage_server.commands.needs import extents, nothing
 from kvpage_server.commands.page import WRONG_TYPE, page_name, page_names
 from kvpage_server.commands.registry import Parts, command
+from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import header_of, is_cold, is_page
 

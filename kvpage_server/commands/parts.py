@@ -16,7 +16,7 @@ from kvpage_server.commands.registry import AT_ONCE, Parts, Spec
 from kvpage_server.commands.run import run_as_asked
 from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.transaction import too_much_queued
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.hold import Hold
 

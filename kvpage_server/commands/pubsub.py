@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import Parts, command, container
+from kvpage_server.core import Argument
 from kvpage_server.glob import PatternTooLong, channel_glob
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, Stream, encode
 
 _FLAGS = "pubsub noscript loading stale"

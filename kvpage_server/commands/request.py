@@ -19,8 +19,8 @@ from kvpage_server.commands.keys import requests
 from kvpage_server.commands.needs import blocks_of_request, nothing
 from kvpage_server.commands.registry import AT_ONCE, Parts, command
 from kvpage_server.commands.steps import STEP, Steps, each
+from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import shape_of
 from kvpage_server.store.entry import Page, header_of, is_page

@@ -14,7 +14,7 @@ from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec, too_many
 from kvpage_server.commands.shown import note_slow, show_monitors
-from kvpage_server.resp.parser import Command
+from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Stream, bare, encode
 from kvpage_server.store.quota import OverLimit
 

@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Wait, simple
 from kvpage_server.store.tiered import Tiered
 

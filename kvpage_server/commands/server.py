@@ -11,7 +11,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.info import info_text
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.save import saved
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Stream, Verbatim
 
 log = logging.getLogger("kvpage")

@@ -13,7 +13,7 @@ from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import are_few, blocks_of
 from kvpage_server.commands.steps import Steps, stepwise
-from kvpage_server.resp.parser import Argument
+from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import is_page
 

@@ -7,7 +7,7 @@ import time
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.measure import SLOW_WORD
 from kvpage_server.commands.registry import AT_ONCE, Spec
-from kvpage_server.resp.parser import Argument, Command
+from kvpage_server.core import Argument, Command
 from kvpage_server.resp.reply import Raw
 
 _SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given

@@ -14,8 +14,8 @@ from kvpage_server.commands.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.needs import as_used, extents, nothing, values
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.value import admit, length_of, page_of, part_of, put, store, string_of
+from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 from kvpage_server.store.entry import Entry
 

@@ -8,7 +8,7 @@ from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Parts, Spec, command
 from kvpage_server.commands.run import run_queued
-from kvpage_server.resp.parser import Argument, Command
+from kvpage_server.core import Argument, Command
 from kvpage_server.resp.reply import NULL_ARRAY, OK, QUEUED, Piece, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client

@@ -10,10 +10,9 @@ from collections.abc import Iterable
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
-from kvpage_server.core import Slot
+from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Piece, Reply, ReplyError
 from kvpage_server.store.cold import Absent, Cold
 from kvpage_server.store.entry import Entry, Text, is_page

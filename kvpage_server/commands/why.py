@@ -12,8 +12,8 @@ from kvpage_server.commands.page import WRONG_TYPE, page_name
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import are_few, blocks_of, request_name
 from kvpage_server.commands.steps import STEP, Steps, stepwise
+from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
-from kvpage_server.resp.parser import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.entry import is_page
 from kvpage_server.store.ghost import Ghost

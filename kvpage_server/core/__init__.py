@@ -7,42 +7,63 @@ says which one this is: "native" or "python". KVPAGE_CORE=python asks for the pl
 from typing import TYPE_CHECKING
 
 from kvpage_server.core.choice import NAME, REASON
+from kvpage_server.core.protocol import Limits, ProtocolError
+from kvpage_server.core.python.words import Argument, Command
 
 if TYPE_CHECKING or NAME == "python":
     from kvpage_server.core.python import (
+        AT_ONCE,
         MOST_SPARE,
         SPARE_FOR,
         Arena,
         NewPages,
+        Outbox,
         PageNames,
         PageSet,
+        Parser,
         Part,
+        Scratch,
         Slot,
+        Words,
         look_up,
     )
 else:
     from kvpage_server.core.native import (
+        AT_ONCE,
         MOST_SPARE,
         SPARE_FOR,
         Arena,
         NewPages,
+        Outbox,
         PageNames,
         PageSet,
+        Parser,
         Part,
+        Scratch,
         Slot,
+        Words,
         look_up,
     )
 
 __all__ = [
+    "AT_ONCE",
     "MOST_SPARE",
     "NAME",
     "REASON",
     "SPARE_FOR",
     "Arena",
+    "Argument",
+    "Command",
+    "Limits",
     "NewPages",
+    "Outbox",
     "PageNames",
     "PageSet",
+    "Parser",
     "Part",
+    "ProtocolError",
+    "Scratch",
     "Slot",
+    "Words",
     "look_up",
 ]

@@ -40,6 +40,7 @@ class Region:
             self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"the system has no {size} bytes more") from error
+        self.view = memoryview(self.memory)
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.size = size
         self.free = [(0, size)]

@@ -14,10 +14,11 @@ from collections.abc import Iterable
 from kvpage_server import malloc
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.config import Config, OutputLimit
-from kvpage_server.resp.parser import Limits
+from kvpage_server.core import Limits
 
 log = logging.getLogger("kvpage")
 
+_HASHED = frozenset((b"KVPAGESET", b"KVPAGEMSET", b"KVBLOCKSET", b"kvpageset", b"kvpagemset", b"kvblockset"))
 _LARGE = 128 * 1024  # bytes
 _MUCH = 16 * 1024 * 1024  # bytes
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
@@ -36,6 +37,11 @@ def keep_large_blocks_apart() -> None:
 def of_frames(config: Config) -> Limits:
     """What the parser of a new connection accepts."""
     return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
+
+
+def hashed(config: Config) -> frozenset[bytes]:
+    """The commands, as they are usually spelt, whose long words are hashed as they come on a new connection."""
+    return _HASHED if config.page_checksums else frozenset()
 
 
 def keep(client: Client) -> None:

@@ -10,6 +10,7 @@ import stat
 from collections.abc import Callable
 
 from kvpage_server.commands.context import Server
+from kvpage_server.core import Scratch
 from kvpage_server.net.session import Session, Transport
 from kvpage_server.net.tls import TLSTransport
 from kvpage_server.net.transport import SocketTransport
@@ -45,6 +46,7 @@ class Listener:
         self._loop = loop
         self._sockets: dict[socket.socket, Accept] = {}
         self._line = Line(loop)
+        self._scratch = Scratch()
         self._handshakes: set[asyncio.Task[None]] = set()
 
     def start(self) -> list[str]:
@@ -177,6 +179,7 @@ class Listener:
             self._server,
             self._loop,
             self._line,
+            self._scratch,
             open_transport,
             address=_name(sock, peer=True),
             local_address=_name(sock),

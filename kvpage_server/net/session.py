@@ -1,12 +1,13 @@
-"""One client: bytes from its transport become commands, and their replies go back in order."""
+"""One client: what it sends becomes commands, and their replies go back in order."""
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import logging
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from time import monotonic, monotonic_ns
 from typing import Protocol
 
 from kvpage_server.commands.admission import Paused, is_at_once
@@ -14,39 +15,43 @@ from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.disk import Postponed
 from kvpage_server.commands.dispatch import execute
 from kvpage_server.commands.steps import freed
-from kvpage_server.core import Slot
+from kvpage_server.core import Command, Parser, ProtocolError, Scratch
 from kvpage_server.net import limits
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.net.turns import TURN, Line
-from kvpage_server.resp.parser import Argument, Command, Parser, ProtocolError
 from kvpage_server.resp.reply import QUEUED, Piece, Reply, Stream, Wait, encode
-from kvpage_server.store.behind import WriteBehind
 from kvpage_server.store.hold import Hold
-from kvpage_server.store.spelling import Value
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
-
+READ_TURN = 1024 * 1024  # bytes taken from one socket before others have their turn
+_MUCH = 64 * 1024  # bytes received at once: more may be there already
 
 _FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
-OBJECT = 48  # bytes that a short argument takes besides its own
-_HASHED = frozenset((b"KVPAGESET", b"KVPAGEMSET", b"KVBLOCKSET", b"kvpageset", b"kvpagemset", b"kvblockset"))
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
+
+
+class State(enum.Enum):
+    """What a session does with what comes. Only who is `READING` looks at it."""
+
+    READING = enum.auto()
+    IN_LINE = enum.auto()  # there is more to do, and others have their turn first
+    CROWDED = enum.auto()  # the peer reads too little of what it was told
+    PAUSED = enum.auto()  # a command waits for the end of CLIENT PAUSE
+    WAITING = enum.auto()  # for the disk
+    GONE = enum.auto()  # the connection is over
+
+
+READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = State
 
 
 class Transport(Protocol):
     """What moves the bytes: a socket as it is, or with TLS."""
 
     bytes_out: int
-
-    @property
-    def queued(self) -> int:
-        """Bytes that wait to be sent."""
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so much waits to be sent that nothing should be added."""
+    queued: int  # bytes that wait to be sent
+    ignored: bool  # what comes is left where it is: the peer will feel it
 
     def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, when the peer takes them."""
@@ -54,11 +59,11 @@ class Transport(Protocol):
     def renew(self) -> None:
         """What waits to be sent may have moved: it is to be sent from where it is now."""
 
-    def pause_reading(self) -> None:
-        """Leave what comes where it is: the peer will feel it."""
+    def ignore(self) -> None:
+        """Tell of nothing that comes."""
 
-    def resume_reading(self) -> None:
-        """Go on reading."""
+    def attend(self) -> None:
+        """Tell of what comes again."""
 
     def close(self) -> None:
         """Read no more; close once everything is sent."""
@@ -80,6 +85,7 @@ class Session:
         server: Server,
         loop: asyncio.AbstractEventLoop,
         line: Line,
+        scratch: Scratch,
         open_transport: Callable[[Session], Transport],
         *,
         address: str,
@@ -89,28 +95,29 @@ class Session:
         self._server = server
         self._loop = loop
         self._line = line
-        self._limits = limits.of_frames(server.config)
-        self._tracking = server.events.tracking
+        self._descriptor = descriptor
+        self._events = server.events
         self._keyspace = server.keyspace
-        self._receiving = 0  # bytes of memory for a command that has not come to its end
-        self._queued = 0  # and for those that wait for EXEC
-        self._parser = Parser(self._allocate, hashed=self._is_hashed, limits=self._limits)
+        self._parser = Parser(
+            server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server.config)
+        )
+        self._state = READING
+        self._ending = False  # no command is taken any more
         self._out: list[Piece] = []
         self._borrowed = 0  # bytes of the store's memory in it
         self._stream: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # and not an array of many
-        self._answering = False  # a command is being run
         self._is_whole = False  # and is to be done to its end
+        self._answering = False  # a command is being run
         self._pushed: list[Reply] = []  # what waits for the end of its reply
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
+        self._postponed_size = 0  # bytes of the arena's memory that it has
         self._hold: Hold | None = None  # what it needs stays in memory until it has run
-        self._waiting = False  # for the disk
+        self._receiving = 0  # bytes of the arena's memory for commands that were not run
+        self._queued = 0  # and for those that wait for EXEC
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
         self._held = 0  # bytes that the server knows this connection holds
-        self._gone = False  # and with it what it held
-        self._ending = False
-        self._in_line = False
         self.client = Client(
             server,
             id=next(server.client_ids),
@@ -127,55 +134,53 @@ class Session:
 
     # -- the transport's side --------------------------------------------------------------------------------------
 
-    def buffers(self) -> list[memoryview]:
-        """Where the next bytes belong."""
-        return self._parser.buffers()
-
-    @property
-    def expected(self) -> int:
-        """Bytes that are to come yet of a command that has begun, it seems."""
-        return self._parser.expected
-
-    def arriving(self, count: int) -> None:
-        """So many bytes are there, and more come at once: look at them as long as they are in the processor's cache."""
-        self._parser.arriving(count)
-
-    def _is_hashed(self, name: Argument) -> bool:
-        """Whether the pages that come with a command of that name have checksums."""
-        return name in _HASHED and self._server.config.page_checksums
-
-    def _allocate(self, size: int) -> Slot:
-        """Memory for a value that is being received. Raises MemoryError."""
-        slot = self._keyspace.arena.allocate(size)
-        self._receive(slot.footprint)
-        return slot
-
-    def _receive(self, size: int) -> None:
-        """So many bytes more, or less, are the sender's: they count against it, and nothing is evicted for them."""
-        self._receiving += size
-        self._keyspace.receiving += size
-
-    def _queue(self, size: int) -> None:
-        """So many bytes more, or less, are of commands that wait for EXEC: the sender's, too."""
-        self._queued += size
-        self._keyspace.receiving += size
-
-    def received(self, count: int) -> None:
-        """Bytes are there: run what they complete."""
-        self._server.stats.bytes_in += count
-        try:
-            self._parser.received(count)
-        except ProtocolError as error:
-            self._refuse(error)
+    def readable(self) -> None:
+        """There is something on the socket: run the commands that it completes."""
+        if self._state is not READING:
+            self._transport.ignore()
             return
-        self.client.active = time.monotonic()
-        if not self._parser.in_a_bulk:  # in the middle of one nothing can have become complete
+        taken = 0
+        while True:
+            try:
+                count = self._parser.receive(self._descriptor)
+            except OSError:
+                count = 0
+            except MemoryError:
+                self._out_of_memory()
+                return
+            if count <= 0:
+                if not count:
+                    self.abort()
+                return
+            self._server.stats.bytes_in += count
+            self.client.active = monotonic()
             self._run()
+            taken += count
+            if count < _MUCH or taken >= READ_TURN or self._state is not READING:
+                return
+
+    def received(self, data: bytes) -> None:
+        """Somebody else has received this: run the commands that it completes."""
+        if self._state is GONE:
+            return
+        self._server.stats.bytes_in += len(data)
+        self.client.active = monotonic()
+        try:
+            self._parser.feed(data)
+        except MemoryError:
+            self._out_of_memory()
+            return
+        if self._state is READING:
+            self._run()
+        elif not self._transport.ignored:
+            self._transport.ignore()
 
     def drained(self) -> None:
         """There is room for replies again."""
-        self.client.finished = time.monotonic_ns()
-        self._run()
+        self.client.finished = monotonic_ns()
+        if self._state is CROWDED:
+            self._state = READING
+            self._run()
 
     def lost(self) -> None:
         """The connection is gone.
@@ -187,17 +192,19 @@ class Session:
 
     def _let_go(self) -> None:
         """Hold nothing any more."""
-        self._gone = self._ending = self.client.gone = True
+        if self._state is GONE:
+            return
+        self._state, self._ending, self.client.gone = GONE, True, True
         self.client.transaction = None
-        self._receive(-self._receiving)
-        self._queue(-self._queued)
         if self._stream is not None and self._is_whole:
             self._line.finish(self._stream)
         self._line.finish(freed(self._parser.give_up()))
         self._stream = self._postponed = self._hold = None
+        self._postponed_size = 0
+        self._settle()
+        self._queue(-self._queued)
         self._pushed.clear()
         self._out.clear()
-        self._parser = Parser(self._server.keyspace.arena.allocate)
         self._server.in_flight -= self._held
         self._held = 0
 
@@ -228,7 +235,8 @@ class Session:
 
     def _close(self) -> None:
         self._flush()
-        self._transport.close()
+        if self._state is not WAITING:  # what was told last is still to be sent then
+            self._transport.close()
 
     def abort(self) -> None:
         """End it now."""
@@ -237,7 +245,7 @@ class Session:
 
     def resume(self) -> None:
         """Go on with the command that waited for the end of a pause."""
-        if self._postponed is not None:
+        if self._state is PAUSED:
             self._wait_for_a_turn()
 
     def renew(self) -> None:
@@ -246,12 +254,12 @@ class Session:
 
     def trust(self, trusted: bool) -> None:
         """Whether frames may be larger than a stranger's."""
-        self._limits.unauthenticated = not trusted
+        self._parser.trust(trusted)
 
     @property
     def paused(self) -> bool:
         """Whether its command waits for the end of a pause."""
-        return self._postponed is not None and not self._waiting
+        return self._state is PAUSED
 
     @property
     def sent(self) -> int:
@@ -261,7 +269,7 @@ class Session:
     @property
     def incoming(self) -> int:
         """Bytes held for a command whose end has not arrived."""
-        return self._parser.pending + OBJECT * self._parser.arguments
+        return self._parser.held
 
     @property
     def outgoing(self) -> int:
@@ -272,18 +280,11 @@ class Session:
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
-        if self._waiting:
-            return
-        self._server.events.acting = self.client
+        transport = self._transport
+        left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
+        self._events.acting = self.client
         try:
-            self._answer_what_came()
-        finally:
-            self._server.events.acting = None
-
-    def _answer_what_came(self) -> None:
-        left, deadline = MOST_COMMANDS, time.monotonic_ns() + TURN
-        try:
-            while left and not (self._ending or self._waiting or (self._transport.queued and self._crowded)):
+            while left and self._state is READING and not (self._ending or (transport.queued and self._crowded)):
                 left -= 1
                 if self._stream is not None:
                     if not self._continue_stream(deadline):
@@ -291,66 +292,75 @@ class Session:
                     continue
                 command = self._parser.next() if self._postponed is None else self._postponed
                 if command is None:
-                    left = time.monotonic_ns() < deadline  # much may have been read of a command that is not complete
                     break
-                self._postponed = None
                 self._answer(command)
                 if self.client.finished > deadline:
                     left = 0
-        except ProtocolError as error:
-            self._refuse(error)
-            return
-        except Paused:
-            self._wait_for_the_end_of_the_pause()
-            return
-        except Postponed as postponed:
             self._flush()
-            self._wait(postponed.wait)
-            return
-        except MemoryError:
-            log.warning("no memory for what %s sends: closed", self.client.address)
-            self._end_with(b"-OOM the system has no memory left for this value\r\n")
+            self._account()
+        except (ProtocolError, Paused, Postponed, MemoryError) as error:
+            self._stumble(error)
             return
         except Exception:
             log.exception("the connection of %s cannot go on", self.client.address)
             self.abort()
             return
-        self._flush()
-        self._account()
-        if self._waiting:
+        finally:
+            self._events.acting = None
+        if self._state is not READING:
             return
         if self._ending:
-            self._transport.close()
-        elif self._transport.queued and self._crowded:
-            self._transport.pause_reading()  # until drained() is called
+            transport.close()
+        elif transport.queued and self._crowded:
+            self._state = CROWDED  # until drained() is called
         elif not left:
-            self._transport.pause_reading()
             self._wait_for_a_turn()
+        elif transport.ignored:
+            transport.attend()
+
+    def _stumble(self, error: Exception) -> None:
+        """A command could not be read, or not be run now."""
+        if isinstance(error, ProtocolError):
+            self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
+        elif isinstance(error, Paused):
+            self._wait_for_the_end_of_the_pause()
+        elif isinstance(error, Postponed):
+            self._flush()
+            self._wait(error.wait)
         else:
-            self._transport.resume_reading()
+            self._out_of_memory()
+
+    def _out_of_memory(self) -> None:
+        log.warning("no memory for what %s sends: closed", self.client.address)
+        self._end_with(b"-OOM the system has no memory left for this value\r\n")
+
+    def _end_with(self, last_words: bytes) -> None:
+        """Say what is wrong, and close: where the next command begins is not known."""
+        self._out.append(last_words)
+        self._ending = True
+        self._close()
 
     def _wait_for_a_turn(self) -> None:
-        if not self._in_line:
-            self._in_line = True
-            self._line.join(self)
+        self._state = IN_LINE
+        self._line.join(self)
 
     def take_turn(self) -> None:
         """Go on with what was left over."""
-        self._in_line = False
-        if not self._ending:
+        if self._state is IN_LINE:
+            self._state = READING
             self._run()
 
     def _wait_for_the_end_of_the_pause(self) -> None:
         self._flush()
-        self._transport.pause_reading()
+        if self._state is READING:
+            self._state = PAUSED
         pause = self._server.pause
         if pause is not None:
-            self._loop.call_later(max(0, pause.ends - time.monotonic()), self.resume)
+            self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
 
     def _wait(self, wait: Wait) -> None:
         """Do nothing before the disk has done its part."""
-        self._waiting = True
-        self._transport.pause_reading()
+        self._state = WAITING
         try:
             wait.start(self._go_on)
         except MemoryError:
@@ -359,42 +369,39 @@ class Session:
 
     def _go_on(self) -> None:
         """The disk has done its part, or failed: what was told is sent, unless it would be a lie."""
-        if self._gone:
+        if self._state is not WAITING:
             return
-        self._waiting = False
+        self._state = READING
         tiered = self._server.tiered
         if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
             self._out = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]
             self.client.owes = 0
             self._ending = True
         self._flush()
-        if self._ending and not self._waiting:
+        if self._state is not READING:
+            return
+        if self._ending:
             self._transport.close()
-        elif not self._waiting:
+        else:
             self._wait_for_a_turn()
 
-    def _note_promise(self, promised: WriteBehind[Value], before: int) -> None:
-        """Changes that were made since have to be on disk before anything more is told."""
-        if promised.position != before:
-            self.client.owes = promised.position
-
     def _answer(self, command: Command) -> None:
-        client, theirs = self.client, self._receiving
-        self._receive(-theirs)  # from here on it is the store's, unless it waits for EXEC
+        client = self.client
+        theirs = self._postponed_size if self._postponed is not None else self._parser.received
+        self._postponed, self._postponed_size = None, 0
+        if self._receiving:
+            self._settle()  # from here on it is the store's, unless it waits for EXEC
         queued = self._queued if self._queued and is_at_once(command) else 0
-        self._queue(-queued)
+        if queued:
+            self._queue(-queued)
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
         try:
             reply = execute(client, command)
-        except Postponed as postponed:
-            self._postponed, self._hold = command, postponed.hold or self._hold
-            self._receive(theirs)
-            self._queue(queued)
-            raise
-        except Paused:
-            self._postponed, self._hold = command, None
-            self._receive(theirs)
+        except (Postponed, Paused) as error:
+            self._postponed, self._postponed_size = command, theirs
+            self._hold = (error.hold or self._hold) if isinstance(error, Postponed) else None
+            self._settle()
             self._queue(queued)
             raise
         finally:
@@ -402,8 +409,7 @@ class Session:
         self._hold = None
         if reply is QUEUED:
             self._queue(theirs)
-        if self._promised is not None:
-            self._note_promise(self._promised, before)
+        self._note_promise(before)
         silent = client.silence != 0
         if silent:
             client.silence -= client.silence > 0
@@ -433,13 +439,12 @@ class Session:
             try:
                 step = next(self._stream)
                 if type(step) is Wait:
-                    if self._promised is not None:
-                        self._note_promise(self._promised, before)
+                    self._note_promise(before)
                     self._flush()
                     self._wait(step)
                     return False
                 encode(step, self.client.protocol, self._out)
-                in_time = time.monotonic_ns() < deadline
+                in_time = monotonic_ns() < deadline
                 if self._is_one and self._out:  # it leaves before what was needed for it is freed
                     break
             except StopIteration:
@@ -452,10 +457,14 @@ class Session:
                 return False
             if not in_time:
                 break
-        if self._promised is not None:
-            self._note_promise(self._promised, before)
+        self._note_promise(before)
         self._flush()
         return in_time
+
+    def _note_promise(self, before: int) -> None:
+        """Changes that were made since have to be on disk before anything more is told, if that was promised."""
+        if self._promised is not None and self._promised.position != before:
+            self.client.owes = self._promised.position
 
     def _spell_pushed(self) -> list[Piece]:
         """What waited for the end of a streamed reply."""
@@ -476,8 +485,8 @@ class Session:
         return waiting > HIGH_WATER and (waiting > GENEROUS or limits.is_tight(self._server))
 
     def _flush(self) -> None:
-        if self._tracking.is_due:
-            self._tracking.tell()
+        if self._events.tracking.is_due:
+            self._events.tracking.tell()
         if self.client.owes and self._is_held_back():
             return
         if self._out:
@@ -491,26 +500,34 @@ class Session:
         if tiered.behind.durable >= owes:
             self.client.owes = 0
             return False
-        if not self._waiting:
+        if self._state is not WAITING:
             self._wait(Wait(partial(tiered.behind.when_durable, owes)))
         return True
 
+    # -- what it holds ---------------------------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """What is being received is its sender's: it counts against that, and nothing is evicted for it."""
+        receiving = self._parser.receiving + self._postponed_size
+        self._keyspace.receiving += receiving - self._receiving
+        self._receiving = receiving
+
+    def _queue(self, size: int) -> None:
+        """So many bytes more, or less, are of commands that wait for EXEC: the sender's, too."""
+        self._queued += size
+        self._keyspace.receiving += size
+
     def _account(self) -> None:
         """Tell the server what this connection holds, and have the limits on it kept."""
-        if self._parser.is_idle and not (self._held or self._transport.queued or self.client.transaction):
+        if self._parser.is_idle and not (
+            self._held or self._receiving or self._transport.queued or self.client.transaction
+        ):
             return
+        if self._state is GONE:
+            return
+        self._settle()
         held = self.client.held
-        if held != self._held and not self._gone:
+        if held != self._held:
             self._server.in_flight += held - self._held
             self._held = held
             limits.keep(self.client)
-
-    def _refuse(self, error: ProtocolError) -> None:
-        self._end_with(b"-ERR Protocol error: %b\r\n" % str(error).encode("utf-8", "surrogateescape"))
-
-    def _end_with(self, last_words: bytes) -> None:
-        """Say what is wrong, and close: where the next command begins is not known."""
-        self._out.append(last_words)
-        self._flush()
-        self._ending = True
-        self._transport.close()

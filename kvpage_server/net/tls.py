@@ -17,7 +17,7 @@ from kvpage_server.resp.reply import Piece
 _PART = 256 * 1024  # bytes handed to the loop at a time
 
 
-class TLSTransport(asyncio.BufferedProtocol):
+class TLSTransport(asyncio.Protocol):
     """An encrypted connection, once the handshake is over: then `start` gives it the session that reads it."""
 
     def __init__(self, start: Callable[[], Reader]) -> None:
@@ -27,6 +27,7 @@ class TLSTransport(asyncio.BufferedProtocol):
         self._full = False  # the loop takes no more for now
         self._closing = False
         self._crowded = False
+        self.ignored = False
         self.queued = 0
         self.bytes_out = 0
 
@@ -38,13 +39,9 @@ class TLSTransport(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=_PART)
         self._reader = self._start()
 
-    def get_buffer(self, sizehint: int) -> memoryview:
-        """Where the next bytes belong."""
-        return self._reader.buffers()[0]
-
-    def buffer_updated(self, count: int) -> None:
-        """They are there."""
-        self._reader.received(count)
+    def data_received(self, data: bytes) -> None:
+        """Bytes have come."""
+        self._reader.received(data)
 
     def pause_writing(self) -> None:
         """The loop has enough."""
@@ -65,19 +62,16 @@ class TLSTransport(asyncio.BufferedProtocol):
 
     # -- the session's side ----------------------------------------------------------------------------------------
 
-    @property
-    def crowded(self) -> bool:
-        """Whether so much waits to be sent that nothing should be added."""
-        return self.queued > HIGH_WATER
-
-    def resume_reading(self) -> None:
-        """Go on reading."""
-        if not self._closing and not self._transport.is_reading():
+    def attend(self) -> None:
+        """Tell of what comes again."""
+        if self.ignored and not self._closing:
+            self.ignored = False
             self._transport.resume_reading()
 
-    def pause_reading(self) -> None:
-        """Leave what comes in the kernel: the peer will feel it."""
-        if not self._closing and self._transport.is_reading():
+    def ignore(self) -> None:
+        """Tell of nothing that comes: it stays in the kernel, and the peer will feel it."""
+        if not self.ignored and not self._closing:
+            self.ignored = True
             self._transport.pause_reading()
 
     def write(self, pieces: Iterable[Piece]) -> None:
@@ -86,7 +80,7 @@ class TLSTransport(asyncio.BufferedProtocol):
             self._queue.append(piece)
             self.queued += len(piece) if isinstance(piece, bytes) else len(piece.view)
         self._flush()
-        self._crowded = self._crowded or self.crowded
+        self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def renew(self) -> None:
         """Nothing is to be done: where a piece is, is looked up when it is sent."""
@@ -99,7 +93,7 @@ class TLSTransport(asyncio.BufferedProtocol):
             self.queued -= len(part)
         if self._closing and not self._queue:
             self._transport.close()
-        elif self._crowded and not self.crowded:
+        elif self._crowded and self.queued <= HIGH_WATER:
             self._crowded = False
             asyncio.get_running_loop().call_soon(self._reader.drained)
 
@@ -121,7 +115,7 @@ class TLSTransport(asyncio.BufferedProtocol):
 
     def close(self) -> None:
         """Read no more; close once everything is sent."""
-        self.pause_reading()
+        self.ignore()
         self._closing = True
         self._flush()
 

@@ -1,42 +1,28 @@
-"""A connected stream socket, TCP or unix, that moves bytes between the kernel and their final place.
+"""A plain socket. What comes is received by the session's parser; what is told is gathered and sent from where it lies.
 
-Reading fills the buffers that the session names, so a page's bytes are written once. Writing gathers borrowed pieces of
-memory into one `sendmsg`. A piece is kept until it is sent, so that its memory is not reused before.
+A piece is kept until it is sent, so that its memory is not used again before.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterable
-from typing import Protocol, cast
+from typing import Protocol
 
-from kvpage_server.lowat import PATIENCE, LowWater
-from kvpage_server.net.outbox import AT_ONCE, Outbox
+from kvpage_server.core import Outbox
 from kvpage_server.resp.reply import Piece
 
-READ_TURN = 2 * 1024 * 1024  # bytes taken from one socket before others have their turn
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
-_PIECE = 256 * 1024  # bytes received with one call: the next ones come in meanwhile, and these stay in the cache
-_TRICKLE = 16 * 1024  # bytes: more of what is expected is not waited for where fewer come at a time
-_VAIN = 3  # rounds of the loop that it may tell in vain: to tell it to be silent, and then not, costs six calls
 
 
 class Reader(Protocol):
     """What a transport needs of a session."""
 
-    def buffers(self) -> list[memoryview]:
-        """Where the next bytes belong."""
+    def readable(self) -> None:
+        """There is something on the socket, or its end."""
 
-    def arriving(self, count: int) -> None:
-        """So many of them are there, more are being received, and then all will have been."""
-
-    def received(self, count: int) -> None:
-        """They are there."""
-
-    @property
-    def expected(self) -> int:
-        """So many bytes are to come yet of what has begun, it seems."""
+    def received(self, data: bytes) -> None:
+        """This has come, encrypted."""
 
     def drained(self) -> None:
         """What waited to be sent is below the high-water mark again."""
@@ -54,154 +40,52 @@ class SocketTransport:
         self._reader = reader
         self._outbox = Outbox()
         self.bytes_out = 0
-        self._reading = False
-        self._watched = False  # whether the loop tells when there is something to read
-        self._told_in_vain = 0  # so many times since reading was paused
+        self.queued = 0  # bytes that wait to be sent
+        self.ignored = True
         self._writing = False
         self._closing = False
         self._over = False
         self._crowded = False
-        self._mark = LowWater(sock)
-        self._patience: asyncio.TimerHandle | None = None  # that more comes; None when none is expected
-        self.resume_reading()
+        self.attend()
 
     # -- reading ---------------------------------------------------------------------------------------------------
 
-    def resume_reading(self) -> None:
-        """Go on reading."""
-        if not self._closing:
-            self._reading = True
-            self._told_in_vain = 0
-            if not self._watched:
-                self._watched = True
-                self._loop.add_reader(self._sock, self._readable)
+    def attend(self) -> None:
+        """Have the loop tell the session of what comes."""
+        if self.ignored and not self._closing:
+            self.ignored = False
+            self._loop.add_reader(self._sock, self._reader.readable)
 
-    def pause_reading(self) -> None:
-        """Leave what comes in the kernel: the peer will feel it. The loop is told when something does come."""
-        self._reading = False
-
-    def _ignore_reading(self) -> None:
-        self._reading = False
-        if self._watched:
-            self._watched = False
+    def ignore(self) -> None:
+        """Leave what comes in the kernel: the peer will feel it."""
+        if not self.ignored:
+            self.ignored = True
             self._loop.remove_reader(self._sock)
 
-    def _readable(self) -> None:
-        if not self._reading:
-            self._told_in_vain += 1
-            if self._told_in_vain > _VAIN:
-                self._ignore_reading()
-            return
-        taken = 0
-        while taken < READ_TURN and self._reading:
-            buffers = self._reader.buffers()
-            try:
-                count = self._receive(buffers)
-            except (BlockingIOError, InterruptedError):
-                break
-            except OSError:
-                self.abort()
-                return
-            if not count:
-                self.abort()
-                return
-            short = count < len(buffers[0])
-            self._reader.received(count)
-            taken += count
-            if short:
-                break
-        if taken > _TRICKLE:
-            self._expect(self._reader.expected)
-        elif self._patience is not None:
-            self._expect(0)
-
-    def _receive(self, buffers: list[memoryview]) -> int:
-        """Receive what is there, in pieces until a turn is over; how many bytes. Raises OSError when nothing was."""
-        count = 0
-        while len(buffers[0]) - count > _PIECE:
-            if count >= READ_TURN:
-                return count
-            try:
-                piece = self._sock.recv_into(buffers[0][count:], _PIECE)
-            except OSError:
-                if not count:
-                    raise
-                return count  # what it was will be met again
-            count += piece
-            if piece < _PIECE:
-                return count
-            self._reader.arriving(count)
-        if count:
-            buffers = [buffers[0][count:], *buffers[1:]]
-        try:
-            one = len(buffers) == 1
-            return count + (self._sock.recv_into(buffers[0]) if one else self._sock.recvmsg_into(buffers)[0])
-        except OSError:
-            if not count:
-                raise
-            return count
-
-    def _expect(self, count: int) -> None:
-        """Have the loop tell when `count` bytes more are there, and what is there when they have not come in time."""
-        if self._patience is not None:
-            self._patience.cancel()
-            self._patience = None
-        if not self._closing:
-            self._mark.expect(count)
-            if self._mark.at > 1:
-                self._patience = self._loop.call_later(PATIENCE, self._expect, 0)
-
     # -- writing ---------------------------------------------------------------------------------------------------
-
-    @property
-    def queued(self) -> int:
-        """Bytes that wait to be sent."""
-        return self._outbox.nbytes
-
-    @property
-    def crowded(self) -> bool:
-        """Whether so much waits to be sent that nothing should be added."""
-        return self.queued > HIGH_WATER
 
     def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
         if self._over:
             return
-        pieces = _joined(pieces)
-        sent = self._send_alone(pieces[0]) if len(pieces) == 1 and not self.queued else 0
-        if sent is None:
-            return
         self._outbox.add(pieces)
-        self._outbox.sent(sent)
-        if not self._writing:
+        if self._writing:
+            self.queued = self._outbox.nbytes
+        else:
             self._flush()
-        self._crowded = self._crowded or self.crowded
+        self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def renew(self) -> None:
         """What waits to be sent has moved."""
         self._outbox.renew()
 
-    def _send_alone(self, piece: Piece) -> int | None:
-        """Send a piece while nothing waits, without queueing it; None when it is gone, else how much of it is."""
-        buffer = piece if isinstance(piece, bytes) else piece.view
-        if len(buffer) > AT_ONCE:
-            return 0
-        try:
-            sent = self._sock.send(buffer)
-        except OSError:
-            return 0  # as it will be met again
-        self.bytes_out += sent
-        return None if sent == len(buffer) else sent
-
     def _flush(self) -> None:
         try:
-            while self.queued:
-                self._send()
-        except (BlockingIOError, InterruptedError):
-            pass
+            self.bytes_out += self._outbox.send(self._sock.fileno())
         except OSError:
             self.abort()
             return
+        self.queued = self._outbox.nbytes
         if self.queued:
             if not self._writing:
                 self._writing = True
@@ -213,23 +97,16 @@ class SocketTransport:
             if self._closing:
                 self.abort()
                 return
-        if self._crowded and not self.crowded:
+        if self._crowded and self.queued <= HIGH_WATER:
             self._crowded = False
             self._loop.call_soon(self._reader.drained)
-
-    def _send(self) -> None:
-        """Hand the kernel what is next. Raises OSError as sendmsg does."""
-        buffers = self._outbox.next()
-        sent = self._sock.send(buffers[0]) if len(buffers) == 1 else self._sock.sendmsg(buffers)
-        self.bytes_out += sent
-        self._outbox.sent(sent)
 
     # -- ending ----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
         """Read no more; close once everything is sent."""
         self._closing = True
-        self._ignore_reading()
+        self.ignore()
         if not self.queued:
             self.abort()
 
@@ -238,19 +115,10 @@ class SocketTransport:
         if self._over:
             return
         self._over = self._closing = True
-        self._ignore_reading()
+        self.ignore()
         if self._writing:
             self._loop.remove_writer(self._sock)
         self._outbox.clear()
+        self.queued = 0
         self._sock.close()
         self._reader.lost()
-
-
-def _joined(pieces: list[Piece]) -> list[Piece]:
-    """The pieces as one if none of them lies in the store: short replies cost less so."""
-    if len(pieces) == 1:
-        return pieces  # perhaps a message that others are sent, too
-    try:
-        return [b"".join(cast("Iterable[bytes]", pieces))]
-    except TypeError:
-        return pieces

@@ -10,6 +10,7 @@ from kvpage_server.core.native.slots cimport Slot
 
 cdef Py_ssize_t FEW = 128  # words that there is memory for at first
 cdef Py_ssize_t TEXT = 1024  # and bytes
+cdef Py_ssize_t LONG = 1024 * 1024  # bytes of a text that are given back at once
 
 
 cdef class Packed:
@@ -23,7 +24,7 @@ cdef class Packed:
     cdef int add(self, const char *text, Py_ssize_t size) except -1:
         """Add a short word. Raises MemoryError."""
         if self.size + size > self.text_room:
-            self.text = <char *>larger(self.text, &self.text_room, self.size + size, TEXT, 1)
+            self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
         cdef Word *word = next_word(self)
         word.at = <uint32_t>self.size
         word.size = <int32_t>size
@@ -44,12 +45,27 @@ cdef class Packed:
 
 cdef inline Word *next_word(Packed packed) except NULL:
     if packed.count == packed.words_room:
-        packed.words = <Word *>larger(packed.words, &packed.words_room, packed.count + 1, FEW, sizeof(Word))
+        packed.words = <Word *>resized(packed.words, &packed.words_room, packed.count + 1, FEW, sizeof(Word))
     return &packed.words[packed.count]
 
 
-cdef void *larger(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t least, Py_ssize_t size) except NULL:
-    """Memory for `needed` things of a size, and as many again; those that are there move."""
+cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
+    """Drop the words from one on, and give back the memory of a long text that they had."""
+    cdef Py_ssize_t i, slots = PyList_GET_SIZE(packed.slots)
+    for i in range(packed.count - 1, first - 1, -1):
+        if packed.words[i].size < 0:
+            slots = packed.words[i].at
+        else:
+            packed.size = packed.words[i].at
+    packed.count = first
+    del packed.slots[slots:]
+    if packed.text_room > 2 * (packed.size + LONG):
+        packed.text = <char *>resized(packed.text, &packed.text_room, packed.size + LONG, TEXT, 1)
+    return 0
+
+
+cdef void *resized(void *memory, Py_ssize_t *room, Py_ssize_t needed, Py_ssize_t least, Py_ssize_t size) except NULL:
+    """Memory for `needed` things of a size and as many again, with those that are there."""
     if needed > UINT32_MAX:
         raise MemoryError("the words of one command take too much memory")
     cdef Py_ssize_t wanted = max(2 * needed, least)
@@ -113,10 +129,14 @@ cdef class Words:
     def __repr__(self):
         return f"Words({[*self]})"
 
-    @property
-    def slots(self):
-        """The long words of the whole command: who drops them some at a time keeps nobody waiting."""
-        return self.packed.slots
+    def __delitem__(self, where):
+        """Drop the last of the command's words: who frees some at a time keeps nobody waiting."""
+        start, stop, step = where.indices(self.count)
+        if step != 1 or self.first + stop != self.packed.count:
+            raise TypeError("only the last words of a command can be dropped")
+        if start < stop:
+            drop_from(self.packed, self.first + start)
+            self.count = start
 
 
 cdef const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:

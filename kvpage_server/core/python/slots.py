@@ -108,6 +108,11 @@ class Slot:
         """The body as a bulk string: frame, bytes, CRLF."""
         return self._memory(self._start + HEADER_SIZE, self.at + self.size + SUFFIX)
 
+    @property
+    def borrowed(self) -> memoryview:
+        """The same, sooner, for who refers to the slot as long as to this."""
+        return self._chunk.stretch.region.view[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
+
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
         return Part(self, start, stop)

@@ -1,0 +1,58 @@
+from kvpage_server.core.native.slots cimport Arena, Slot
+from kvpage_server.core.native.words cimport Packed
+
+
+cdef extern from "xxhash.h" nogil:
+    ctypedef struct XXH3_state_t:
+        pass
+
+
+cdef extern from "sys/uio.h" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+
+
+cdef class Scratch:
+    cdef char *memory
+    cdef void *owner  # the Parser whose bytes lie there, borrowed; NULL when they are nobody's
+
+
+cdef class Parser:
+    cdef readonly object limits
+    cdef readonly bint trusted
+    cdef readonly Py_ssize_t receiving  # bytes of the arena's memory that the command under way has
+    cdef readonly Py_ssize_t received  # and that the command has that was taken last
+    cdef object hashed
+    cdef Arena arena
+    cdef Scratch scratch
+    # What was received and is not parsed yet, `data[pos:end]`: in the scratch, or in memory of its own.
+    cdef char *data
+    cdef char *own
+    cdef Py_ssize_t own_room, pos, end
+    cdef Py_ssize_t scanned  # bytes of it that hold no end of a line
+    # The command under way: its words so far, in a list or packed, and the word under way.
+    cdef list args
+    cdef Packed packed
+    cdef Py_ssize_t missing  # words still to come
+    cdef Py_ssize_t size  # bytes of the words so far
+    cdef Py_ssize_t length  # of the next word, once its line was read; -1 before
+    cdef Py_ssize_t most_words, most_bytes  # that this client may announce
+    cdef Py_ssize_t max_command
+    cdef Slot slot  # of the word under way if it is long
+    cdef Py_ssize_t filled, digested  # bytes of it that are there, and that are hashed
+    cdef bint hashes  # whether its digest is wanted
+    cdef XXH3_state_t *digest
+
+    cdef int keep(self, Py_ssize_t more) except -1
+    cdef int make_room(self, iovec *room) except -1
+    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1
+    cdef int hash(self) except -1
+    cdef int begin_command(self) except -1
+    cdef int take_words(self) except -1
+    cdef int read_length(self) except -1
+    cdef int begin_slot(self) except -1
+    cdef int end_slot(self) except -1
+    cdef int inline(self) except -1
+    cdef Py_ssize_t line(self, str too_long) except -2
+    cdef object taken(self)

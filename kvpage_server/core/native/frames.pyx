@@ -1,0 +1,406 @@
+"""Bytes in, commands out: the request half of RESP. The twin in `core/python` says what it does.
+
+Every byte is looked at a bounded number of times, however the input is cut. What was received lies in a scratch memory
+that all connections of a loop share, so that it stays in the processor's cache, and is parsed there. What cannot be
+parsed yet is kept by the connection when somebody else receives: mostly a few bytes, for a word that is long goes to
+its slot as far as it is there.
+"""
+
+cimport cython
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.exc cimport PyErr_SetFromErrno
+from libc.errno cimport EAGAIN, EINTR, errno
+from libc.stdlib cimport free, malloc
+from libc.string cimport memchr, memcpy, memmove
+
+from kvpage_server.core.native.slots cimport Arena, Slot
+from kvpage_server.core.native.words cimport Packed, all_of
+
+from kvpage_server.core import protocol
+from kvpage_server.core.protocol import Limits, ProtocolError, count_of, inline_words, length_of
+
+cdef extern from "xxhash.h" nogil:
+    ctypedef int XXH_errorcode
+    unsigned long long XXH3_64bits(const void *, size_t)
+    XXH3_state_t *XXH3_createState()
+    XXH_errorcode XXH3_freeState(XXH3_state_t *)
+    XXH_errorcode XXH3_64bits_reset(XXH3_state_t *)
+    XXH_errorcode XXH3_64bits_update(XXH3_state_t *, const void *, size_t)
+    unsigned long long XXH3_64bits_digest(const XXH3_state_t *)
+
+cdef extern from "sys/uio.h" nogil:
+    ssize_t readv(int, const iovec *, int)
+
+cdef Py_ssize_t MAX_LINE = protocol.MAX_LINE
+cdef Py_ssize_t KEEP_FROM = protocol.KEEP_FROM
+cdef Py_ssize_t MOST_LISTED = protocol.MOST_LISTED
+cdef Py_ssize_t WORD = protocol.WORD
+cdef Py_ssize_t SCRATCH_SIZE = protocol.SCRATCH_SIZE
+cdef Py_ssize_t DIRECT = protocol.DIRECT
+cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: they are hashed while they are in the cache
+cdef Py_ssize_t LITTLE = 4096  # bytes left over that are moved when more is received
+cdef Py_ssize_t ALONE = 16 * 1024  # bytes copied or hashed without the interpreter's lock
+
+
+@cython.no_gc
+cdef class Scratch:
+    def __cinit__(self):
+        self.memory = <char *>malloc(SCRATCH_SIZE)
+        if self.memory == NULL:
+            raise MemoryError("the system has no memory to receive into")
+
+    def __dealloc__(self):
+        free(self.memory)
+
+
+@cython.no_gc
+cdef class Parser:
+    def __cinit__(self, Arena arena not None, Scratch scratch=None, limits=None, hashed=frozenset()):
+        self.arena = arena
+        self.scratch = scratch or Scratch()
+        self.limits = limits or Limits()
+        self.hashed = hashed
+        self.max_command = self.limits.max_command
+        self.length = -1
+        self.trust(True)
+
+    def __dealloc__(self):
+        if self.scratch is not None and self.scratch.owner == <void *>self:
+            self.scratch.owner = NULL
+        free(self.own)
+        XXH3_freeState(self.digest)
+
+    def trust(self, bint trusted):
+        """Whether the client has authenticated."""
+        self.trusted = trusted
+        self.most_words, self.most_bytes = self.limits.max_arguments, self.limits.max_bulk
+        if not trusted:
+            self.most_words = min(self.most_words, protocol.UNAUTHENTICATED_ARGUMENTS)
+            self.most_bytes = min(self.most_bytes, protocol.UNAUTHENTICATED_BULK)
+
+    @property
+    def held(self):
+        """Bytes of memory held for commands that were not taken."""
+        cdef Py_ssize_t words = len(self.args) if self.args is not None else 0
+        if self.packed is not None:
+            words = self.packed.count
+        return self.end - self.pos + self.size + WORD * words
+
+    @property
+    def is_idle(self):
+        """Whether everything that was received has been taken."""
+        return self.pos == self.end and self.missing == 0
+
+    def give_up(self):
+        """The words of the command under way, which will not come to its end; nothing is held any more."""
+        self.slot = None
+        self.pos = self.end
+        return self.taken()
+
+    # -- receiving -------------------------------------------------------------------------------------------------
+
+    def receive(self, int descriptor):
+        """Receive from a socket, once; how many bytes. 0 at the stream's end, -1 when there is nothing yet.
+
+        To be called when `next` has answered None. Raises OSError.
+        """
+        cdef iovec room[2]
+        cdef int rooms = 1
+        cdef Py_ssize_t count, straight = 0
+        self.make_room(room)
+        if self.slot is not None and self.end == 0 and self.slot.size + 2 - self.filled >= DIRECT:
+            straight = self.slot.size + 2 - self.filled
+            room[1] = room[0]
+            rooms = 2 if straight <= PIECE else 1
+            straight = min(straight, PIECE)
+            room[0].iov_base, room[0].iov_len = self.slot.at + self.filled, straight
+        with nogil:
+            count = readv(descriptor, room, rooms)
+        if count < 0:
+            if errno == EAGAIN or errno == EINTR:
+                return -1
+            PyErr_SetFromErrno(OSError)
+        straight = min(straight, count)
+        self.end += count - straight
+        if straight:
+            self.filled += straight
+            self.hash()
+        return count
+
+    def feed(self, const unsigned char[::1] data not None):
+        """Take bytes that somebody else received."""
+        cdef Py_ssize_t count = data.shape[0], taken = 0
+        if not count:
+            return
+        if self.slot is not None and self.pos == self.end:
+            taken = self.fill(<const char *>&data[0], count)
+        if taken < count:
+            self.keep(count - taken)
+            memcpy(self.data + self.end, &data[0] + taken, count - taken)
+            self.end += count - taken
+
+    cdef int make_room(self, iovec *room) except -1:
+        """Where the next bytes belong: behind those that are left over."""
+        cdef Py_ssize_t rest = self.end - self.pos
+        if rest > LITTLE:
+            self.keep(rest)
+            room.iov_base, room.iov_len = self.own + self.end, self.own_room - self.end
+            return 0
+        if self.scratch.owner != <void *>self:
+            if self.scratch.owner != NULL:
+                (<Parser>self.scratch.owner).keep(0)
+            if rest:
+                memcpy(self.scratch.memory, self.data + self.pos, rest)
+            free(self.own)
+            self.own, self.own_room = NULL, 0
+            self.scratch.owner = <void *>self
+        elif rest:
+            memmove(self.scratch.memory, self.data + self.pos, rest)
+        self.data, self.pos, self.end = self.scratch.memory, 0, rest
+        room.iov_base, room.iov_len = self.data + rest, SCRATCH_SIZE - rest
+        return 0
+
+    cdef int keep(self, Py_ssize_t more) except -1:
+        """Have what is left over in memory of its own, with room for so many bytes more. Raises MemoryError."""
+        cdef Py_ssize_t rest = self.end - self.pos
+        cdef char *larger
+        if self.own != NULL and self.end + more <= self.own_room:
+            return 0
+        if rest + more > self.own_room:
+            larger = <char *>malloc(2 * rest + more)
+            if larger == NULL:
+                raise MemoryError("the system has no memory for what was received")
+            if rest:
+                memcpy(larger, self.data + self.pos, rest)
+            free(self.own)
+            self.own, self.own_room = larger, 2 * rest + more
+        elif rest:
+            memmove(self.own, self.data + self.pos, rest)
+        if self.scratch.owner == <void *>self:
+            self.scratch.owner = NULL
+        self.data, self.pos, self.end = self.own, 0, rest
+        return 0
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def next(self):
+        """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        while True:
+            if self.missing and not self.take_words():
+                break
+            if self.args is not None or self.packed is not None:
+                return self.taken()
+            if self.pos == self.end or not self.begin_command():
+                break
+        if self.pos == self.end and self.own != NULL:
+            free(self.own)
+            self.data = self.own = NULL
+            self.own_room = self.pos = self.end = 0
+        return None
+
+    cdef object taken(self):
+        """The words of the command that was under way."""
+        command = self.args if self.packed is None else all_of(self.packed)
+        self.args = self.packed = None
+        self.received, self.receiving = self.receiving, 0
+        self.missing = self.size = 0
+        return command
+
+    cdef int begin_command(self) except -1:
+        """Read the line that opens a command; false when it has not arrived."""
+        cdef Py_ssize_t count, end
+        if self.data[self.pos] != b"*":
+            return self.inline()
+        count = announced(self, b"*", self.most_words)
+        if count < 0:
+            end = self.line(protocol.LONG_COUNT)
+            if end < 0:
+                return False
+            count = count_of(self.data[self.pos : end], self.limits, self.trusted)
+            self.pos, self.scanned = end + 2, 0
+        self.missing = count
+        if count > MOST_LISTED:
+            self.packed = Packed()
+        elif count:
+            self.args = []
+        return True
+
+    cdef int inline(self) except -1:
+        """Read a command that is a line of words; false when it has not arrived."""
+        cdef Py_ssize_t rest = self.end - self.pos
+        cdef char *start = self.data + self.pos
+        cdef char *end = <char *>memchr(start + self.scanned, b"\n", rest - self.scanned)
+        self.scanned = rest if end == NULL else 0
+        if (rest if end == NULL else end - start) > MAX_LINE:
+            raise ProtocolError(protocol.LONG_INLINE)
+        if end == NULL:
+            return False
+        words = inline_words(start[: end - start])
+        self.pos += end - start + 1
+        if len(words) > MOST_LISTED:
+            self.packed = packed_of(words)
+        elif words:
+            self.args = words
+        return True
+
+    cdef Py_ssize_t line(self, str too_long) except -2:
+        """Where the line ends that begins at `pos`, at its CRLF; -1 when that has not arrived."""
+        cdef char *start = self.data + self.pos
+        cdef char *stop = self.data + self.end - 1  # where no CRLF begins
+        cdef char *end = start + self.scanned
+        if self.pos == self.end:
+            return -1
+        while end < stop:
+            end = <char *>memchr(end, b"\r", stop - end)
+            if end == NULL:
+                end = stop
+            elif end[1] != b"\n":
+                end += 1
+            else:
+                break
+        self.scanned = max(end - start, 0)
+        if self.scanned > MAX_LINE:
+            raise ProtocolError(too_long)
+        return end - self.data if end < stop else -1
+
+    # -- words -----------------------------------------------------------------------------------------------------
+
+    cdef int take_words(self) except -1:
+        """Take the words that have arrived; false when one is missing."""
+        cdef const char *word
+        while self.missing:
+            if self.slot is not None:
+                self.pos += self.fill(self.data + self.pos, self.end - self.pos)
+                if self.filled < self.slot.size + 2:
+                    return False
+                self.end_slot()
+                continue
+            if self.length < 0 and not self.read_length():
+                return False
+            if self.length >= KEEP_FROM:
+                self.begin_slot()
+                continue
+            if self.end - self.pos < self.length + 2:
+                return False
+            word = self.data + self.pos
+            if word[self.length] != b"\r" or word[self.length + 1] != b"\n":
+                raise ProtocolError(protocol.NO_CRLF)
+            if self.packed is None:
+                self.args.append(PyBytes_FromStringAndSize(word, self.length))
+            else:
+                self.packed.add(word, self.length)
+            self.pos += self.length + 2
+            self.length = -1
+            self.missing -= 1
+        return True
+
+    cdef int read_length(self) except -1:
+        """Read the line that announces a word; false when it has not arrived."""
+        cdef Py_ssize_t end, length = announced(self, b"$", self.most_bytes)
+        if length < 0:
+            end = self.line(protocol.LONG_LENGTH)
+            if end < 0:
+                return False
+            length = length_of(self.data[self.pos : end], self.limits, self.trusted)
+            self.pos, self.scanned = end + 2, 0
+        if self.size + length > self.max_command:
+            raise ProtocolError(protocol.TOO_LONG)
+        self.size += length
+        self.length = length
+        return True
+
+    cdef int begin_slot(self) except -1:
+        """Have memory for a long word. Raises MemoryError."""
+        self.slot = self.arena.take(self.length)
+        self.receiving += self.slot.chunk.size_class.pitch
+        self.filled = self.digested = 0
+        name = None
+        if self.packed is not None and self.packed.count:
+            name = all_of(self.packed)[0]
+        elif self.args:
+            name = self.args[0]
+        self.hashes = isinstance(name, bytes) and name in self.hashed
+        return 0
+
+    cdef int end_slot(self) except -1:
+        """Take a long word that is whole."""
+        cdef Slot slot = self.slot
+        if slot.at[slot.size] != b"\r" or slot.at[slot.size + 1] != b"\n":
+            raise ProtocolError(protocol.NO_CRLF)
+        if self.packed is None:
+            self.args.append(slot)
+        else:
+            self.packed.add_slot(slot)
+        self.slot = None
+        self.length = -1
+        self.missing -= 1
+        return 0
+
+    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1:
+        """Copy what belongs to the word under way to its slot; so many bytes."""
+        count = min(count, self.slot.size + 2 - self.filled)
+        cdef char *place = self.slot.at + self.filled
+        if count >= ALONE:
+            with nogil:
+                memcpy(place, data, count)
+        elif count:
+            memcpy(place, data, count)
+        self.filled += count
+        self.hash()
+        return count
+
+    cdef int hash(self) except -1:
+        """Hash what has come of the word under way, if that is wanted: it is in the processor's cache now."""
+        if not self.hashes:
+            return 0
+        cdef Slot slot = self.slot
+        cdef Py_ssize_t end = min(self.filled, slot.size), count = end - self.digested
+        cdef const char *text = slot.at + self.digested
+        cdef XXH3_state_t *digest = self.digest
+        if count == slot.size:
+            if count >= ALONE:
+                with nogil:
+                    slot.digest = XXH3_64bits(text, count)
+            else:
+                slot.digest = XXH3_64bits(text, count)
+        elif count:
+            if digest == NULL:
+                digest = self.digest = XXH3_createState()
+                if digest == NULL:
+                    raise MemoryError("the system has no memory to hash what is received")
+            if not self.digested:
+                XXH3_64bits_reset(digest)
+            if count >= ALONE:
+                with nogil:
+                    XXH3_64bits_update(digest, text, count)
+            else:
+                XXH3_64bits_update(digest, text, count)
+            if end == slot.size:
+                slot.digest = XXH3_64bits_digest(digest)
+        self.digested = end
+        return 0
+
+
+cdef Packed packed_of(list words):
+    cdef Packed packed = Packed()
+    for word in words:
+        packed.add(word, len(word))
+    return packed
+
+
+cdef inline Py_ssize_t announced(Parser parser, char kind, Py_ssize_t most) noexcept:
+    """The number in the line that is next, which is taken; -1 for anything but an ordinary line that has arrived."""
+    cdef const char *line = parser.data + parser.pos
+    cdef Py_ssize_t size = min(parser.end - parser.pos, 12), number = 0, i = 1
+    if size < 4 or line[0] != kind:
+        return -1
+    while i < size and b"0" <= line[i] <= b"9":
+        number = number * 10 + (line[i] - 0x30)
+        i += 1
+    if i == 1 or i + 1 >= size or line[i] != b"\r" or line[i + 1] != b"\n" or number > most:
+        return -1
+    if line[1] == b"0" and i > 2:
+        return -1
+    parser.pos += i + 2
+    parser.scanned = 0
+    return number

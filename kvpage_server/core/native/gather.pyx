@@ -1,0 +1,280 @@
+# cython: auto_pickle=False
+"""See the twin in `core/python/gather.py`, which says what is done here.
+
+A piece that is a slot, a part of one, or bytes is looked at in C, without a view of it. Short bytes in a row are joined
+where they come in: that costs less than to hand each of them to the kernel.
+"""
+
+cimport cython
+from cpython.buffer cimport PyBUF_SIMPLE, PyBuffer_Release, PyObject_GetBuffer
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
+from cpython.exc cimport PyErr_CheckSignals, PyErr_SetFromErrno
+from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF, Py_XDECREF
+from libc.errno cimport EAGAIN, EINTR, errno
+from libc.stdlib cimport free, realloc
+from libc.string cimport memcpy, memmove, memset
+
+from kvpage_server.core.native.slots cimport Part, Slot, frame_size
+
+from kvpage_server.core.python.gather import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.gather import SEND_TURN as _SEND_TURN
+
+cdef extern from "sys/uio.h" nogil:
+    cdef struct iovec:
+        void *iov_base
+        size_t iov_len
+
+cdef extern from "sys/socket.h" nogil:
+    cdef struct msghdr:
+        iovec *msg_iov
+        size_t msg_iovlen
+    ssize_t sendmsg(int, const msghdr *, int)
+    int MSG_DONTWAIT
+
+cdef enum:
+    MOST_PIECES = 1024  # handed over: IOV_MAX
+
+cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t SEND_TURN = _SEND_TURN
+cdef Py_ssize_t SHORT = 512  # bytes of a piece that is joined with others
+cdef Py_ssize_t JOINED = 64 * 1024  # bytes of short pieces together
+cdef Py_ssize_t LONG = 16 * 1024  # bytes: other threads may run while more than these are copied
+cdef Py_ssize_t FEW = 64  # pieces: room for no more is kept while nothing waits
+
+
+cdef struct Waiting:
+    char *at
+    Py_ssize_t size
+    PyObject *piece  # owned
+    PyObject *view  # owned: of a piece that is neither bytes nor of a slot
+
+
+@cython.final
+cdef class Outbox:
+    """Pieces in their order. Costs: O(1) a piece, and no copy of what is lent."""
+
+    cdef readonly Py_ssize_t nbytes  # that wait
+    cdef Waiting *pieces
+    cdef Py_ssize_t first  # those before are sent, and nothing but their places is left
+    cdef Py_ssize_t count  # with these
+    cdef Py_ssize_t room
+    cdef Py_ssize_t begun  # bytes of the first that are sent
+
+    def __dealloc__(self):
+        cdef Py_ssize_t i
+        for i in range(self.first, self.count):
+            Py_XDECREF(self.pieces[i].piece)
+            Py_XDECREF(self.pieces[i].view)
+        free(self.pieces)
+
+    def add(self, pieces):
+        """Pieces that are to be sent after those that wait: bytes, and whatever has a `view`."""
+        cdef Py_ssize_t count = self.count, nbytes = self.nbytes
+        cdef Py_ssize_t joined = 0, short = 0  # of the short ones before this: their bytes, and how many there are
+        cdef Py_ssize_t size, i = 0
+        if not isinstance(pieces, (list, tuple)):
+            pieces = list(pieces)
+        try:
+            for piece in pieces:
+                size = PyBytes_GET_SIZE(piece) if PyBytes_Check(piece) else SHORT
+                if size < SHORT and joined + size <= JOINED:
+                    joined += size
+                    short += 1
+                else:
+                    self.add_joined(pieces, i - short, short, joined)
+                    if size < SHORT:
+                        joined, short = size, 1
+                    else:
+                        joined = short = 0
+                        self.add_one(piece)
+                i += 1
+            self.add_joined(pieces, i - short, short, joined)
+        except:
+            self.drop_from(count)
+            self.nbytes = nbytes
+            raise
+
+    cdef int add_joined(self, pieces, Py_ssize_t start, Py_ssize_t count, Py_ssize_t size) except -1:
+        """So many short pieces, as one."""
+        cdef Py_ssize_t i, at = 0
+        if size == 0:
+            return 0
+        if count == 1:
+            return self.add_one(pieces[start])
+        text = PyBytes_FromStringAndSize(NULL, size)
+        for i in range(start, start + count):
+            piece = pieces[i]
+            memcpy(PyBytes_AS_STRING(text) + at, PyBytes_AS_STRING(piece), PyBytes_GET_SIZE(piece))
+            at += PyBytes_GET_SIZE(piece)
+        return self.add_one(text)
+
+    cdef int add_one(self, piece) except -1:
+        cdef Waiting waiting
+        place(piece, &waiting)
+        if waiting.size == 0:
+            Py_XDECREF(waiting.view)
+            return 0
+        if self.count == self.room:
+            try:
+                self.make_room()
+            except:
+                Py_XDECREF(waiting.view)
+                raise
+        Py_INCREF(piece)
+        waiting.piece = <PyObject *>piece
+        self.pieces[self.count] = waiting
+        self.count += 1
+        self.nbytes += waiting.size
+        return 0
+
+    cdef int make_room(self) except -1:
+        cdef Py_ssize_t room = max(2 * self.room, 4)
+        cdef void *pieces = realloc(self.pieces, room * sizeof(Waiting))
+        if pieces == NULL:
+            raise MemoryError
+        self.pieces = <Waiting *>pieces
+        self.room = room
+        return 0
+
+    def send(self, int descriptor):
+        """Send what waits, until the kernel takes no more or a turn is over: how many bytes. Raises OSError."""
+        cdef iovec pieces[MOST_PIECES]
+        cdef msghdr message
+        cdef Py_ssize_t sent = 0, count, size
+        memset(&message, 0, sizeof(message))
+        message.msg_iov = pieces
+        while self.nbytes and sent < SEND_TURN:
+            message.msg_iovlen = self.gather(pieces, &size)
+            if size > LONG:
+                with nogil:
+                    count = sendmsg(descriptor, &message, MSG_DONTWAIT)
+            else:
+                count = sendmsg(descriptor, &message, MSG_DONTWAIT)
+            if count >= 0:
+                self.take_off(count)
+                sent += count
+                if count < size:
+                    break  # it has no room for more
+            elif errno == EINTR:
+                PyErr_CheckSignals()
+            elif errno == EAGAIN or sent:  # another error will be met again
+                break
+            else:
+                PyErr_SetFromErrno(OSError)
+        return sent
+
+    cdef Py_ssize_t gather(self, iovec *pieces, Py_ssize_t *size) noexcept:
+        """What to hand over next: how many pieces, and bytes."""
+        cdef Py_ssize_t i = 0, here, begun = self.begun
+        cdef Waiting *waiting = self.pieces + self.first
+        size[0] = 0
+        while i < MOST_PIECES and self.first + i < self.count and size[0] < AT_ONCE:
+            here = min(waiting[i].size - begun, AT_ONCE - size[0])
+            pieces[i].iov_base = waiting[i].at + begun
+            pieces[i].iov_len = here
+            size[0] += here
+            begun = 0
+            i += 1
+        return i
+
+    def next(self):
+        """What to hand over next."""
+        cdef iovec pieces[MOST_PIECES]
+        cdef Py_ssize_t size, i, start, count = self.gather(pieces, &size)
+        cdef Waiting *waiting
+        buffers = []
+        for i in range(count):
+            waiting = self.pieces + self.first + i
+            piece = <object>waiting.piece
+            start = 0 if i else self.begun
+            if PyBytes_Check(piece):
+                buffer = piece
+            else:
+                buffer = piece.view
+            if <Py_ssize_t>pieces[i].iov_len < waiting.size:
+                buffer = memoryview(buffer)[start : start + pieces[i].iov_len]
+            buffers.append(buffer)
+        return buffers
+
+    def sent(self, Py_ssize_t count):
+        """The kernel took so many bytes."""
+        if not 0 <= count <= self.nbytes:
+            raise ValueError(f"{self.nbytes} bytes wait to be sent, got {count}")
+        self.take_off(count)
+
+    cdef void take_off(self, Py_ssize_t count):
+        cdef Py_ssize_t left
+        cdef PyObject *piece
+        cdef PyObject *view
+        self.nbytes -= count
+        while count:
+            left = self.pieces[self.first].size - self.begun
+            if count < left:
+                self.begun += count
+                break
+            count -= left
+            piece, view = self.pieces[self.first].piece, self.pieces[self.first].view
+            self.begun = 0
+            self.first += 1
+            Py_XDECREF(view)
+            Py_XDECREF(piece)
+        if 2 * self.first >= self.count:  # no earlier: what is left moves up
+            self.count -= self.first
+            memmove(self.pieces, self.pieces + self.first, self.count * sizeof(Waiting))
+            self.first = 0
+            if self.count == 0 and self.room > FEW:
+                free(self.pieces)
+                self.pieces = NULL
+                self.room = 0
+
+    cdef void drop_from(self, Py_ssize_t count):
+        while self.count > count:
+            self.count -= 1
+            Py_XDECREF(self.pieces[self.count].view)
+            Py_XDECREF(self.pieces[self.count].piece)
+
+    def renew(self):
+        """The memory has moved: look at each piece where it is now."""
+        cdef Py_ssize_t i
+        cdef Waiting *waiting
+        cdef Waiting now
+        for i in range(self.first, self.count):
+            waiting = self.pieces + i
+            if waiting.view != NULL:
+                place(<object>waiting.piece, &now)
+                if now.size != waiting.size:
+                    Py_XDECREF(now.view)
+                    raise ValueError(f"a piece of {waiting.size} bytes has become one of {now.size}")
+                Py_XDECREF(waiting.view)
+                waiting.at, waiting.view = now.at, now.view
+
+    def clear(self):
+        """Drop what waits."""
+        self.take_off(self.nbytes)
+
+
+cdef int place(piece, Waiting *waiting) except -1:
+    """Where a piece is, and how long. Sets all but the piece."""
+    cdef Slot slot
+    cdef Part part
+    cdef int frame
+    cdef Py_buffer buffer
+    waiting.view = NULL
+    if PyBytes_Check(piece):
+        waiting.at, waiting.size = PyBytes_AS_STRING(piece), PyBytes_GET_SIZE(piece)
+    elif type(piece) is Slot:
+        slot = <Slot>piece
+        frame = frame_size(slot.size)
+        waiting.at, waiting.size = slot.at - frame, frame + slot.size + 2
+    elif type(piece) is Part:
+        part = <Part>piece
+        waiting.at, waiting.size = part.slot.at + part.start, part.size
+    else:
+        view = piece.view
+        PyObject_GetBuffer(view, &buffer, PyBUF_SIMPLE)
+        waiting.at, waiting.size = <char *>buffer.buf, buffer.len
+        PyBuffer_Release(&buffer)  # the view stays
+        Py_INCREF(view)
+        waiting.view = <PyObject *>view
+    return 0

@@ -1,0 +1,86 @@
+"""What both parsers share: what a request may be, and what is said of one that is none, in the words of Redis."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NoReturn
+
+from kvpage_server.resp.inline import split_words
+
+MAX_LINE = 64 * 1024  # PROTO_INLINE_MAX_SIZE
+MAX_ARGUMENTS = 0x7FFF_FFFF
+KEEP_FROM = 512  # a word of so many bytes gets a slot of its own
+MOST_LISTED = 64  # words of a command that is a list; longer ones are `Words`
+WORD = 48  # bytes that a word takes beside its own
+SCRATCH_SIZE = 256 * 1024
+DIRECT = 128 * 1024  # when so much of a word is still to come it is received into its slot
+
+TOO_LONG = "command exceeds the query buffer limit"
+NO_CRLF = "bulk string is not terminated by CRLF"
+BAD_COUNT = "invalid multibulk length"
+BAD_LENGTH = "invalid bulk length"
+LONG_COUNT = "too big mbulk count string"
+LONG_LENGTH = "too big bulk count string"
+LONG_INLINE = "too big inline request"
+
+UNAUTHENTICATED_ARGUMENTS = 10
+UNAUTHENTICATED_BULK = 16384
+STRANGERS_COUNT = "unauthenticated multibulk length"
+STRANGERS_LENGTH = "unauthenticated bulk length"
+
+
+class ProtocolError(Exception):
+    """The stream is not RESP, or breaks a limit; nothing after this point can be understood."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What a client may send. A stranger is held to Redis's smaller limits, too."""
+
+    max_bulk: int = 512 * 1024 * 1024
+    max_arguments: int = MAX_ARGUMENTS
+    max_command: int = 1024 * 1024 * 1024  # bytes of one command's words
+
+
+def inline_words(line: bytes) -> list[bytes]:
+    """The words of an inline command; `line` is without its newline."""
+    words = split_words(line.removesuffix(b"\r"))
+    if words is None:
+        raise ProtocolError("unbalanced quotes in request")
+    return words
+
+
+def number(digits: bytes) -> int | None:
+    """The number as Redis's string2ll reads it: no plus sign, spaces or leading zeros; None when it is none."""
+    unsigned = digits.removeprefix(b"-")
+    if not unsigned.isdigit() or len(unsigned) > 19 or (unsigned[:1] == b"0" and digits != b"0"):
+        return None
+    value = int(digits)
+    return value if -(2**63) <= value < 2**63 else None
+
+
+def count_of(line: bytes, limits: Limits, trusted: bool) -> int:
+    """How many words a command has whose first line is that; none for a negative number."""
+    count = number(line[1:])
+    if count is None or count > limits.max_arguments:
+        raise ProtocolError(BAD_COUNT)
+    if not trusted and count > UNAUTHENTICATED_ARGUMENTS:
+        raise ProtocolError(STRANGERS_COUNT)
+    return max(count, 0)
+
+
+def length_of(line: bytes, limits: Limits, trusted: bool) -> int:
+    """The length of a word that a line announces."""
+    if not line.startswith(b"$"):
+        refuse_word(line[:1] or b"\r")
+    length = number(line[1:])
+    if length is None or not 0 <= length <= limits.max_bulk:
+        raise ProtocolError(BAD_LENGTH)
+    if not trusted and length > UNAUTHENTICATED_BULK:
+        raise ProtocolError(STRANGERS_LENGTH)
+    return length
+
+
+def refuse_word(first: bytes) -> NoReturn:
+    """A word's line begins with something else than a dollar sign."""
+    raise ProtocolError(f"expected '$', got '{first.decode('utf-8', 'surrogateescape')}'")
