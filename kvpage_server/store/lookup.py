@@ -207,9 +207,9 @@ class Lookup(Ration):
                 block.expires_at(self.expires_of(key))
         return block if block.pages else None
 
-    def pages_of(self, block: Block) -> list[Page]:
-        """The pages of a block, in the order of its body. What is overdue must have been swept: see `block`."""
-        return [cast(Page, self._catalogue.get(key)) for key in block.page_keys()]
+    def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
+        """Pages that are there. What is overdue must have been swept: see `block`."""
+        return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""
