@@ -259,7 +259,7 @@ def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
     if order == "a block":
         took += [seconds for seconds, _ in steps_of(here, [b"KVBLOCKGET", b"r", b"0"])]
     took.sort()
-    assert took[-3] < 0.005  # a table of a hundred thousand keys that grows takes a few milliseconds, once
+    assert took[-5] < 0.005  # a table of keys that grows takes a few milliseconds, now and then
 
 
 def test_a_block_that_changes_while_it_is_read_is_read_as_it_is_then() -> None:
