@@ -50,7 +50,7 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     block = keys.block(b"r", 0)
     assert block is not None
     assert block.pages == SHAPE.pages - 1
-    assert all(isinstance(page, ExtentPage) and page.extent is extent for page in keys.pages_of(block))
+    assert all(isinstance(page, ExtentPage) and page.extent is extent for page in keys.pages_at(block.page_keys()))
     del block, extent
     for key in keys.names():
         keys.delete(key)

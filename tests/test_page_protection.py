@@ -200,7 +200,7 @@ def check(keyspace: Keyspace) -> None:
     keyspace.guards.settle(unix_ms())
     for block in blocks:
         assert block.pages == len(pages[block.req_id, block.page])
-        assert block.footprint == sum(page.footprint for page in keyspace.pages_of(block))
+        assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
         assert keyspace.guards.of(block).size in (0, block.footprint)
         full = block.layers * block.heads * len(block.planes) == block.pages
         assert block.is_full == full

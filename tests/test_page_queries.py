@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -223,6 +223,58 @@ def test_work_on_a_large_request_is_done_in_small_steps(line: str) -> None:
         steps += 1
     assert steps > 50
     assert max(after - before for before, after in pairwise(took)) < 0.005  # seconds of this processor
+
+
+def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
+    """What each step of a reply says, and the seconds of this processor that it took."""
+    stream, began = run(here.client, find(words), words), time.thread_time()
+    for item in stream.items:
+        pieces: list[Any] = []
+        encode(item, 2, pieces)
+        took = time.thread_time() - began
+        yield took, b"".join(piece if isinstance(piece, bytes) else bytes(piece.view) for piece in pieces)
+        began = time.thread_time()
+
+
+@pytest.mark.alone
+@pytest.mark.parametrize("order", ["a block", "a block each", "a block stored whole", "absent", "every other absent"])
+def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
+    here, count = Here(), 16_384
+    names = [(b"r", i // 128, i // 2 % 64, i if order == "a block each" else 0, i % 2) for i in range(count)]
+    spelt = [[req, *(b"%d" % number for number in numbers)] for req, *numbers in names]
+    took = []
+    if order == "a block stored whole":
+        here.call("KVBLOCKSET", "r", 0, 128, 64, 1, 0, 2, 0, 3, 4, 1, 3, 4, bytes(count * 4))
+    elif order != "absent":
+        some = [words for i, words in enumerate(spelt) if order != "every other absent" or i % 2]
+        described = [word for words in some for word in (*words, b"3", b"1", b"4", b"60", b"body")]
+        for _ in range(2):
+            steps = list(steps_of(here, [b"KVPAGEMSET", b"%d" % len(some), *described]))
+            assert b"".join(said for _, said in steps) == b"+OK\r\n"
+            took += [seconds for seconds, _ in steps]
+    for command in (b"KVPAGEMGET", b"KVPAGEMEXISTS"):
+        steps = list(steps_of(here, [command, b"%d" % count, *(word for words in spelt for word in words)]))
+        assert len(steps) > 100
+        took += [seconds for seconds, _ in steps]
+    if order == "a block":
+        took += [seconds for seconds, _ in steps_of(here, [b"KVBLOCKGET", b"r", b"0"])]
+    took.sort()
+    assert took[-5] < 0.005  # a table of keys that grows takes a few milliseconds, now and then
+
+
+def test_a_block_that_changes_while_it_is_read_is_read_as_it_is_then() -> None:
+    here = Here()
+    for layer in range(40):
+        for head in range(50):
+            here.call("KVPAGESET", "r", layer, head, 0, 0, 3, 1, 4, 0, b"old.")
+    steps = steps_of(here, [b"KVBLOCKGET", b"r", b"0"])
+    next(steps)
+    here.call("KVPAGESET", "r", 0, 0, 0, 0, 3, 1, 4, 0, b"new.")
+    assert b"".join(said for _, said in steps) == b"$8000\r\nnew.%b\r\n" % (b"old." * 1999)
+    steps = steps_of(here, [b"KVBLOCKGET", b"r", b"0"])
+    next(steps)
+    here.call("KVPAGEDEL", "r")
+    assert b"".join(said for _, said in steps) == b"$-1\r\n"
 
 
 def test_others_are_served_while_a_large_request_is_worked_on(server: RunningServer, client: redis.Redis) -> None:

@@ -253,11 +253,11 @@ class KeyspaceMachine(RuleBasedStateMachine):
         assert sorted(listed) == sorted(map(bytes, pages))
         for block in blocks:
             assert block.pages == len(list(block.page_keys()))
-            shares = sum(page.footprint for page in self.keys.pages_of(block))
+            shares = sum(page.footprint for page in self.keys.pages_at(block.page_keys()))
             assert shares <= block.footprint
             if block.extent is not None:
                 assert block.footprint == block.extent.slot.footprint
-            elif not any(isinstance(page, ExtentPage) for page in self.keys.pages_of(block)):
+            elif not any(isinstance(page, ExtentPage) for page in self.keys.pages_at(block.page_keys())):
                 assert block.footprint - shares < 512  # what a split leaves: the frame and the rounding of its slot
 
     def nothing_is_left(self) -> None:

@@ -17,7 +17,7 @@ from kvpage_server.commands.misses import block_missed
 from kvpage_server.commands.needs import blocks, nothing
 from kvpage_server.commands.registry import Parts, command
 from kvpage_server.commands.request import block_names, chained, hash_in_steps, page_id, request_name
-from kvpage_server.commands.steps import each
+from kvpage_server.commands.steps import Steps, each, stepwise
 from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     MAX_HEAD,
@@ -32,7 +32,7 @@ from kvpage_server.page import (
     unix_ms,
 )
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.blocks import has_block, read_block
+from kvpage_server.store.blocks import AT_ONCE, has_block, read_block
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetching import Lent
@@ -104,11 +104,21 @@ def _cold_of(tiered: Tiered, name: tuple[bytes, int]) -> list[Cold]:
     return tiered.cold_of_block(*name)
 
 
-def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Reply:
-    block = read_block(client.keyspace, req_id, page, lent)
+def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Steps[Reply]:
+    block = yield from read_block(client.keyspace, client.keyspace.block(req_id, page), lent)
     if block is None:
         block_missed(client, req_id, page)
     return block
+
+
+def _is_small(client: Client, req_id: bytes, page: int) -> bool:
+    """Whether a block may be looked at at once: it is in memory, and has few pages or was stored whole."""
+    block, tiered = client.keyspace.block(req_id, page), client.server.tiered
+    if block is None:
+        return True
+    if tiered is not None and tiered.any_cold and tiered.cold_of_block(req_id, page):
+        return False
+    return block.extent is not None or block.pages <= AT_ONCE
 
 
 @command(
@@ -118,12 +128,20 @@ def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Reply:
     group="page",
     uses=requests(0),
     needs=blocks(0),
+    fetches=True,
     usage="req page",
     summary="Returns a block's bytes, null unless it is complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
     """One bulk string: layer by layer, in it plane by plane, in it head by head."""
-    return _read(client, request_name(args[0]), page_id(args[1]), {})
+    name = request_name(args[0]), page_id(args[1])
+
+    def body() -> Steps[Reply]:
+        ahead = Ahead(client, _cold_of, [name], of_pages=False)
+        yield from ahead.next()
+        return (yield from _read(client, *name, ahead.lent))
+
+    return stepwise(body(), small=_is_small(client, *name))
 
 
 @command(
@@ -151,7 +169,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
         ahead = Ahead(client, _cold_of, names, of_pages=False)
         for req_id, page in names:
             yield from ahead.next()
-            yield _read(client, req_id, page, ahead.lent)
+            yield (yield from _read(client, req_id, page, ahead.lent))
 
     return Stream(None, bodies())
 
@@ -168,4 +186,9 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
-    return int(has_block(client.keyspace, request_name(args[0]), page_id(args[1])))
+    name = request_name(args[0]), page_id(args[1])
+
+    def answer() -> Steps[Reply]:
+        return int((yield from has_block(client.keyspace, client.keyspace.block(*name))))
+
+    return stepwise(answer(), small=_is_small(client, *name))

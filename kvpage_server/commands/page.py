@@ -29,7 +29,7 @@ from kvpage_server.store.known import Needed
 from kvpage_server.store.lookup import Found
 from kvpage_server.store.tiered import Tiered
 
-AT_ONCE = 256  # pages that are read, stored or found before other clients may have their turn
+AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 _MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
 WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"

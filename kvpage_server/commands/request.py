@@ -22,7 +22,7 @@ from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
-from kvpage_server.store.blocks import shape_of
+from kvpage_server.store.blocks import gathered
 from kvpage_server.store.entry import Page, header_of, is_page
 from kvpage_server.store.extent import Extent
 from kvpage_server.store.index import Block
@@ -147,7 +147,7 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         blocks, found = (yield from blocks_of(client, req_id)), []
         for block in _still_there(keyspace, blocks):
-            found.append(_describe(keyspace, block, bool(with_sizes)))
+            found.append((yield from _describe(keyspace, block, bool(with_sizes))))
             yield ()
         yield Raw(b"*%d\r\n" % len(found))
         yield from found
@@ -155,18 +155,19 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> dict[str, Reply]:
+def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
+    pages, shape = yield from gathered(keyspace, block)
     described: dict[str, Reply] = {
         "page": block.page,
         "pages": block.pages,
         "layers": block.layers,
         "heads": block.heads,
         "planes": block.planes,
-        "complete": int(shape_of(keyspace, block) is not None),
+        "complete": int(shape is not None),
     }
     if with_sizes:
         extent = block.extent
-        described["bytes"] = extent.slot.size if extent else sum(page.size for page in keyspace.pages_of(block))
+        described["bytes"] = extent.slot.size if extent else sum(page.size for page in pages)
         described["memory"] = block.footprint
     return described
 

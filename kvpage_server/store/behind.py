@@ -65,6 +65,19 @@ class Batch(Generic[T]):
         elif old is not None:
             self.removed.pop(name, None)
 
+    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+        """Values have changed."""
+        changes = self.changes
+        get, grown = changes.get, sum(sizes)
+        for name, value, size in zip(names, values, sizes, strict=True):
+            if (old := get(name)) is not None:
+                grown -= old[1]
+            changes[name] = (value, size)
+        self.size += grown
+        if self.removed:
+            for name in names:
+                self.removed.pop(name, None)
+
     def forget(self, name: bytes) -> None:
         """The last change of a value was made."""
         self.size -= self.changes.pop(name)[1]
@@ -128,8 +141,7 @@ class WriteBehind(Generic[T]):
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
         """Values have changed, as for `note`."""
-        for name, value, size in zip(names, values, sizes, strict=True):
-            self._next.note(name, value, size)
+        self._next.note_all(names, values, sizes)
         self.position += len(names)
         self._changed()
 

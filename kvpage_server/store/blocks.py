@@ -8,26 +8,44 @@ and remembered until one of its pages changes. Costs: O(1) for an extent, else O
 
 from __future__ import annotations
 
-from kvpage_server.page import BlockShape, DType, Plane, header_fields
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from itertools import islice
+from typing import NamedTuple, TypeVar
+
+from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
 from kvpage_server.resp.reply import Piece
 from kvpage_server.store.cold import Cold
 from kvpage_server.store.entry import Page, is_cold
-from kvpage_server.store.extent import ExtentPage
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.index import Block
 from kvpage_server.store.memory import Keyspace
 
+AT_ONCE = 256  # pages that are looked at before others may have their turn
+_TRIES = 4  # to look at all pages before one comes or goes
 _GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
+_Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
+_NONE: _Geometry = (0, 0, 0, 0)
+
+T = TypeVar("T")
 
 
-def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tuple[Piece, ...] | None:
+class Gathered(NamedTuple):
+    """The pages of a block in the order of its body, and its shape, if it is complete."""
+
+    pages: list[Page]
+    shape: BlockShape | None
+
+
+Steps = Generator[tuple[()], None, T]  # others may have their turn after each
+
+
+def read_block(keyspace: Keyspace, block: Block | None, lent: Lent) -> Steps[tuple[Piece, ...] | None]:
     """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
 
     It is in memory, or as a whole `lent`; or the disk cannot be read, and it is a miss.
     """
-    block = keyspace.block(req_id, page)
-    shape = None if block is None else shape_of(keyspace, block)
-    if block is None or shape is None:
+    found = None if block is None else (yield from gathered(keyspace, block))
+    if block is None or found is None or found.shape is None:
         keyspace.counters.misses += 1
         return None
     keyspace.use_block(block)
@@ -36,51 +54,70 @@ def read_block(keyspace: Keyspace, req_id: bytes, page: int, lent: Lent) -> tupl
         if type(slot) is Cold:
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
-    pages = keyspace.pages_of(block)
-    if any(map(is_cold, pages)):
-        return None
-    return (b"$%d\r\n" % shape.nbytes, *(page.part(0, page.size) for page in pages), b"\r\n")
-
-
-def has_block(keyspace: Keyspace, req_id: bytes, page: int) -> bool:
-    """Whether a block is complete, without counting it as a use."""
-    block = keyspace.block(req_id, page)
-    return block is not None and shape_of(keyspace, block) is not None
-
-
-def shape_of(keyspace: Keyspace, block: Block) -> BlockShape | None:
-    """The shape of a complete block, None when it is not complete. What is overdue must have been swept."""
-    if not block.shape_known:
-        block.shape = _find_shape(keyspace, block) if block.is_full else None
-        block.shape_known = True
-    return block.shape
-
-
-def _find_shape(keyspace: Keyspace, block: Block) -> BlockShape | None:
-    """The shape that all pages of a full block agree on."""
-    planes: dict[int, tuple[int, int, int]] = {}  # kv_type -> dtype, page_size, head_dim
-    pages = keyspace.pages_of(block)
-    for page in pages:
-        kv_type, geometry = _geometry(page)
-        if planes.setdefault(kv_type, geometry) != geometry:
+    pieces: list[Piece] = [b"$%d\r\n" % found.shape.nbytes]
+    for some in in_parts(found.pages):
+        if any(map(is_cold, some)):
             return None
-    page_sizes = {page_size for _, page_size, _ in planes.values()}
-    if len(page_sizes) > 1:
+        pieces += [page.part(0, page.size) for page in some]
+        yield ()
+    pieces.append(b"\r\n")
+    return (*pieces,)
+
+
+def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
+    """Whether a block is complete, without counting it as a use."""
+    return block is not None and (yield from gathered(keyspace, block)).shape is not None
+
+
+def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
+    """The pages of a block, some a step, none if it was stored whole. What is overdue must have been swept.
+
+    When it changes meanwhile, all is looked at again; if that goes on, at once.
+    """
+    for left in reversed(range(_TRIES)):
+        version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
+        keys = block.page_keys() if block.extent is None else iter(())
+        while (some := keyspace.pages_at(islice(keys, AT_ONCE))) and block.version == version:
+            pages += some
+            if not block.shape_known:
+                _note_geometries(some, planes)
+            if left:
+                yield ()
+                if keyspace.index.block(block.req_id, block.page) is not block:
+                    return Gathered([], None)
+        if block.version == version:
+            break
+    if not block.shape_known:
+        block.shape = _shape_of(block, planes) if block.is_full else None
+        block.shape_known = True
+    return Gathered(pages, block.shape)
+
+
+def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
+    """Some pages at a time."""
+    return (pages[start : start + AT_ONCE] for start in range(0, len(pages), AT_ONCE))
+
+
+def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:
+    """Note what the pages of each plane agree on, nothing for a plane where they do not."""
+    for page in pages:
+        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(page.header)
+        geometry = dtype, rows, columns, page.size
+        if planes.setdefault(kv_type, geometry) != geometry:
+            planes[kv_type] = _NONE
+
+
+def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | None:
+    """The shape that all pages of a full block agree on."""
+    if _NONE in planes.values() or len({rows for _, rows, _, _ in planes.values()}) > 1:
+        return None
+    if block.pages > MAX_BLOCK_PAGES:
         return None
     shape = BlockShape(
         layers=block.layers,
         heads=block.heads,
-        page_size=page_sizes.pop(),
-        planes=tuple(Plane(kv_type, DType(planes[kv_type][0]), planes[kv_type][2]) for kv_type in sorted(planes)),
+        page_size=next(iter(planes.values()))[1],
+        planes=tuple(Plane(kind, DType(dtype), columns) for kind, (dtype, _, columns, _) in sorted(planes.items())),
     )
-    as_declared = all(page.size == span.stop - span.start for page, span in zip(pages, shape.page_spans(), strict=True))
+    as_declared = all(planes[plane.kv_type][-1] == shape.page_nbytes(plane) for plane in shape.planes)
     return shape if as_declared else None
-
-
-def _geometry(page: Page) -> tuple[int, tuple[int, int, int]]:
-    """A page's kv_type, dtype, page_size and head_dim; that of an extent's without computing its header."""
-    if isinstance(page, ExtentPage):
-        plane = page.extent.shape.plane(page.kv_type)
-        return page.kv_type, (plane.dtype, page.extent.shape.page_size, plane.head_dim)
-    dtype, kv_type, page_size, head_dim = _GEOMETRY.unpack_from(page.header)
-    return kv_type, (dtype, page_size, head_dim)

@@ -94,16 +94,23 @@ class Lookup(Ration):
         if self._catalogue.has_all_entries:
             found.missing.extend(absent)
             return found
-        for name, places in names.runs(absent):
-            block = self.index.block(*name)  # it is awake now, if it is there
-            if block is None:
-                found.missing.extend(places)
-                continue
+        for block_name, places in names.runs(absent):
+            block = self.index.block(*block_name)  # it is awake now, if it is there
+            if block is not None and block.extent is not None:
+                block = self._living(block)
             for i in places:
-                key = names.keys[i]
-                there = block.extent is not None or key in self._catalogue.entries
-                self._add(found, i, first, key, self.find(key) if there else None)
+                self._add(found, i, first, names.keys[i], self._page_in(block, names, i))
         return found
+
+    def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
+        """A page that had no entry when that was looked for, in its block."""
+        if block is None:
+            return None
+        if block.extent is None:
+            key = names.keys[i]
+            return self.find(key) if key in self._catalogue.entries else None
+        _, _, layer, head, page, kv_type = names.name(i)
+        return block.extent.page(block, page, layer, head, kv_type)
 
     def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
         """Note what was found for the name `i`. What is cold is not used: it has been lent, memory has it not."""
@@ -207,9 +214,9 @@ class Lookup(Ration):
                 block.expires_at(self.expires_of(key))
         return block if block.pages else None
 
-    def pages_of(self, block: Block) -> list[Page]:
-        """The pages of a block, in the order of its body. What is overdue must have been swept: see `block`."""
-        return [cast(Page, self._catalogue.get(key)) for key in block.page_keys()]
+    def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
+        """Pages that are there. What is overdue must have been swept: see `block`."""
+        return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
         """A block is read whole: a use of it, and a hit."""

@@ -13,6 +13,7 @@ cdef class PageSet:
     cdef public int64_t soonest
     cdef public object extent, shape
     cdef public bint shape_known
+    cdef readonly uint64_t version
     cdef Row one
     cdef Row *rows
     cdef uint32_t taken  # rows with a number
@@ -21,6 +22,7 @@ cdef class PageSet:
     cdef Row *row(self, uint32_t number) noexcept
     cdef int grow(self) except -1
     cdef Row *row_to_fill(self, uint32_t number) except NULL
+    cdef void change(self) noexcept
     cdef int add_page(self, uint32_t layer, uint32_t head, uint32_t kv_type) except -1
 
 

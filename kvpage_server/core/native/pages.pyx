@@ -157,10 +157,17 @@ cdef class PageSet:
             self.taken += 1
         return found
 
+    cdef void change(self) noexcept:
+        self.shape_known = False
+        self.version += 1
+
+    def changed(self):
+        self.change()
+
     cdef int add_page(self, uint32_t layer, uint32_t head, uint32_t kv_type) except -1:
         cdef uint64_t bit = <uint64_t>1 << head % ROW_HEADS
         cdef Row *row = self.row_to_fill(number_of(layer, head, kv_type))
-        self.shape_known = False
+        self.change()
         if not row.heads & bit:
             row.heads |= bit
             self.pages += 1
@@ -172,7 +179,7 @@ cdef class PageSet:
     def discard(self, uint32_t layer, uint32_t head, uint32_t kv_type):
         cdef uint64_t bit = <uint64_t>1 << head % ROW_HEADS
         cdef Row *row = self.row(number_of(layer, head, kv_type))
-        self.shape_known = False
+        self.change()
         if row != NULL and row.heads & bit:
             row.heads ^= bit
             self.pages -= 1
@@ -197,7 +204,7 @@ cdef class PageSet:
         cdef uint64_t heads
         self.drop_rows()
         self.pages = 0
-        self.shape_known = False
+        self.change()
         for number, heads in rows.items():
             row = self.row_to_fill(number + 1)
             row.heads = heads
@@ -475,7 +482,7 @@ cdef class NewPages(PageNames):
                 grown += footprint_of(slot) - footprint_of(old)
                 stored += slot.size - old.size
                 replaced += old.expires != 0
-                block.shape_known = False
+                block.change()
             else:
                 break
             slot.unit, slot.expires = block, expires

@@ -27,7 +27,18 @@ class PageSet:
     Costs: add, discard and `in` O(1); `rows` O(rows).
     """
 
-    __slots__ = ("_rows", "extent", "footprint", "page", "pages", "req_id", "shape", "shape_known", "soonest")
+    __slots__ = (
+        "_rows",
+        "extent",
+        "footprint",
+        "page",
+        "pages",
+        "req_id",
+        "shape",
+        "shape_known",
+        "soonest",
+        "version",
+    )
 
     def __init__(self, req_id: bytes, page: int) -> None:
         self.req_id = req_id
@@ -38,11 +49,12 @@ class PageSet:
         self.extent: Any = None  # what they lie in, when they were stored whole
         self.shape: Any = None  # of the block, when it is complete and `shape_known`
         self.shape_known = False  # until the next page comes or goes
+        self.version = 0  # another one after each page that came or went
         self._rows: dict[int, int] = {}
 
     def add(self, layer: int, head: int, kv_type: int) -> None:
         """Have a page."""
-        self.shape_known = False
+        self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
         if not heads & bit:
@@ -51,12 +63,17 @@ class PageSet:
 
     def discard(self, layer: int, head: int, kv_type: int) -> None:
         """Have a page no more."""
-        self.shape_known = False
+        self.changed()
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         heads = self._rows.get(row, 0)
         if heads & bit:
             self._rows[row] = heads ^ bit
             self.pages -= 1
+
+    def changed(self) -> None:
+        """A page has come or gone, or is another one."""
+        self.shape_known = False
+        self.version += 1
 
     def has(self, layer: int, head: int, kv_type: int) -> bool:
         """Whether there is a page."""
@@ -71,7 +88,7 @@ class PageSet:
     def bits(self, rows: Mapping[int, int]) -> None:
         self._rows = dict(rows)
         self.pages = sum(heads.bit_count() for heads in rows.values())
-        self.shape_known = False
+        self.changed()
 
 
 class PageNames:
@@ -195,7 +212,7 @@ class NewPages(PageNames):
                 grown -= old.footprint
                 stored -= old.size
                 replaced += bool(old.expires)
-                block.shape_known = False
+                block.changed()
             grown += slot.footprint
             stored += slot.size
             slot.unit, slot.expires = block, expires
