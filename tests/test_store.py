@@ -2,26 +2,17 @@
 
 from __future__ import annotations
 
-import ctypes
-import gc
-import os
 import random
-import sys
 import time
 import tracemalloc
-from functools import partial
 
-import numpy as np
 import pytest
-from health import until
-from hypothesis import given, settings
+from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
-from servers import resident
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precondition, rule
 
-from kvpage_server.core import MOST_SPARE, SPARE_FOR, Arena, Slot
+from kvpage_server.core import Slot
 from kvpage_server.core.arguments import PageName
-from kvpage_server.core.sizes import capacity_for, slot_shape
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
 from kvpage_server.store.entry import TEXT_OVERHEAD, Text, is_page
 from kvpage_server.store.extent import Extent, ExtentPage
@@ -385,118 +376,7 @@ def test_uploads_count_towards_the_limit() -> None:
     del uploads
 
 
-# -- the arena -----------------------------------------------------------------------------------------------------
-
-
-def address(view: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if len(view) else 0
-
-
-class ArenaMachine(RuleBasedStateMachine):
-    """Slots are filled with a pattern of their own, header and all; no other slot may ever change it."""
-
-    slots = Bundle("slots")
-
-    @initialize()
-    def begin(self) -> None:
-        self.arena = Arena()
-        self.living: dict[int, tuple[Slot, int]] = {}
-        self.numbers = 0
-
-    @rule(size=st.integers(0, 300) | st.sampled_from([1024, 4096, 5000, 16384, 65536, 3_000_000]), target=slots)
-    def allocate(self, size: int) -> int:
-        slot = self.arena.allocate(size)
-        self.numbers += 1
-        self.fill(slot, self.numbers % 251)
-        self.living[self.numbers] = (slot, size)
-        return self.numbers
-
-    def fill(self, slot: Slot, pattern: int) -> None:
-        np.frombuffer(slot.room, np.uint8)[:] = pattern
-        np.frombuffer(slot.header, np.uint8)[:] = pattern
-
-    @rule(number=consumes(slots))
-    def release(self, number: int) -> None:
-        del self.living[number]
-
-    @invariant()
-    def every_slot_holds_what_was_written_into_it(self) -> None:
-        for number, (slot, size) in self.living.items():
-            assert slot.size == len(slot.body) == size
-            assert len(slot.room) == size + 2
-            assert (np.frombuffer(slot.room, np.uint8) == number % 251).all()
-            assert (np.frombuffer(slot.header, np.uint8) == number % 251).all()
-            assert bytes(slot.view) == b"$%d\r\n%b" % (size, bytes(slot.room))
-            assert bytes(slot.part(0, size).view) == bytes(slot.body)
-
-    @invariant()
-    def what_is_used_is_what_the_slots_occupy(self) -> None:
-        assert self.arena.used == sum(slot.footprint for slot, _ in self.living.values())
-        assert self.arena.used <= self.arena.held - self.arena.spare
-        assert all(slot.footprint <= max(1.3 * size + 256, 512) for slot, size in self.living.values())
-
-    def teardown(self) -> None:
-        if hasattr(self, "arena"):
-            self.living.clear()
-            assert self.arena.used == 0
-
-
-TestArena = ArenaMachine.TestCase
-TestArena.settings = settings(max_examples=40, stateful_step_count=40)
-
-
-@given(st.integers(0, 2**33))
-def test_powers_of_two_fit_without_waste(size: int) -> None:
-    capacity = capacity_for(size)
-    assert size <= capacity <= max(1.25 * size, 64)
-    if size >= 64 and size & (size - 1) == 0:
-        assert capacity == size
-        assert slot_shape(capacity).pitch <= size + 64 + (32 if size < 32768 else 64)
-
-
-def is_below(limit: int) -> bool:
-    """Whether this process has less memory."""
-    return resident(os.getpid()) < limit
-
-
-def test_memory_goes_back_to_the_system() -> None:
-    """After many sizes came and went, little more is held than before; what is reused is not mapped again."""
-    gc.collect()
-    arena = Arena()
-    for _ in range(3):
-        slots = [arena.allocate(size * MIB) for size in (1, 2, 3, 5, 7, 8, 12, 16, 24, 32, 48, 64)]
-        slots += [arena.allocate(16384) for _ in range(2000)]
-        for slot in slots:
-            np.frombuffer(slot.body, np.uint8)[:] = 1
-        full = resident(os.getpid())
-        assert arena.held >= arena.used >= 222 * MIB
-        del slots, slot
-        assert arena.used == 0
-        arena.rest()
-        assert arena.spare <= MOST_SPARE
-        assert arena.held <= arena.spare + 8 * MIB  # with what is made ahead
-        until(partial(is_below, full - 90 * MIB), "the memory being given back")
-    deadline = time.monotonic() + SPARE_FOR + 10
-    while arena.held and time.monotonic() < deadline:
-        arena.rest()
-    assert arena.held <= 8 * MIB
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="only Linux can be asked for memory ahead")
-def test_a_store_that_grows_finds_its_memory_made() -> None:
-    """Its next chunk is there before it is needed, faulted in, counted, and given back with the others."""
-    arena = Arena()
-    slots = [arena.allocate(16384) for _ in range(1000)]
-    assert arena.held > arena.used
-    resident_before = resident(os.getpid())
-    deadline = time.monotonic() + 10
-    while resident(os.getpid()) < resident_before + MIB and time.monotonic() < deadline:  # nobody has written to it
-        slots += [arena.allocate(16384) for _ in range(64)]
-        time.sleep(0.01)
-    assert resident(os.getpid()) >= resident_before + MIB
-    del slots
-    assert arena.used == 0
-    assert arena.held <= MOST_SPARE + 8 * MIB
+# -- its memory --------------------------------------------------------------------------------------------------------
 
 
 def test_a_slot_in_flight_is_not_recycled() -> None:

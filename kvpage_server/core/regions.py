@@ -1,11 +1,10 @@
 """Memory from the system: few large mappings, from which chunks are cut and to which they return.
 
 A mapping costs the system nothing until it is written to. What is cut from it is written from then on; what returns is
-handed back to the system at once and can be cut again.
+handed back to the system at once and can be cut again. Where the system has huge pages, it is asked for them: the first
+touch of fresh memory costs half as much so, and it has to be touched sooner or later.
 
-The first touch of fresh memory costs a second a gigabyte and more, several times what it takes to fill it. So a thread
-makes the next chunk ready while the last one is filled, on another processor where there is one, in pages of 2 MiB
-where the system has them. It also hands memory back, since that takes milliseconds for large values.
+Memory is handed back by a thread, since that takes milliseconds for large values.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from queue import SimpleQueue
 
 SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
 ALONE = 16 << 20  # bytes: a chunk of at least as many has a mapping of its own
-HUGE = 2 << 20  # bytes of a huge page
 
 _IS_LINUX = sys.platform == "linux"
-_GIVE_BACK = 4 if _IS_LINUX else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
-_IN_HUGE_PAGES, _POPULATE_WRITE = 14, 23  # of Linux alone, the latter since 5.14
-_madvise = ctypes.CDLL(None).madvise
+_IN_HUGE_PAGES = 14  # madvise(2): MADV_HUGEPAGE, of Linux alone
+_GIVE_BACK = 4 if _IS_LINUX else 5  # MADV_DONTNEED; elsewhere MADV_FREE
+_madvise = ctypes.CDLL(None).madvise  # which lets other threads run meanwhile; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
@@ -44,6 +42,8 @@ class Region:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.size = size
         self.free = [(0, size)]
+        if _IS_LINUX:
+            _madvise(self.address, size, _IN_HUGE_PAGES)  # or pages of the usual size, where it refuses
 
     @property
     def is_whole(self) -> bool:
@@ -52,12 +52,10 @@ class Region:
 
     def cut(self, size: int) -> int | None:
         """Where so many bytes begin that are no longer free; None when they are not there side by side."""
-        align = HUGE if size >= HUGE else mmap.PAGESIZE
         for i, (start, stop) in enumerate(self.free):
-            at = start + -(self.address + start) % align
-            if at + size <= stop:
-                self.free[i : i + 1] = [part for part in ((start, at), (at + size, stop)) if part[0] < part[1]]
-                return at
+            if start + size <= stop:
+                self.free[i : i + 1] = [(start + size, stop)] if start + size < stop else []
+                return start
         return None
 
     def put_back(self, start: int, stop: int) -> None:
@@ -87,60 +85,33 @@ class Stretch:
         return self.region.address + self.start
 
 
-Job = tuple[Stretch, bool]  # whether to make it ready, or else to give it back
-
-
 class Regions:
     """Stretches of any size. Its owner's thread calls it; the thread that it has ends with it."""
 
     def __init__(self) -> None:
         self._regions: list[Region] = []
-        self._ready: dict[int, Stretch] = {}  # made before they are needed, one of a size
-        self._jobs: SimpleQueue[Job | None] = SimpleQueue()
+        self._leaving: SimpleQueue[Stretch | None] = SimpleQueue()
         self._returned: deque[Stretch] = deque()  # by the thread
         self._begun = False
 
     def __del__(self) -> None:
-        self._jobs.put(None)
-
-    @property
-    def ready(self) -> int:
-        """Bytes that were made ready, or will be, and that nobody took."""
-        return sum(self._ready)
-
-    def take(self, size: int) -> Stretch:
-        """So many bytes. Raises MemoryError when the system has no more."""
-        return self._ready.pop(size, None) or self._cut(size)
-
-    def want(self, size: int) -> None:
-        """So many bytes will be needed: have them made ready."""
-        if not _IS_LINUX or size in self._ready:
-            return
-        try:
-            stretch = self._ready[size] = self._cut(size)
-        except MemoryError:
-            return  # whoever needs it will be told
-        self._have_done(stretch, make_ready=True)
+        self._leaving.put(None)
 
     def give(self, stretch: Stretch) -> None:
-        """Nobody refers to its bytes any more. What was made ready beside it is not needed either."""
-        for each in (stretch, *self._ready.values()):
-            self._have_done(each, make_ready=False)
-        self._ready.clear()
-
-    def _have_done(self, stretch: Stretch, *, make_ready: bool) -> None:
+        """Nobody refers to its bytes any more."""
         if not self._begun:
-            args = self._jobs, self._returned
-            thread = threading.Thread(target=_work, args=args, name="kvpage-memory", daemon=True)
+            thread = threading.Thread(target=_give_all_back, args=(self._leaving, self._returned), daemon=True)
+            thread.name = "kvpage-memory"
             try:
                 thread.start()
             except RuntimeError:  # the system has no memory for one
-                _do(stretch, make_ready, self._returned)
+                _give_back(stretch, self._returned)
                 return
             self._begun = True
-        self._jobs.put((stretch, make_ready))
+        self._leaving.put(stretch)
 
-    def _cut(self, size: int) -> Stretch:
+    def take(self, size: int) -> Stretch:
+        """So many bytes. Raises MemoryError when the system has no more."""
         if size >= ALONE:
             return Stretch(Region(size), 0, size)
         self._take_back()
@@ -159,7 +130,7 @@ class Regions:
         large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
         while True:
             try:
-                region = Region(max(large, size + HUGE))
+                region = Region(max(large, size))
                 self._regions.append(region)
                 return region
             except MemoryError:
@@ -177,24 +148,14 @@ class Regions:
                 self._regions.remove(region)
 
 
-def _work(jobs: SimpleQueue[Job | None], returned: deque[Stretch]) -> None:
-    """Make stretches ready and give them back, in the order in which it was asked for."""
-    while (job := jobs.get()) is not None:
-        _do(*job, returned)
-        del job  # or a mapping of its own would stay until the next
+def _give_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
+    while (stretch := leaving.get()) is not None:
+        _give_back(stretch, returned)
+        del stretch  # or a mapping of its own would stay until the next
 
 
-def _do(stretch: Stretch, make_ready: bool, returned: deque[Stretch]) -> None:
-    """Make a stretch ready, or give it back.
-
-    ctypes lets other threads run meanwhile; `mmap.madvise` does not. Where the system refuses, it makes memory ready at
-    the first touch, as ever.
-    """
-    if not make_ready:
-        _madvise(stretch.address, stretch.size, _GIVE_BACK)
-        if stretch.size < ALONE:
-            returned.append(stretch)
-        return
-    if stretch.size >= HUGE:
-        _madvise(stretch.address, stretch.size, _IN_HUGE_PAGES)
-    _madvise(stretch.address, stretch.size, _POPULATE_WRITE)
+def _give_back(stretch: Stretch, returned: deque[Stretch]) -> None:
+    """Hand memory back to the system; a mapping of its own ends with it."""
+    _madvise(stretch.address, stretch.size, _GIVE_BACK)
+    if stretch.size < ALONE:
+        returned.append(stretch)

@@ -6,7 +6,6 @@ cdef struct SizeClass:  # slots of one size and the chunks they are cut from
     Py_ssize_t pitch  # bytes from one slot to the next
     Py_ssize_t lead  # bytes before the first of a chunk
     Py_ssize_t held  # bytes of its chunks
-    Py_ssize_t chunks
     Chunk *open  # those with a free slot; the first is cut first
 
 
@@ -24,17 +23,18 @@ cdef struct Chunk:  # some memory in slots of one size
     Chunk *behind
     Chunk *older  # among those that are empty
     Chunk *newer
-    double since  # when it became empty, in monotonic seconds
+    double since  # when it became empty
 
 
 cdef class Arena:
     cdef readonly Py_ssize_t used  # bytes of slots in use
     cdef readonly Py_ssize_t spare  # bytes of empty chunks
-    cdef Py_ssize_t mapped
+    cdef readonly Py_ssize_t held  # bytes that were taken from the system
     cdef object regions
     cdef SizeClass *classes
     cdef Chunk *oldest  # of the empty ones
     cdef Chunk *newest
+    cdef double now  # when it last rested, in monotonic seconds: it need not be told at every slot
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL
     cdef bint give_back_one(self, double since) except -1

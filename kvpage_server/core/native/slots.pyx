@@ -18,23 +18,16 @@ from kvpage_server.core.python.slots import MOST_SPARE as _MOST_SPARE
 from kvpage_server.core.python.slots import SPARE_FOR as _SPARE_FOR
 from kvpage_server.core.regions import Regions
 from kvpage_server.core.sizes import LARGEST as _LARGEST
-from kvpage_server.core.sizes import LARGEST_CHUNK as _LARGEST_CHUNK
 from kvpage_server.core.sizes import chunk_shape, slot_shape
 
-cdef extern from "time.h" nogil:
-    ctypedef long time_t
-    cdef struct timespec:
-        time_t tv_sec
-        long tv_nsec
-    int clock_gettime(int, timespec *)
-    int CLOCK_MONOTONIC
+cdef extern from * nogil:
+    int __builtin_clzll(unsigned long long)
 
 cdef Py_ssize_t HEADER = 64
 cdef Py_ssize_t CLASSES = 165  # up to bodies of 2**47 bytes
 
 cdef Py_ssize_t MOST_SPARE = _MOST_SPARE
 cdef Py_ssize_t LARGEST = _LARGEST
-cdef Py_ssize_t LARGEST_CHUNK = _LARGEST_CHUNK
 cdef double SPARE_FOR = _SPARE_FOR
 cdef int AT_ONCE = 256  # chunks that are given back before others have their turn
 
@@ -50,19 +43,11 @@ cdef int frame_size(Py_ssize_t size) noexcept nogil:
     return digits + 3
 
 
-cdef inline int bits(Py_ssize_t n) noexcept nogil:
-    cdef int found = 0
-    while n:
-        n >>= 1
-        found += 1
-    return found
-
-
 cdef inline Py_ssize_t class_of(Py_ssize_t size) noexcept nogil:
     """The place of a size's class: four a doubling, from 64 bytes on."""
     if size <= 64:
         return 0
-    cdef int doubled = bits(size - 1)
+    cdef int doubled = 64 - __builtin_clzll(size - 1)  # the bits it takes to write that
     return 4 * (doubled - 7) + ((size - 1) >> (doubled - 3)) - 3
 
 
@@ -71,12 +56,6 @@ cdef Py_ssize_t capacity_of(Py_ssize_t index) noexcept nogil:
     if index == 0:
         return 64
     return (5 + ((index - 1) & 3)) << (((index - 1) >> 2) + 4)
-
-
-cdef inline double now() noexcept nogil:
-    cdef timespec spec
-    clock_gettime(CLOCK_MONOTONIC, &spec)
-    return spec.tv_sec + spec.tv_nsec * 1e-9
 
 
 # -- chunks ------------------------------------------------------------------------------------------------------------
@@ -107,7 +86,7 @@ cdef inline Py_ssize_t in_use(Chunk *chunk) noexcept nogil:
 
 cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
     arena.spare += chunk.size
-    chunk.since = now()
+    chunk.since = arena.now
     chunk.newer, chunk.older = NULL, arena.newest
     if arena.newest != NULL:
         arena.newest.newer = chunk
@@ -270,6 +249,7 @@ cdef class Arena:
 
     def __cinit__(self):
         self.regions = Regions()
+        self.now = monotonic()
         self.classes = <SizeClass *>calloc(CLASSES, sizeof(SizeClass))
         if self.classes == NULL:
             raise MemoryError
@@ -284,11 +264,6 @@ cdef class Arena:
             chunk = newer
         free(self.classes)
 
-    @property
-    def held(self):
-        """Bytes that were taken from the system, those being made ready too."""
-        return self.mapped + self.regions.ready
-
     def allocate(self, Py_ssize_t size):
         """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
         if size < 0:
@@ -297,8 +272,9 @@ cdef class Arena:
 
     def rest(self):
         """Give back chunks that have been empty for long enough, or that are more than is kept."""
+        self.now = monotonic()
         for _ in range(AT_ONCE):
-            if not self.give_back_one(now() - SPARE_FOR):
+            if not self.give_back_one(self.now - SPARE_FOR):
                 return
 
     cdef Slot take(self, Py_ssize_t size):
@@ -339,14 +315,10 @@ cdef class Arena:
         chunk.arena = <PyObject *>self
         chunk.size_class = size_class
         chunk.start += size_class.lead
-        size_class.chunks += 1
         size_class.held += chunk.size
-        self.mapped += chunk.size
+        self.held += chunk.size
         open_chunk(chunk)
         note_empty(self, chunk)
-        following = chunk_shape(shape, size_class.held)
-        if size_class.chunks > 2 and following.nbytes <= LARGEST_CHUNK:  # it grows, and a chunk more is little
-            self.regions.want(following.nbytes)
         return chunk
 
     cdef bint give_back_one(self, double since) except -1:
@@ -356,9 +328,8 @@ cdef class Arena:
             return False
         note_not_empty(self, chunk)
         close_chunk(chunk)
-        chunk.size_class.chunks -= 1
         chunk.size_class.held -= chunk.size
-        self.mapped -= chunk.size
+        self.held -= chunk.size
         stretch = <object>chunk.stretch
         free_chunk(chunk)
         self.regions.give(stretch)

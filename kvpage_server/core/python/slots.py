@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from kvpage_server.core.regions import Regions, Stretch
-from kvpage_server.core.sizes import LARGEST, LARGEST_CHUNK, SUFFIX, SlotShape, capacity_for, chunk_shape, slot_shape
+from kvpage_server.core.sizes import LARGEST, SUFFIX, SlotShape, capacity_for, chunk_shape, slot_shape
 from kvpage_server.page import HEADER_SIZE
 
 MOST_SPARE = 128 << 20  # bytes
@@ -30,12 +30,11 @@ _AT_ONCE = 256  # chunks that are given back before others have their turn
 class SizeClass:
     """Slots of one size and the chunks they are cut from."""
 
-    __slots__ = ("chunks", "held", "open", "shape")
+    __slots__ = ("held", "open", "shape")
 
     def __init__(self, shape: SlotShape) -> None:
         self.shape = shape
         self.held = 0  # bytes of its chunks
-        self.chunks = 0
         self.open: dict[Chunk, None] = {}  # those with a free slot; the last is cut first
 
 
@@ -148,8 +147,9 @@ class Arena:
         self.returned: deque[tuple[Chunk, int]] = deque()  # slots that nobody refers to, and that were not taken back
         self._used = 0
         self._spare = 0
-        self._mapped = 0
-        self._empty: dict[Chunk, float] = {}  # and since when, in monotonic seconds; the oldest first
+        self.held = 0  # bytes that were taken from the system
+        self._empty: dict[Chunk, float] = {}  # and since when; the oldest first
+        self._now = monotonic()  # when it last rested, in seconds: it need not be told at every slot
         self._classes: dict[int, SizeClass] = {}
         self._regions = Regions()
 
@@ -164,11 +164,6 @@ class Arena:
         """Bytes of chunks that are empty."""
         self._take_back()
         return self._spare
-
-    @property
-    def held(self) -> int:
-        """Bytes that were taken from the system, those being made ready too."""
-        return self._mapped + self._regions.ready
 
     def allocate(self, size: int) -> Slot:
         """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
@@ -190,8 +185,9 @@ class Arena:
     def rest(self) -> None:
         """Give back chunks that have been empty for long enough, or that are more than is kept."""
         self._take_back()
+        self._now = monotonic()
         for _ in range(_AT_ONCE):
-            if not self._give_back_one(monotonic() - SPARE_FOR):
+            if not self._give_back_one(self._now - SPARE_FOR):
                 return
 
     def _take_back(self) -> None:
@@ -204,7 +200,7 @@ class Arena:
             chunk.free.append(start)
             if len(chunk.free) == chunk.slots:
                 self._spare += chunk.stretch.size
-                self._empty[chunk] = monotonic()
+                self._empty[chunk] = self._now
 
     def _class_for(self, size: int) -> SizeClass:
         if size > LARGEST:
@@ -221,14 +217,10 @@ class Arena:
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = Chunk(self, size_class, self._regions.take(nbytes), slots)
         size_class.open[chunk] = None
-        size_class.chunks += 1
         size_class.held += nbytes
-        self._mapped += nbytes
+        self.held += nbytes
         self._spare += nbytes
-        self._empty[chunk] = monotonic()
-        following = chunk_shape(size_class.shape, size_class.held)
-        if size_class.chunks > 2 and following.nbytes <= LARGEST_CHUNK:  # it grows, and a chunk more is little
-            self._regions.want(following.nbytes)
+        self._empty[chunk] = self._now
 
     def _give_back_one(self, since: float) -> bool:
         """Give back the chunk that has been empty for longest, if that is since then, or there are too many of them."""
@@ -238,9 +230,8 @@ class Arena:
         del self._empty[chunk]
         size_class = chunk.size_class
         del size_class.open[chunk]
-        size_class.chunks -= 1
         size_class.held -= chunk.stretch.size
-        self._mapped -= chunk.stretch.size
+        self.held -= chunk.stretch.size
         self._spare -= chunk.stretch.size
         self._regions.give(chunk.stretch)
         return True
