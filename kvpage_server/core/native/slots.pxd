@@ -37,7 +37,7 @@ cdef class Arena:
     cdef double now  # when it last rested, in monotonic seconds: it need not be told at every slot
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL
-    cdef bint give_back_one(self, double since) except -1
+    cdef int give_back(self, double since) except -1
 
 
 cdef class Slot:

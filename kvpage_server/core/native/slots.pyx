@@ -273,9 +273,7 @@ cdef class Arena:
     def rest(self):
         """Give back chunks that have been empty for long enough, or that are more than is kept."""
         self.now = monotonic()
-        for _ in range(AT_ONCE):
-            if not self.give_back_one(self.now - SPARE_FOR):
-                return
+        self.give_back(self.now - SPARE_FOR)
 
     cdef Slot take(self, Py_ssize_t size):
         if size > LARGEST:
@@ -306,8 +304,7 @@ cdef class Arena:
 
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL:
         cdef SizeClass *size_class = &self.classes[index]
-        while self.give_back_one(0):
-            pass
+        self.give_back(0)
         shape = slot_shape(capacity_of(index))
         size_class.pitch, size_class.lead = shape.pitch, shape.lead
         nbytes, slots = chunk_shape(shape, size_class.held)
@@ -321,19 +318,22 @@ cdef class Arena:
         note_empty(self, chunk)
         return chunk
 
-    cdef bint give_back_one(self, double since) except -1:
-        """Give back the chunk that has been empty for longest, if that is since then, or there are too many of them."""
-        cdef Chunk *chunk = self.oldest
-        if chunk == NULL or (self.spare <= MOST_SPARE and chunk.since > since):
-            return False
-        note_not_empty(self, chunk)
-        close_chunk(chunk)
-        chunk.size_class.held -= chunk.size
-        self.held -= chunk.size
-        stretch = <object>chunk.stretch
-        free_chunk(chunk)
-        self.regions.give(stretch)
-        return True
+    cdef int give_back(self, double since) except -1:
+        """Give back chunks that have been empty since then, and those that are more than is kept: some of them."""
+        cdef int i
+        cdef Chunk *chunk
+        for i in range(AT_ONCE):
+            chunk = self.oldest
+            if chunk == NULL or (self.spare <= MOST_SPARE and chunk.since > since):
+                return 0
+            note_not_empty(self, chunk)
+            close_chunk(chunk)
+            chunk.size_class.held -= chunk.size
+            self.held -= chunk.size
+            stretch = <object>chunk.stretch
+            free_chunk(chunk)
+            self.regions.give(stretch)
+        return 0
 
 
 cdef inline void write_frame(Slot slot, char *frame) noexcept:

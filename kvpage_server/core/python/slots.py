@@ -186,9 +186,7 @@ class Arena:
         """Give back chunks that have been empty for long enough, or that are more than is kept."""
         self._take_back()
         self._now = monotonic()
-        for _ in range(_AT_ONCE):
-            if not self._give_back_one(self._now - SPARE_FOR):
-                return
+        self._give_back(self._now - SPARE_FOR)
 
     def _take_back(self) -> None:
         """Slots that nobody refers to can be cut again."""
@@ -212,8 +210,7 @@ class Arena:
         return found
 
     def _map_chunk(self, size_class: SizeClass) -> None:
-        while self._give_back_one(0):
-            pass
+        self._give_back(0)
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = Chunk(self, size_class, self._regions.take(nbytes), slots)
         size_class.open[chunk] = None
@@ -222,16 +219,15 @@ class Arena:
         self._spare += nbytes
         self._empty[chunk] = self._now
 
-    def _give_back_one(self, since: float) -> bool:
-        """Give back the chunk that has been empty for longest, if that is since then, or there are too many of them."""
-        chunk, empty_since = next(iter(self._empty.items()), (None, 0.0))
-        if chunk is None or (self._spare <= MOST_SPARE and empty_since > since):
-            return False
-        del self._empty[chunk]
-        size_class = chunk.size_class
-        del size_class.open[chunk]
-        size_class.held -= chunk.stretch.size
-        self.held -= chunk.stretch.size
-        self._spare -= chunk.stretch.size
-        self._regions.give(chunk.stretch)
-        return True
+    def _give_back(self, since: float) -> None:
+        """Give back chunks that have been empty since then, and those that are more than is kept: some of them."""
+        for _ in range(_AT_ONCE):
+            chunk, empty_since = next(iter(self._empty.items()), (None, 0.0))
+            if chunk is None or (self._spare <= MOST_SPARE and empty_since > since):
+                return
+            del self._empty[chunk]
+            del chunk.size_class.open[chunk]
+            chunk.size_class.held -= chunk.stretch.size
+            self.held -= chunk.stretch.size
+            self._spare -= chunk.stretch.size
+            self._regions.give(chunk.stretch)
