@@ -106,6 +106,27 @@ class TestMalformedFrames:
             assert wire.ask(b"PING") == b"+PONG\r\n"
 
 
+class TestLastWords:
+    """Who is told something, and then that it is over, is told both: also when the first has to be on disk before."""
+
+    @pytest.mark.parametrize(
+        ("last", "told"),
+        [
+            (b"QUIT\r\n", b"+OK\r\n"),
+            (b"*x\r\n", b"-ERR Protocol error: invalid multibulk length\r\n"),
+        ],
+    )
+    def test_what_was_promised_is_told_before_the_end(self, last: bytes, told: bytes) -> None:
+        with start_server("--store", "tiered", "--appendfsync", "always") as server:
+            for i in range(20):
+                with server.connect() as sock:
+                    sock.sendall(spell([b"SET", b"key:%d" % i, bytes(2000)]) + last)
+                    answer = b""
+                    while piece := sock.recv(4096):
+                        answer += piece
+                assert answer == b"+OK\r\n" + told
+
+
 class TestPieces:
     def test_a_byte_at_a_time(self, quiet: RunningServer) -> None:
         with Wire(quiet.port) as wire:

@@ -12,8 +12,8 @@ MAX_ARGUMENTS = 0x7FFF_FFFF
 KEEP_FROM = 512  # a word of so many bytes gets a slot of its own
 MOST_LISTED = 64  # words of a command that is a list; longer ones are `Words`
 WORD = 48  # bytes that a word takes beside its own
-SCRATCH_SIZE = 256 * 1024
-DIRECT = 128 * 1024  # when so much of a word is still to come it is received into its slot
+SCRATCH_SIZE = 128 * 1024
+DIRECT = 32 * 1024  # when so much of a word is still to come it is received into its slot
 
 TOO_LONG = "command exceeds the query buffer limit"
 NO_CRLF = "bulk string is not terminated by CRLF"
