@@ -255,6 +255,7 @@ def some_command(chance: random.Random) -> list[bytes]:
 
 def test_servers_on_both_cores_answer_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(21)
+    monkeypatch.delenv("KVPAGE_CORE", raising=False)
     with start_server() as native:
         monkeypatch.setenv("KVPAGE_CORE", "python")
         with start_server() as plain, Wire(native.port) as one, Wire(plain.port) as other:
