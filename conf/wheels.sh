@@ -20,7 +20,7 @@ for version in 3.11 3.12 3.13 3.14; do
     "python$version" -m venv "$work/$version"
     "$work/$version/bin/pip" wheel --quiet --no-deps --wheel-dir "$work/$version/built" "$work"/kvpage-*.tar.gz
     if [ "$(uname -s)" = Linux ]; then
-        "$python" -m auditwheel --quiet repair --strip --wheel-dir "$work/$version/dist" "$work/$version/built"/*.whl
+        "$python" -m auditwheel repair --strip --wheel-dir "$work/$version/dist" "$work/$version/built"/*.whl
     else
         mv "$work/$version/built" "$work/$version/dist"
     fi

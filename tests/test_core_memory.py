@@ -96,7 +96,8 @@ def test_nothing_is_kept(core: Any, commands: int) -> None:
         assert churn.arena.used == 0
         churn.arena.rest()
         gc.collect()
-        seen.append((sys.getallocatedblocks(), in_use()))
-    (blocks, memory), (blocks_after, memory_after) = seen
+        seen.append((sys.getallocatedblocks(), sys.getrefcount(None), in_use()))
+    (blocks, nones, memory), (blocks_after, nones_after, memory_after) = seen
     assert blocks_after - blocks < 100
+    assert nones_after - nones < 100  # what no block shows: a reference that is lost to what there is anyway
     assert memory_after - memory < MORE

@@ -230,6 +230,7 @@ cdef class Memory:
     cdef Py_ssize_t size
 
     def __getbuffer__(self, Py_buffer *buffer, int flags):
+        Py_DECREF(None)  # which Cython has put into buffer.obj, and which is overwritten
         PyBuffer_FillInfo(buffer, self, self.start, self.size, 0, flags)
 
 
