@@ -644,3 +644,13 @@ class TestAgainstRedis:
     def test_inline_commands(self, server: RunningServer, redis_server: RunningServer, line: bytes) -> None:
         stream = b"ECHO " + line + b"\n" + PING
         assert talk(server, stream) == talk(redis_server, stream), line
+
+
+def test_lines_without_a_word_are_nothing_however_many_and_however_cut(core: ModuleType) -> None:
+    blanks = b"\r\n" * 1000 + b" \t\0\r\n\n" * 1000 + b" " * MAX_LINE + b"\n"
+    stream = blanks + b"PING\r\n" + blanks + spell([b"ECHO", b"x"]) + blanks
+    whole = [b"PING"], [b"ECHO", b"x"]
+    for size in (len(stream), 4096, 1000, 7):
+        pieces = [stream[at : at + size] for at in range(0, len(stream), size)]
+        assert parse(core, pieces) == ([*whole], ""), size
+    assert parse(core, [b"\n" + b" " * (MAX_LINE + 1) + b"\n"])[1] == "too big inline request"

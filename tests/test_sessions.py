@@ -286,6 +286,30 @@ class TestSlowReaders:
         honest.flushall()
         until(lambda: arena_used(honest) == 0)
 
+    def test_pipelines_are_answered_to_their_end_however_much_waits_for_others(self) -> None:
+        """What stopped a reply, all that waits for all clients, may be over by the time it is looked at again."""
+        body, rounds, commands = bytes(300_000), 2, 150
+
+        def read(server: RunningServer, seed: int, answered: list[int]) -> None:
+            noise = random.Random(seed)
+            with Wire(server.port) as wire:
+                for _ in range(rounds):
+                    wire.send(spell([b"GET", b"value"]) * commands)
+                    time.sleep(noise.choice((0, 0.1)))
+                    for _ in range(commands):
+                        assert len(wire.reply()) == len(body) + 11
+                        answered.append(seed)
+
+        with start_server("--maxmemory", "512mb") as server, server.client() as client:
+            client.set("value", body)
+            answered: list[int] = []
+            readers = [threading.Thread(target=read, args=(server, seed, answered)) for seed in range(8)]
+            for reader in readers:
+                reader.start()
+            for reader in readers:
+                reader.join()
+            assert len(answered) == 8 * rounds * commands
+
     def test_a_deleted_page_that_is_being_sent_arrives(
         self, quiet: RunningServer, honest: redis.Redis, stored: list[bytes]
     ) -> None:

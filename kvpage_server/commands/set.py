@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -12,7 +13,7 @@ from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.request import are_few, blocks_of
-from kvpage_server.commands.steps import Steps, stepwise
+from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.entry import is_page
@@ -44,8 +45,10 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         keys: list[bytes] = []
         for block in (yield from blocks_of(client, req_id)):
-            keys += block.page_keys()
-            yield ()
+            names = block.page_keys()  # as they are now, whatever happens to the block meanwhile
+            while some := list(islice(names, STEP)):
+                keys += some
+                yield ()
         yield Raw(b"%b%d\r\n" % (b"~" if client.protocol == 3 else b"*", len(keys)))
         yield from keys
 

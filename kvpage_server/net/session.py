@@ -239,9 +239,13 @@ class Session:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
         transport = self._transport
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
+        stopped = False  # for what waits to be sent; a moment later it may be little
         self._events.acting = self.client
         try:
-            while left and self._state is READING and not (self._ending or (transport.queued and self._crowded)):
+            while left and self._state is READING and not self._ending:
+                stopped = transport.queued > 0 and self._crowded
+                if stopped:
+                    break
                 left -= 1
                 if self._replies.under_way:
                     if not self._continue(deadline):
@@ -270,7 +274,7 @@ class Session:
             transport.close()
         elif transport.queued and self._crowded:
             self._state = CROWDED  # until drained() is called
-        elif not left:
+        elif stopped or not left:
             self._wait_for_a_turn()
         elif transport.ignored:
             transport.attend()

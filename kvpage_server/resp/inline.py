@@ -2,58 +2,43 @@
 
 from __future__ import annotations
 
-_ESCAPES = {0x6E: 0x0A, 0x72: 0x0D, 0x74: 0x09, 0x62: 0x08, 0x61: 0x07}  # \n \r \t \b \a
-_BREAK = b" \t\n\r\0"  # ends a word
-_SPACE = _BREAK + b"\v\f"  # is skipped before one
+import re
+
+# White space, and what stands before the next: bare letters, and perhaps something in quotes. Redis skips \v and \f
+# before a word, but they do not end one.
+_WORD = re.compile(
+    rb"""[\ \t\n\r\0\v\f]* ([^\ \t\n\r\0"']*) (?: "((?:[^"\\]|\\.)*)" | '((?:[^'\\]|\\'|\\(?!'))*)' )?""",
+    re.DOTALL | re.VERBOSE,
+)
+_SPACE = b" \t\n\r\0\v\f"
+_NOT_PLAIN = re.compile(rb"[\"'\v\f]")
+_ESCAPED = re.compile(rb"\\(x[0-9a-fA-F]{2}|.)", re.DOTALL)
+_LETTERS = {b"n": b"\n", b"r": b"\r", b"t": b"\t", b"b": b"\b", b"a": b"\a"}
 
 
 def split_words(line: bytes) -> list[bytes] | None:
-    r"""Words of an inline command or a configuration line; None for unbalanced quotes.
+    r"""Words of an inline command or a configuration line; None for unbalanced quotes. O(bytes).
 
     As Redis's sdssplitargs: white space separates words; "..." knows \n \r \t \b \a \\ \" and \xHH, '...' only \'.
     """
+    if not _NOT_PLAIN.search(line):
+        return line.replace(b"\0", b" ").split()
     words: list[bytes] = []
-    pos, size = 0, len(line)
-    while True:
-        while pos < size and line[pos] in _SPACE:
-            pos += 1
-        if pos == size:
-            return words
-        word = bytearray()
-        while pos < size and line[pos] not in _BREAK:
-            if line[pos] not in b"\"'":
-                word.append(line[pos])
-                pos += 1
-                continue
-            end = _quoted(line, pos, word)
-            if end is None or (end < size and line[end] not in _SPACE):
-                return None
-            pos = end
-            break
-        words.append(bytes(word))
-
-
-def _quoted(line: bytes, pos: int, word: bytearray) -> int | None:
-    """Append the quoted string that opens at `pos` to `word`; the position after it, None when it never closes."""
-    quote = line[pos]
-    pos += 1
+    pos = 0
     while pos < len(line):
-        char = line[pos]
-        if char == quote:
-            return pos + 1
-        after = line[pos + 1 : pos + 2]
-        if char == 0x5C and after and (quote == 0x22 or after == b"'"):
-            if quote == 0x22 and after == b"x" and _is_hex(line[pos + 2 : pos + 4]):
-                word.append(int(line[pos + 2 : pos + 4], 16))
-                pos += 4
-                continue
-            word.append(_ESCAPES.get(after[0], after[0]) if quote == 0x22 else after[0])
-            pos += 2
-            continue
-        word.append(char)
-        pos += 1
-    return None
+        found = _WORD.match(line, pos)
+        assert found is not None  # it may match nothing, but it does match
+        bare, double, single = found.groups()
+        pos = found.end()
+        if pos < len(line) and line[pos] not in _SPACE:  # a quote that never closes, or a letter behind one that does
+            return None
+        quoted = _ESCAPED.sub(_meant, double) if double else (single or b"").replace(b"\\'", b"'")
+        if bare or double is not None or single is not None:
+            words.append(bare + quoted)
+    return words
 
 
-def _is_hex(pair: bytes) -> bool:
-    return len(pair) == 2 and all(c in b"0123456789abcdefABCDEF" for c in pair)
+def _meant(found: re.Match[bytes]) -> bytes:
+    """What an escape in double quotes stands for."""
+    letter: bytes = found[1]
+    return bytes.fromhex(letter[1:].decode()) if len(letter) == 3 else _LETTERS.get(letter, letter)

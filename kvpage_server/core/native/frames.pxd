@@ -54,5 +54,6 @@ cdef class Parser:
     cdef int begin_slot(self) except -1
     cdef int end_slot(self) except -1
     cdef int inline(self) except -1
+    cdef bint skip_blank(self) noexcept
     cdef Py_ssize_t line(self, str too_long) except -2
     cdef object taken(self)

@@ -228,6 +228,8 @@ cdef class Parser:
 
     cdef int inline(self) except -1:
         """Read a command that is a line of words; false when it has not arrived."""
+        if not self.scanned and self.skip_blank():
+            return True
         cdef Py_ssize_t rest = self.end - self.pos
         cdef char *start = self.data + self.pos
         cdef char *end = <char *>memchr(start + self.scanned, b"\n", rest - self.scanned)
@@ -243,6 +245,21 @@ cdef class Parser:
         elif words:
             self.args = words
         return True
+
+    cdef bint skip_blank(self) noexcept:
+        """Skip lines without a word, of which a megabyte may come at once; whether there was one."""
+        cdef char *start = self.data + self.pos
+        cdef char *end = self.data + self.end
+        cdef char *at = start
+        cdef Py_ssize_t before = self.pos
+        while at < end and at - start <= MAX_LINE:
+            if at[0] == c"\n":
+                self.pos = at + 1 - self.data
+                start = at + 1
+            elif at[0] != c" " and at[0] != c"\r" and at[0] != c"\t" and at[0] != c"\v" and at[0] != c"\f" and at[0]:
+                break
+            at += 1
+        return self.pos > before
 
     cdef Py_ssize_t line(self, str too_long) except -2:
         """Where the line ends that begins at `pos`, at its CRLF; -1 when that has not arrived."""

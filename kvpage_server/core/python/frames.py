@@ -11,6 +11,7 @@ line, or a short word. Any cut gives the same commands, and the same error in th
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Collection
 from typing import Any, cast
 
@@ -38,6 +39,7 @@ from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.core.python.words import Argument, Command, Words
 
 _CRLF = b"\r\n"
+_BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without a word
 
 
 class Scratch:
@@ -153,6 +155,9 @@ class Parser:
     def _begin_command(self) -> bool:
         """Read the line that opens a command; false when it has not arrived."""
         if self._data[self._pos] != ord("*"):
+            if not self._scanned and (blank := _BLANK.match(self._data, self._pos)):
+                self._pos = blank.end()  # a megabyte of such lines may come at once
+                return True
             line = self._line(b"\n", LONG_INLINE)
             if line is not None:
                 self._words = [*inline_words(line)]
