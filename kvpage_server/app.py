@@ -60,7 +60,8 @@ def main(arguments: list[str] | None = None) -> None:
         print(_usage(), end="")
         return
     if words[:1] in (["--version"], ["-v"]):
-        print(f"kvpage-server {__version__}, page core: {core.NAME}")
+        why = f" ({core.REASON})" if core.REASON else ""
+        print(f"kvpage-server {__version__}, page core: {core.NAME}{why}")
         return
     signals.begin()
     check_only = words[:1] == ["--check-config"]
