@@ -48,7 +48,7 @@ fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by co
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
-	tests/sanitized.sh -m pytest -m "not soak and not alone" tests/test_core_alike.py tests/test_core_memory.py tests/test_parser.py tests/test_outbox.py \
+	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not looked_at_once" tests/test_core_alike.py tests/test_core_memory.py tests/test_parser.py tests/test_outbox.py \
 		tests/test_page_properties.py
 
 lint: $(VENV)/dev.stamp  ## ruff and mypy

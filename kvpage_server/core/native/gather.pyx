@@ -219,7 +219,7 @@ cdef class Outbox:
             self.first += 1
             Py_XDECREF(view)
             Py_XDECREF(piece)
-        if 2 * self.first >= self.count:  # no earlier: what is left moves up
+        if self.first and 2 * self.first >= self.count:  # no earlier: what is left moves up
             self.count -= self.first
             memmove(self.pieces, self.pieces + self.first, self.count * sizeof(Waiting))
             self.first = 0
