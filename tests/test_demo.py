@@ -26,6 +26,7 @@ PROGRAM = f"import signal, sys; {CTRL_C_WORKS}; from engine.cli import main; sys
 
 @pytest.mark.model
 @pytest.mark.timeout(900)
+@pytest.mark.alone  # it promises how much sooner the first token comes
 def test_a_conversation_moves_between_engines_as_promised() -> None:
     """With the real model, in five processes; takes a minute."""
     said = StringIO()
