@@ -52,7 +52,8 @@ _PLANE = 3  # type dtype head_dim
     summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
-    """OK. P is the number of planes. The body is exactly layers x planes x heads x page_size x head_dim elements."""
+    """OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
+    page_size x head_dim elements."""
     req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
     shape = _read_shape(*plain_all([*args[2:5], *args[6:-1]]))
     keyspace, body = client.keyspace, args[-1]
