@@ -56,10 +56,7 @@ def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
                     raise refused(client, denial)
                 if not number % at_once:
                     yield ()
-            hold = yield from _ready(client, spec, words)
-            reply = run_as_asked(client, spec, words)
-            del hold
-            yield from _flat(reply)
+            yield from _run_whole(client, spec, words)
         except ReplyError as error:
             yield rejected(client, spec, words, error)
 
@@ -76,6 +73,14 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
     return Stream(None, steps())
 
 
+def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
+    """The items of a command's reply, once there is room for it and what it needs is there. Raises ReplyError."""
+    hold = yield from _ready(client, spec, words)
+    reply = run_as_asked(client, spec, words)
+    del hold
+    yield from _flat(reply)
+
+
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
     try:
         if not client.free:
@@ -85,10 +90,7 @@ def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator
         if parts.joined:
             yield from _joined(client, spec, parts, words)
         else:
-            hold = yield from _ready(client, spec, words)
-            reply = run_as_asked(client, spec, words)
-            del hold
-            yield from _flat(reply)
+            yield from _run_whole(client, spec, words)
     except ReplyError as error:
         yield rejected(client, spec, words, error)
     yield from freed(words)
