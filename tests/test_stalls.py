@@ -17,7 +17,9 @@ from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
 from kvpage_server.commands.registry import TABLE, subcommands
 
 FEW, FOUR_TIMES = 1100, 4400
-AT_LEAST = 0.015  # seconds of a turn that are not looked at: what else runs here
+# Seconds of a turn that are not looked at: what else runs here, and how slow the machine is. A command that goes by
+# its arguments without steps takes far longer; whether a turn stays under 10 ms is for `python -m benchmarks stalls`.
+AT_LEAST = 0.06
 SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
     (
         *("DEL present", "EXISTS absent", "MGET present", "MSET new", "WATCH absent", "SUBSCRIBE many", "MGET cold"),
