@@ -26,9 +26,9 @@ from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
 from kvpage_server.renewal import renew_when
-from kvpage_server.store.disk import Disk
-from kvpage_server.store.lmdb_file import DiskError, DiskFull
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 SWEEP_EVERY = 0.1  # seconds

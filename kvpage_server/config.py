@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from kvpage_server.glob import glob
 from kvpage_server.resp.inline import split_words
-from kvpage_server.store.policies import POLICIES
+from kvpage_server.store.eviction.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
 _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them

@@ -16,7 +16,7 @@ from platformdirs import user_data_path
 
 from kvpage_server.config import Config, ConfigError
 from kvpage_server.durable import private_directory
-from kvpage_server.store.disk import FILE
+from kvpage_server.store.disk.database import FILE
 
 log = logging.getLogger("kvpage")
 

@@ -14,7 +14,7 @@ from kvpage_server.commands.registry import find
 from kvpage_server.commands.run import run
 from kvpage_server.config import Config
 from kvpage_server.resp.reply import Piece, encode
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
 
 
 def set_page(client: redis.Redis, req: str = "r", page: int = 0, *, body: bytes = b"x" * 100, **at: Any) -> None:

@@ -16,8 +16,7 @@ from servers import RunningServer, start_server
 from test_tiered import damage, disk_info, settle
 from wire import Wire, parse, spell
 
-from kvpage_server.store import hold
-from kvpage_server.store.hold import Holds
+from kvpage_server.store.disk.holds import Holds
 
 MB = 1024**2
 UNREADABLE = Path(__file__).with_name("unreadable.py")
@@ -253,7 +252,7 @@ def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyP
     assert [b"a" in holds, b"b" in holds] == [True, True]
     del first
     assert [b"a" in holds, b"b" in holds, ended] == [False, True, [5]]
-    monkeypatch.setattr(hold, "LONGEST", 0.0)
+    monkeypatch.setattr("kvpage_server.store.disk.holds.LONGEST", 0.0)
     holds.end_old()
     assert [b"b" in holds, ended] == [False, [5, 0]]
     del second

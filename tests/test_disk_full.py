@@ -18,7 +18,7 @@ from servers import RunningServer, start_server
 from small_disks import small_disk
 from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
 
-from kvpage_server.store.disk import FILE
+from kvpage_server.store.disk.database import FILE
 
 SIZE = 100_000
 

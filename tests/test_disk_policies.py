@@ -12,7 +12,7 @@ import redis
 from servers import start_server
 from test_tiered import BLOCK, MB, TIERED, body, disk_info, get_page, page_args, set_block, set_page, settle, tiered
 
-from kvpage_server.store.ondisk import OnDisk
+from kvpage_server.store.disk.usage import OnDisk
 
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
 USED_UP = "command not allowed when used disk > 'maxdisk'"

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvpage_server.store.behind import Batch, WriteBehind
-from kvpage_server.store.disk import Disk, Outcome, Put
-from kvpage_server.store.fetch import Fetcher
-from kvpage_server.store.lmdb_file import DiskFull
-from kvpage_server.store.record import Damaged
-from kvpage_server.store.scrub import Scrubber
+from kvpage_server.store.disk.database import Disk, Outcome, Put
+from kvpage_server.store.disk.lmdb_file import DiskFull
+from kvpage_server.store.disk.readers import Fetcher
+from kvpage_server.store.disk.record import Damaged
+from kvpage_server.store.disk.scrub import Scrubber
+from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 
 MB = 1024**2
 

@@ -16,14 +16,14 @@ from servers import start_server
 from stored_pages import set_block
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.eviction import Policy, Unit
-from kvpage_server.store.lru import LRU
-from kvpage_server.store.memory import Keyspace, OutOfMemory
-from kvpage_server.store.policies import POLICIES
-from kvpage_server.store.prefix import Prefix
-from kvpage_server.store.queues import Queues, successor
+from kvpage_server.store.eviction.lru import LRU
+from kvpage_server.store.eviction.policies import POLICIES
+from kvpage_server.store.eviction.policy import Policy, Unit
+from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.eviction.queues import Queues, successor
+from kvpage_server.store.eviction.s3fifo import S3FIFO
+from kvpage_server.store.keyspace import Keyspace, OutOfMemory
 from kvpage_server.store.room import MOST_LEAVE
-from kvpage_server.store.s3fifo import S3FIFO
 
 KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from kvpage_server.store.prefix import Prefix
-from kvpage_server.store.worth import Worth
+from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.eviction.worth import Worth
 
 RARE, OFTEN = 0, 1
 

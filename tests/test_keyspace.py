@@ -13,7 +13,7 @@ from random_commands import PATTERNS
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server
 
 from kvpage_server.glob import LONGEST, PatternTooLong, glob
-from kvpage_server.store.scan import REST_AFTER, ScanOrder
+from kvpage_server.store.memory.scan import REST_AFTER, ScanOrder
 
 
 class TestScan:

@@ -12,9 +12,9 @@ from stored_pages import ask, fill, held, prefix, set_block, set_page, small_sto
 
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import PageKey, unix_ms
-from kvpage_server.store.entry import is_page
-from kvpage_server.store.lease import Guards
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.eviction.leases import Guards
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import is_page
 
 
 def test_a_prefix_ends_at_the_first_block_that_is_not_complete(client: redis.Redis) -> None:

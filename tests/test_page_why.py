@@ -12,9 +12,9 @@ from servers import start_server
 from stored_pages import ask, fill, held, prefix, set_block, set_page, small_store
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk import FILE
-from kvpage_server.store.ghost import Ghosts
-from kvpage_server.store.index import Block
+from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.eviction.ghosts import Ghosts
+from kvpage_server.store.memory.index import Block
 
 
 def test_why_a_page_is_not_there(client: redis.Redis) -> None:

@@ -19,9 +19,9 @@ from stored_pages import Here, ask, held, set_block, set_page
 from kvpage_server.commands.configure import apply
 from kvpage_server.config import Config, ConfigError
 from kvpage_server.page import unix_ms
-from kvpage_server.store.entry import is_page
-from kvpage_server.store.memory import Keyspace
-from kvpage_server.store.quota import Rule
+from kvpage_server.store.eviction.quotas import Rule
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import is_page
 
 BLOCK = 4 * (64 + 100)  # bytes that `set_block` counts as
 A, B = "kv:tenantA.*", "kv:tenantB.*"

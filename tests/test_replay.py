@@ -15,9 +15,9 @@ import pytest
 from kvpage_server.replay.clairvoyant import clairvoyant
 from kvpage_server.replay.simulate import simulate, simulate_noeviction
 from kvpage_server.replay.trace import Request, TraceError, read_trace
-from kvpage_server.store.lru import LRU
-from kvpage_server.store.prefix import Prefix
-from kvpage_server.store.s3fifo import S3FIFO
+from kvpage_server.store.eviction.lru import LRU
+from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.eviction.s3fifo import S3FIFO
 
 
 def trace_of(*chains: str) -> list[Request]:

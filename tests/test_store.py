@@ -14,9 +14,9 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, invariant, precon
 from kvpage_server.core import Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, checksum, encode_page, unix_ms
-from kvpage_server.store.entry import TEXT_OVERHEAD, Text, is_page
-from kvpage_server.store.extent import Extent, ExtentPage
-from kvpage_server.store.memory import Keyspace, OutOfMemory
+from kvpage_server.store.keyspace import Keyspace, OutOfMemory
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text, is_page
+from kvpage_server.store.memory.extent import Extent, ExtentPage
 
 MIB = 1024 * 1024
 

@@ -20,7 +20,7 @@ import redis
 from servers import RunningServer, answers, free_port, start_server
 
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.store.disk import FILE
+from kvpage_server.store.disk.database import FILE
 
 MB = 1024**2
 TIERED = ("--store", "tiered", "--loglevel", "debug")

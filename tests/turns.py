@@ -20,8 +20,8 @@ from kvpage_server.config import from_arguments
 from kvpage_server.net.limits import Watch
 from kvpage_server.net.listener import Listener
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk import Disk
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 _MARK = b"$4\r\nmark\r\n"

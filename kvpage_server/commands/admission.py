@@ -13,7 +13,7 @@ from kvpage_server.commands.disk import Postponed, wait_for_room
 from kvpage_server.commands.registry import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError, Wait, bare
-from kvpage_server.store.memory import OutOfMemory
+from kvpage_server.store.keyspace import OutOfMemory
 
 log = logging.getLogger("kvpage")
 

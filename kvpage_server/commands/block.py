@@ -33,9 +33,9 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import AT_ONCE, has_block, read_block
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.extent import Extent
 from kvpage_server.store.fetching import Lent
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.tiered import Tiered
 
 _PLANE = 3  # type dtype head_dim

@@ -20,7 +20,7 @@ from kvpage_server.durable import replacing
 from kvpage_server.glob import PatternTooLong, glob
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 from kvpage_server.rewrite import rewritten
-from kvpage_server.store.quota import Rule
+from kvpage_server.store.eviction.quotas import Rule
 
 _FLAGS = "admin noscript loading stale"
 _SHORT = 1024  # bytes of patterns that are made ready at once

@@ -21,7 +21,7 @@ from kvpage_server.commands.users import Refusals, Users
 from kvpage_server.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 if TYPE_CHECKING:

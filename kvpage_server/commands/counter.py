@@ -9,7 +9,7 @@ from kvpage_server.commands.needs import extents
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError
-from kvpage_server.store.entry import Text
+from kvpage_server.store.memory.entry import Text
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:

@@ -18,11 +18,11 @@ from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry
+from kvpage_server.store.disk.holds import Hold, TooMuch
 from kvpage_server.store.fetching import Lent
-from kvpage_server.store.hold import Hold, TooMuch
 from kvpage_server.store.known import Needed, unit_of
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.tiered import Tiered
 
 T = TypeVar("T")

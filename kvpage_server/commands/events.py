@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvpage_server.commands.channels import Channels
 from kvpage_server.commands.tracking import Mode, Tracking
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
 
 if TYPE_CHECKING:
     from kvpage_server.commands.context import Client

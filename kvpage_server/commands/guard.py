@@ -19,9 +19,9 @@ from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
 from kvpage_server.resp.reply import Reply, ReplyError
-from kvpage_server.store.index import Block
-from kvpage_server.store.lease import LONGEST_LEASE
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.eviction.leases import LONGEST_LEASE
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.index import Block
 
 
 def _lease(keyspace: Keyspace, block: Block, milliseconds: int) -> bool:

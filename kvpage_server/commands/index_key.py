@@ -12,7 +12,7 @@ from kvpage_server.commands.page import WRONG_TYPE
 from kvpage_server.commands.registry import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
 
 READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"
 UNWATCHABLE = "ERR an index key can't be watched: watch page keys"

@@ -9,8 +9,8 @@ from kvpage_server.commands.needs import nothing
 from kvpage_server.commands.registry import command, container
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 
 _LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
 

@@ -16,7 +16,7 @@ from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
 _U64_MAX = 2**64 - 1

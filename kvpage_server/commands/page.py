@@ -23,10 +23,10 @@ from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.page import PageError, unix_ms
 from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.known import Needed
 from kvpage_server.store.lookup import Found
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.tiered import Tiered
 
 AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn

@@ -14,7 +14,7 @@ from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
-from kvpage_server.store.entry import header_of, is_cold, is_page
+from kvpage_server.store.memory.entry import header_of, is_cold, is_page
 
 
 @command(

@@ -18,7 +18,7 @@ from kvpage_server.commands.steps import Steps, freed
 from kvpage_server.commands.transaction import too_much_queued
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
-from kvpage_server.store.hold import Hold
+from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items
 _CHECKS = 4000  # patterns that keys are held against in a step

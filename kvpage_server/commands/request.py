@@ -23,11 +23,11 @@ from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import gathered
-from kvpage_server.store.entry import Page, header_of, is_page
-from kvpage_server.store.extent import Extent
-from kvpage_server.store.index import Block
+from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.known import Needed
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.memory.entry import Page, header_of, is_page
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.tiered import Tiered
 
 _SORTED = 4096  # page ids that are sorted in a step

@@ -16,7 +16,7 @@ from kvpage_server.commands.registry import Spec, too_many
 from kvpage_server.commands.shown import note_slow, show_monitors
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import Piece, Reply, ReplyError, Stream, bare, encode
-from kvpage_server.store.quota import OverLimit
+from kvpage_server.store.eviction.quotas import OverLimit
 
 log = logging.getLogger("kvpage")
 

@@ -16,7 +16,7 @@ from kvpage_server.commands.request import are_few, blocks_of
 from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
-from kvpage_server.store.entry import is_page
+from kvpage_server.store.memory.entry import is_page
 
 
 def _request(client: Client, raw: Argument) -> bytes:

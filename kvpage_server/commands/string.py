@@ -17,7 +17,7 @@ from kvpage_server.commands.value import admit, length_of, page_of, part_of, put
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import OK, Reply, ReplyError
-from kvpage_server.store.entry import Entry
+from kvpage_server.store.memory.entry import Entry
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 

@@ -15,10 +15,10 @@ from kvpage_server.commands.steps import STEP, Steps, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.resp.reply import Reply, ReplyError
-from kvpage_server.store.entry import is_page
-from kvpage_server.store.ghost import Ghost
+from kvpage_server.store.eviction.ghosts import Ghost
 from kvpage_server.store.holdings import OVER_QUOTA
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import is_page
 
 STORED = "stored"
 

@@ -21,7 +21,7 @@ from kvpage_server.net.replies import Replies
 from kvpage_server.net.transport import HIGH_WATER, Transport
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.reply import QUEUED, Reply, Wait
-from kvpage_server.store.hold import Hold
+from kvpage_server.store.disk.holds import Hold
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 READ_TURN = 1024 * 1024  # bytes taken from one socket before others have their turn

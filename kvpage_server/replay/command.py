@@ -13,7 +13,7 @@ from kvpage_server.replay.clairvoyant import clairvoyant
 from kvpage_server.replay.report import Replay, table, write_json, write_plot
 from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
 from kvpage_server.replay.trace import read_trace
-from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
 
 CLAIRVOYANT = "clairvoyant"
 

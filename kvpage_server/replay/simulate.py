@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvpage_server.replay.trace import Request
-from kvpage_server.store.eviction import Policy
+from kvpage_server.store.eviction.policy import Policy
 
 
 @dataclass(slots=True)

@@ -14,11 +14,11 @@ from typing import NamedTuple, TypeVar
 
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Page, is_cold
 from kvpage_server.store.fetching import Lent
-from kvpage_server.store.index import Block
-from kvpage_server.store.memory import Keyspace
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Page, is_cold
+from kvpage_server.store.memory.index import Block
 
 AT_ONCE = 256  # pages that are looked at before others may have their turn
 _TRIES = 4  # to look at all pages before one comes or goes

@@ -16,21 +16,21 @@ from collections.abc import Collection, Iterable, Iterator
 
 from kvpage_server.core import Slot
 from kvpage_server.page import HEADER_SIZE, unix_ms
-from kvpage_server.store import sheet
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, page_named
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.extent import Extent, ExtentPage
+from kvpage_server.store.disk import sheet
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import ShortText
+from kvpage_server.store.disk.lmdb_file import DiskFull, MaxDisk
+from kvpage_server.store.disk.record import footprint, name_of_block, name_of_key
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.quotas import OverLimit
 from kvpage_server.store.fetching import Fetching
-from kvpage_server.store.index import Block
 from kvpage_server.store.known import unit_named
-from kvpage_server.store.lmdb_file import DiskFull, MaxDisk
-from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.quota import OverLimit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, page_named
+from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.ration import Coming
-from kvpage_server.store.record import footprint, name_of_block, name_of_key
-from kvpage_server.store.spelling import ShortText
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
 _MOST_PASSED = 4096  # units that stay, before no more are looked at

@@ -16,20 +16,20 @@ from operator import attrgetter
 from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
-from kvpage_server.store.behind import WriteBehind
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Disk, Found, Outcome
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.extent import Extent
-from kvpage_server.store.fetch import Fetcher
-from kvpage_server.store.hold import Hold, Holds, TooMuch
-from kvpage_server.store.index import Block
+from kvpage_server.store.disk.database import Disk, Found, Outcome
+from kvpage_server.store.disk.encoding import Spoilt, Value
+from kvpage_server.store.disk.holds import Hold, Holds, TooMuch
+from kvpage_server.store.disk.lmdb_file import DiskError
+from kvpage_server.store.disk.loan import Copies, Loan
+from kvpage_server.store.disk.mapped import Mapped, MappedLoans
+from kvpage_server.store.disk.readers import Fetcher
+from kvpage_server.store.disk.write_behind import WriteBehind
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.keyspace import OutOfMemory
 from kvpage_server.store.known import Known, Needed, unit_named, unit_of
-from kvpage_server.store.lmdb_file import DiskError
-from kvpage_server.store.loan import Copies, Loan
-from kvpage_server.store.mapped import Mapped, MappedLoans
-from kvpage_server.store.memory import OutOfMemory
-from kvpage_server.store.spelling import Spoilt, Value
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
 
 _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")

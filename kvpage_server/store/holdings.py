@@ -12,16 +12,16 @@ from typing import cast
 
 from kvpage_server.core import Arena
 from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
-from kvpage_server.store.catalogue import Catalogue
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.expiry import Expiry
-from kvpage_server.store.ghost import Ghosts
-from kvpage_server.store.index import Block
-from kvpage_server.store.lease import Guards
-from kvpage_server.store.policies import POLICIES
-from kvpage_server.store.queues import Queues
-from kvpage_server.store.quota import Quota, Quotas
+from kvpage_server.store.eviction.expiry import Expiry
+from kvpage_server.store.eviction.ghosts import Ghosts
+from kvpage_server.store.eviction.leases import Guards
+from kvpage_server.store.eviction.policies import POLICIES
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Queues
+from kvpage_server.store.eviction.quotas import Quota, Quotas
+from kvpage_server.store.memory.catalogue import Catalogue
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
+from kvpage_server.store.memory.index import Block
 
 OVER_QUOTA = "over quota"
 BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events

@@ -14,17 +14,17 @@ from typing import TypeAlias, cast
 import numpy as np
 
 from kvpage_server.core import Slot
-from kvpage_server.store import sheet
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Disk
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text, are_cold, is_page, page_named
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.extent import Extent, ExtentPage
-from kvpage_server.store.index import Block
-from kvpage_server.store.memory import Keyspace
-from kvpage_server.store.ondisk import OnDisk
-from kvpage_server.store.record import Damaged, Record, footprint, name_of_block, name_of_key
-from kvpage_server.store.spelling import extent_of
+from kvpage_server.store.disk import sheet
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import extent_of
+from kvpage_server.store.disk.record import Damaged, Record, footprint, name_of_block, name_of_key
+from kvpage_server.store.disk.usage import OnDisk
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text, are_cold, is_page, page_named
+from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Block
 
 Body: TypeAlias = "Slot | Cold"
 Needed = tuple[Unit, Body]  # what has to be in memory, and what it goes from there with

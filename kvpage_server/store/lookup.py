@@ -9,11 +9,11 @@ from typing import NamedTuple, cast
 
 from kvpage_server.core import PageNames, look_up
 from kvpage_server.page import unix_ms
-from kvpage_server.store.catalogue import Place
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.entry import Entry, Page
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.index import Block
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.catalogue import Place
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, Page
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.ration import Ration
 
 ANY = sys.maxsize  # bytes

@@ -7,11 +7,11 @@ from typing import NamedTuple
 
 from kvpage_server.core import NewPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
-from kvpage_server.store.entry import Entry, is_page
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.index import Block
-from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
-from kvpage_server.store.quota import OverQuota, Quota, Quotas, Rule, block_name, text_size
+from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.quotas import OverQuota, Quota, Quotas, Rule, block_name, text_size
+from kvpage_server.store.memory.entry import Entry, is_page
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.room import Room
 
 _AT_ONCE = 20_000  # patterns that names are held against before others have their turn; a value costs as much as some

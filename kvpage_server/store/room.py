@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import cast
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.entry import Entry, Text
-from kvpage_server.store.eviction import Unit
+from kvpage_server.store.eviction.leases import SHARE
+from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Queues, successor
+from kvpage_server.store.eviction.quotas import Quota, Quotas
 from kvpage_server.store.holdings import OVER_QUOTA, Holdings
-from kvpage_server.store.index import Block
-from kvpage_server.store.lease import SHARE
-from kvpage_server.store.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
-from kvpage_server.store.queues import Queues, successor
-from kvpage_server.store.quota import Quota, Quotas
+from kvpage_server.store.memory.entry import Entry, Text
+from kvpage_server.store.memory.index import Block
 
 PROMISE = 10_000  # milliseconds
 MOST_LEAVE = 250  # keys that leave memory before others have their turn

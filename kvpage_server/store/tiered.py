@@ -21,25 +21,25 @@ from typing import cast
 
 from kvpage_server.core import NewPages, PageNames, Slot
 from kvpage_server.page import unix_ms
-from kvpage_server.store import sheet
-from kvpage_server.store.behind import Batch, WriteBehind
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Disk
+from kvpage_server.store.disk import sheet
+from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.encoding import Spoilt, Value, change_of
+from kvpage_server.store.disk.mapped import MappedLoans
+from kvpage_server.store.disk.readers import Fetcher
+from kvpage_server.store.disk.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.disk.scrub import Scrubber
+from kvpage_server.store.disk.write_behind import Batch, WriteBehind
 from kvpage_server.store.diskroom import DiskRoom, takes
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Page, Text, page_named
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.extent import Extent, ExtentPage
-from kvpage_server.store.fetch import Fetcher
-from kvpage_server.store.index import Block
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.keyspace import Fallen, OutOfMemory
 from kvpage_server.store.known import unit_named
 from kvpage_server.store.lookup import ANY, Found
-from kvpage_server.store.mapped import MappedLoans
-from kvpage_server.store.memory import Fallen, OutOfMemory
-from kvpage_server.store.policies import NO_EVICTION, VOLATILE_TTL
-from kvpage_server.store.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, page_named
+from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.room import MOST_LEAVE
-from kvpage_server.store.scrub import Scrubber
-from kvpage_server.store.spelling import Spoilt, Value, change_of
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 _MOST_PASSED = 1024  # units that are not dropped, before no more are looked at

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
 
-from kvpage_server.store.eviction import Unit
+from kvpage_server.store.eviction.policy import Unit
 
 SHARE = 0.5  # of a quota, or of what quotas leave of maxmemory
 _AT_ONCE = 1000  # leases that are let go of

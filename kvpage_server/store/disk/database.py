@@ -27,8 +27,8 @@ import xxhash
 
 from kvpage_server.durable import private
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
-from kvpage_server.store import sheet
-from kvpage_server.store.lmdb_file import (
+from kvpage_server.store.disk import sheet
+from kvpage_server.store.disk.lmdb_file import (
     FORMAT,
     RESERVE,
     DiskError,
@@ -40,8 +40,8 @@ from kvpage_server.store.lmdb_file import (
     open_map,
     told,
 )
-from kvpage_server.store.record import INLINE, PIECE, Body, Damaged, Record, database_key
-from kvpage_server.store.sheet import Spot
+from kvpage_server.store.disk.record import INLINE, PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.disk.sheet import Spot
 
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 from kvpage_server.core.rows import bit_of, row_of
 from kvpage_server.page import unix_ms
-from kvpage_server.store.index import Block
+from kvpage_server.store.memory.index import Block
 
 MOST_ROWS = 1 << 18  # some 100 bytes each
 _GHOST = 8  # rows that a ghost counts as beside its own

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
-from kvpage_server.store.index import Block
+from kvpage_server.store.memory.index import Block
 
 Unit = Block | bytes
 

@@ -11,7 +11,7 @@ from array import array
 
 from kvpage_server.core import Part, Slot
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
-from kvpage_server.store.cold import Cold
+from kvpage_server.store.memory.cold import Cold
 
 _WRONG = 0xFFFF_FFFF_FFFF_FFFF
 

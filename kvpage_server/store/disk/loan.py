@@ -13,7 +13,7 @@ from typing import Protocol, cast
 
 from kvpage_server.core import Arena
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.cold import Cold
+from kvpage_server.store.memory.cold import Cold
 
 _END = b"\r\n"
 _SIZE = attrgetter("size")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from time import monotonic
 from weakref import WeakSet
 
-from kvpage_server.store.eviction import Unit
+from kvpage_server.store.eviction.policy import Unit
 
 LONGEST = 10.0  # seconds
 

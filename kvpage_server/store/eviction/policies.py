@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from kvpage_server.store.lru import LRU
-from kvpage_server.store.prefix import Prefix
-from kvpage_server.store.queues import Queues
-from kvpage_server.store.s3fifo import S3FIFO
+from kvpage_server.store.eviction.lru import LRU
+from kvpage_server.store.eviction.prefix import Prefix
+from kvpage_server.store.eviction.queues import Queues
+from kvpage_server.store.eviction.s3fifo import S3FIFO
 
 NO_EVICTION = "noeviction"
 VOLATILE_TTL = "volatile-ttl"

@@ -27,8 +27,8 @@ from queue import SimpleQueue
 from typing import Generic, TypeVar
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk import Change, Clear, Delete, Disk
-from kvpage_server.store.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.database import Change, Clear, Delete, Disk
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 
 LONGEST = 30.0  # seconds
 _SECOND = 0.9

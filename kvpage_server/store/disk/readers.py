@@ -14,8 +14,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvpage_server.store.disk import Disk, Found, Outcome
-from kvpage_server.store.lmdb_file import DiskError
+from kvpage_server.store.disk.database import Disk, Found, Outcome
+from kvpage_server.store.disk.lmdb_file import DiskError
 
 T = TypeVar("T")
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.queues import Queues
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Queues
 
 
 class LRU(Queues):

@@ -7,9 +7,9 @@ from typing import TypeGuard
 
 from kvpage_server.core import Slot
 from kvpage_server.page import PageError, PageHeader, PageKey
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.extent import ExtentPage
-from kvpage_server.store.index import Block
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.extent import ExtentPage
+from kvpage_server.store.memory.index import Block
 
 TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
 

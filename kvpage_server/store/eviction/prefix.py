@@ -25,9 +25,9 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from math import inf
 
-from kvpage_server.store.eviction import BURST, Unit, name_of
-from kvpage_server.store.queues import NOBODY, QUEUES, Queues
-from kvpage_server.store.worth import Worth
+from kvpage_server.store.eviction.policy import BURST, Unit, name_of
+from kvpage_server.store.eviction.queues import NOBODY, QUEUES, Queues
+from kvpage_server.store.eviction.worth import Worth
 
 _END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
 _KINDS = range(1, QUEUES + 1)

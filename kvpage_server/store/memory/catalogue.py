@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store import sheet
-from kvpage_server.store.entry import Entry, page_named
-from kvpage_server.store.eviction import Unit
-from kvpage_server.store.extent import Extent, ExtentPage
-from kvpage_server.store.index import Block, PageIndex
-from kvpage_server.store.scan import ScanOrder
+from kvpage_server.store.disk import sheet
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.entry import Entry, page_named
+from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Block, PageIndex
+from kvpage_server.store.memory.scan import ScanOrder
 
 Place = Unit | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
 

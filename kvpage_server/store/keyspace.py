@@ -8,11 +8,11 @@ from typing import Any
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import HEADER_SIZE
-from kvpage_server.store.entry import TEXT_OVERHEAD, Entry, Text
-from kvpage_server.store.extent import Extent
-from kvpage_server.store.index import Block, rows_of
+from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.lookup import Lookup
-from kvpage_server.store.quota import text_size
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block, rows_of
 from kvpage_server.store.ration import Coming
 from kvpage_server.store.room import OutOfMemory
 

@@ -16,7 +16,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvpage_server.store.eviction import Unit
+from kvpage_server.store.eviction.policy import Unit
 
 NOBODY = 0  # no place
 QUEUES = 5  # of a policy, at the most

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 
-from kvpage_server.store.eviction import BURST, Unit, name_of
-from kvpage_server.store.queues import FIRST, Queues
+from kvpage_server.store.eviction.policy import BURST, Unit, name_of
+from kvpage_server.store.eviction.queues import FIRST, Queues
 
 _SMALL = 0.1  # of all units
 _MOST_USES = 3

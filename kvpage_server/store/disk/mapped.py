@@ -15,7 +15,7 @@ from typing import cast
 from weakref import ref
 
 from kvpage_server.resp.reply import Piece
-from kvpage_server.store.cold import Cold
+from kvpage_server.store.memory.cold import Cold
 
 LONGEST = 1.0  # seconds, until a loan is called in
 AT_ONCE = 4  # old loans called in before others have their turn: some milliseconds of copying

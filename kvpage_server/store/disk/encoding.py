@@ -12,11 +12,11 @@ import struct
 
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
-from kvpage_server.store.cold import Cold
-from kvpage_server.store.disk import Change, Put, Quarantine, Retime
-from kvpage_server.store.extent import Extent, ExtentPage
-from kvpage_server.store.index import Block
-from kvpage_server.store.record import Damaged, Record
+from kvpage_server.store.disk.database import Change, Put, Quarantine, Retime
+from kvpage_server.store.disk.record import Damaged, Record
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.extent import Extent, ExtentPage
+from kvpage_server.store.memory.index import Block
 
 _SHAPE = struct.Struct("<IIIQQ")
 _PLANE = struct.Struct("<BBI")
