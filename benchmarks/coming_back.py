@@ -24,11 +24,11 @@ from mlx_lm.models.cache import load_prompt_cache, save_prompt_cache, trim_promp
 
 from benchmarks.findings import Finding
 from benchmarks.servers import start_kvpage
-from engine import kvcache
 from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.blocks import AgentBlocks
-from engine.kvcache import Cache
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
+from engine.memory.kvcache import Cache
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

@@ -28,8 +28,8 @@ from mlx_lm.models import llama
 from numpy.typing import NDArray
 
 from benchmarks.findings import Finding, show, write
-from engine import kvcache
-from engine.blocks import KVBlock
+from engine.memory import kvcache
+from engine.memory.blocks import KVBlock
 from engine.spec import BLOCK_TOKENS, ModelCacheSpec
 
 HEADS, HEAD_DIM = 8, 256  # of Gemma 3 12B, which has 48 layers

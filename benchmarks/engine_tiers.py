@@ -39,9 +39,10 @@ from benchmarks.coming_back import (
 from benchmarks.findings import RESULTS, Finding, show, write
 from benchmarks.readme import rewrite_tiers
 from benchmarks.servers import start_kvpage
-from engine import kvcache, model
+from engine import model
 from engine.agent_engine import AgentEngine
-from engine.blocks import AgentBlocks
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

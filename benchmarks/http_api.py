@@ -32,8 +32,8 @@ import engine  # noqa: F401 - picks the BLAS before MLX is imported
 # isort: split
 from benchmarks.findings import Finding, show, write
 from benchmarks.servers import start_kvpage
-from engine.assembly import Engine, Options
 from engine.commands.asking import ask
+from engine.startup import Engine, Options
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
 SOONER = 20.0  # times, an agent that comes back, from the store

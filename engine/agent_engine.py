@@ -22,12 +22,19 @@ from itertools import count
 from typing import Any, TypeVar
 
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.blocks import AgentBlocks
-from engine.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver, token_ids
-from engine.singly import Sampler
-from engine.tiers.claim import Claim
+from engine.generation.unbatched import Sampler
+from engine.memory.blocks import AgentBlocks
+from engine.scheduling.request import (
+    CompletedGeneration,
+    EngineClosedError,
+    PromptReceiver,
+    Token,
+    TokenReceiver,
+    token_ids,
+)
 from engine.tiers.loading import Loaded, Loading
 from engine.tiers.metrics import Tier
+from engine.tiers.prefill_claims import Claim
 from engine.tiers.store import AgentCacheStore
 
 log = logging.getLogger(__name__)

@@ -31,14 +31,18 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine import kvcache
-from engine.answer import AnswerText
-from engine.blocks import AgentBlocks, check_agent_id
-from engine.keeping import BlockKeeper
-from engine.kvcache import Cache
+from engine.generation.answer_text import AnswerText
+from engine.generation.one_pass import SHORT, ResumingGenerator
+from engine.generation.sampling import Guarded
+from engine.generation.unbatched import Sampler, SingleGenerator
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, check_agent_id
+from engine.memory.kvcache import Cache
+from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.prefix import common_prefix
-from engine.request import (
+from engine.scheduling.block_manager import BlockKeeper
+from engine.scheduling.model_watch import ModelWatch
+from engine.scheduling.request import (
     CompletedGeneration,
     EmptyPromptError,
     EngineClosedError,
@@ -52,11 +56,7 @@ from engine.request import (
     check_prompt,
     token_ids,
 )
-from engine.resuming import SHORT, ResumingGenerator
-from engine.sampling import Guarded
-from engine.singly import Sampler, SingleGenerator
 from engine.spec import ModelCacheSpec
-from engine.watch import ModelWatch
 
 log = logging.getLogger(__name__)
 

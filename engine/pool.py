@@ -47,9 +47,9 @@ class _Block:
 class BlockPool:
     """Hands out block ids, never more than `total_blocks`, nor more than `total_bytes` with them, at once. Thread-safe.
 
-    An id stands for the memory of one :class:`engine.blocks.KVBlock`. Whoever holds a block holds one reference on
-    its id and frees it once; agents with a common prefix hold the same block by sharing its id. The id is free
-    again when its last holder has freed it.
+    An id stands for the memory of one :class:`engine.memory.blocks.KVBlock`. Whoever holds a block holds one reference
+    on its id and frees it once; agents with a common prefix hold the same block by sharing its id. The id is free again
+    when its last holder has freed it.
 
     A block's bytes are what was promised for it when it was allocated, until `settle` says what it really takes.
     """

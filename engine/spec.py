@@ -25,8 +25,8 @@ from engine.caches import (
     nesting,
     parts,
 )
-from engine.identity import Identity, UnknownIdentityError
-from engine.trial import Trial
+from engine.model.identity import Identity, UnknownIdentityError
+from engine.model.trial import Trial
 from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB

@@ -11,7 +11,7 @@ from engine_models import letter_tokenizer, tiny_llama
 import mlx.core as mx
 import numpy as np
 
-from engine.blocks import AgentBlocks, Arrays, KVBlock
+from engine.memory.blocks import AgentBlocks, Arrays, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 

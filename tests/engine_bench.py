@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
 from engine.pool import BlockPool
-from engine.watch import ModelWatch
+from engine.scheduling.model_watch import ModelWatch
 
 
 class Watched:

@@ -14,8 +14,8 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, make_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, Arrays
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, Arrays
 from engine.spec import ModelCacheSpec
 
 TOKENS = np.random.default_rng(6).integers(0, 96, 300).tolist()

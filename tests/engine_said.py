@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 from mlx_lm.generate import generate_step
 
-from engine.singly import Sampler
+from engine.generation.unbatched import Sampler
 
 Logits = npt.NDArray[np.float32]
 

@@ -26,10 +26,10 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from engine.batch_engine import CompletedGeneration
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
+from engine.scheduling.model_watch import ModelWatch
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
-from engine.watch import ModelWatch
 
 BEGIN, END = "<!-- every family: begin -->\n", "<!-- every family: end -->\n"
 ROUNDING = 1e-4

@@ -28,13 +28,13 @@ from engine.batch_engine import (
     Token,
     UnknownTokenError,
 )
-from engine.blocks import BlockError
+from engine.memory.blocks import BlockError
 from engine.pool import BlockPool, PoolExhaustedError
+from engine.scheduling.model_watch import ModelWatch
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
-from engine.watch import ModelWatch
 
 MODEL = tiny_llama()
 TOKENIZER = letter_tokenizer()

@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from pydantic import BaseModel
 from servers import resident
 
-from engine import json_bounds
-from engine.api import bounds
-from engine.api.errors import ApiError
-from engine.api.schema import Body, ChatBody, CompletionBody, ForkBody
+from engine.api.openai import bounds
+from engine.api.openai.errors import ApiError
+from engine.api.openai.schema import Body, ChatBody, CompletionBody, ForkBody
+from engine.formats import json_bounds
 
 MEGABYTE = 1 << 20
 

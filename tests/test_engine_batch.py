@@ -15,7 +15,6 @@ from mlx_lm import generate
 from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_sampler
 
-from engine import kvcache
 from engine.batch_engine import (
     BlockPoolBatchEngine,
     CompletedGeneration,
@@ -23,7 +22,8 @@ from engine.batch_engine import (
     PromptTooLongError,
     UnknownTokenError,
 )
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 

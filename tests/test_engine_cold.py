@@ -29,9 +29,9 @@ import safetensors.numpy
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from safetensors import safe_open
 
-from engine import kvcache
 from engine.batch_engine import BlockPoolBatchEngine
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

@@ -16,8 +16,8 @@ import pytest
 import redis
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, page_bodies
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, page_bodies
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

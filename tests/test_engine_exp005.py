@@ -20,7 +20,7 @@ from mlx_lm.models.cache import QuantizedKVCache
 
 from engine import model
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier

@@ -16,9 +16,9 @@ import pytest
 
 from engine.agent_engine import AgentEngine, Answer
 from engine.batch_engine import BlockPoolBatchEngine, UnknownTokenError
-from engine.blocks import BlockError, check_agent_id
+from engine.generation.sampling import SamplerError
+from engine.memory.blocks import BlockError, check_agent_id
 from engine.pool import BlockPool
-from engine.sampling import SamplerError
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 

@@ -22,13 +22,13 @@ import numpy as np
 import pytest
 import redis
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
 from engine.caches import CacheStateError, parts
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, Arrays, BlockError, IncompatibleBlocksError, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier
+from engine.tiers.server.manifest import block_names
 from kvpage_server.page import PageHeader
 
 CUTS = [1, 127, 255, 256, 257, 299]

@@ -24,9 +24,9 @@ import redis
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, CacheList, ConcatenateKVCache, KVCache
 
-from engine import kvcache
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
-from engine.blocks import AgentBlocks, IncompatibleBlocksError
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, IncompatibleBlocksError
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier, Saved

@@ -23,10 +23,10 @@ from test_engine_pages import MODEL, SPEC, TOKENS, context, held, letter_tokeniz
 # isort: split
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.persistent.errors import PersistentError
-from engine.persistent.store import PersistentStore
+from engine.persistent.storage.store import PersistentStore
 from engine.pool import BlockPool
-from engine.tiers.breaker import CircuitBreaker
 from engine.tiers.pages import PageTier
+from engine.tiers.server.breaker import CircuitBreaker
 
 SECONDS = float(os.environ.get("WEATHER_SECONDS", 600))  # under `make soak`
 LINES = [
@@ -231,7 +231,7 @@ def test_a_load_takes_no_longer_than_it_may_and_has_what_came(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Chunk after chunk comes in time, but all of it does not. That is no failure of the server's."""
-    monkeypatch.setattr("engine.tiers.manifest.CHUNK", 1)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", 1)
     direct = PageTier(server.url, SPEC, pool)
     assert direct.save(context())
     direct.close()

@@ -30,7 +30,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from engine.batch_engine import CHANGED, BlockPoolBatchEngine, CompletedGeneration
-from engine.identity import Identity
+from engine.model.identity import Identity
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier
@@ -324,7 +324,7 @@ def test_the_code_of_a_model_counts(tmp_path: Path) -> None:
         script.parent.mkdir()
         script.write_text(code.format(by))
         run = f"import sys; sys.path.insert(0, {str(script.parent)!r}); import engine, layers; "
-        run += "from engine.identity import Identity; print(Identity(layers.Layer()).digest)"
+        run += "from engine.model.identity import Identity; print(Identity(layers.Layer()).digest)"
         said.append(subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True).stdout)
     assert said[0] == said[2] != said[1]
 

@@ -17,7 +17,7 @@ import pytest
 from mlx_lm.generate import generate_step
 
 from engine.batch_engine import CompletedGeneration
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
 from engine.pool import PoolExhaustedError
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache, trim_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock, from_body, page_bodies
 from engine.caches import DTYPES, FullLayer
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock, from_body, page_bodies
 from engine.spec import ModelCacheSpec, pages
 
 MODEL = tiny_llama()

@@ -11,8 +11,8 @@ from pathlib import Path
 import mlx.core as mx
 import pytest
 
-from engine import cli, smollm2
-from engine.model import UnknownModelError, load
+from engine import cli
+from engine.model import UnknownModelError, load, smollm2
 
 SMOLLM2 = Path(__file__).parents[1] / "models" / "smollm2"
 

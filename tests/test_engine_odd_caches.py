@@ -14,11 +14,11 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.cache import CacheList, ChunkedKVCache, KVCache, RotatingKVCache, make_prompt_cache
 
-from engine import kvcache
-from engine.assembly import _probe
-from engine.blocks import AgentBlocks
 from engine.caches import ChunkedLayer, UnsupportedCacheError, WindowLayer, describe, parts
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
+from engine.startup import _probe
 from engine.tiers.cold import SafetensorsCacheAdapter
 
 

@@ -17,13 +17,13 @@ from engine_families import family
 from servers import RunningServer, free_port, start_server
 from test_engine_pages import SPEC, TOKENS, context, held, same
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, BlockError, KVBlock
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, BlockError, KVBlock
+from engine.memory.prefix import root_of
 from engine.pool import BlockPool
-from engine.prefix import root_of
-from engine.tiers import saving
-from engine.tiers.manifest import block_names
 from engine.tiers.pages import PageTier, Saved
+from engine.tiers.server import block_writer as saving
+from engine.tiers.server.manifest import block_names
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever moment. The next one that is not disturbed leaves no more than the context."""
-    monkeypatch.setattr("engine.tiers.manifest.CHUNK", 1)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", 1)
     old, new = context(TOKENS[::-1][:300]), context()
     ended = Counter[bool]()
     for milliseconds in (0.1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32):

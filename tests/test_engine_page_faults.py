@@ -18,11 +18,11 @@ from test_engine_pages import BLOCK, SPEC, TOKENS, context, held, same
 # isort: split
 import mlx.core as mx
 
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
-from engine.tiers.breaker import FAILURES, SHORTEST, State
-from engine.tiers.manifest import block_names, manifest_key
 from engine.tiers.pages import PageTier
+from engine.tiers.server.breaker import FAILURES, SHORTEST, State
+from engine.tiers.server.manifest import block_names, manifest_key
 
 
 @pytest.fixture
@@ -46,7 +46,7 @@ def proxy(server: RunningServer, client: redis.Redis) -> Iterator[Proxy]:
 @pytest.fixture
 def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageTier]:
     """Behind the proxy; it asks for block after block."""
-    monkeypatch.setattr("engine.tiers.manifest.CHUNK", BLOCK)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", BLOCK)
     tier = PageTier(proxy.url, SPEC, pool, deadline=10.0, connections=1)
     yield tier
     tier.close()
@@ -103,7 +103,7 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link was fast when it was decided to fetch."""
-    monkeypatch.setattr("engine.tiers.fetch.LEAST", 1)
+    monkeypatch.setattr("engine.tiers.server.fetch.LEAST", 1)
     tier.rates.received(1 << 30, 1.0, 1 << 30)
     assert held(pool, tier.load("alice")) == 700
     tier.rates.prefilled(1000, 1.0)

@@ -18,13 +18,13 @@ import pytest
 import redis
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory.prefix import chain_hashes
 from engine.pool import BlockPool
-from engine.prefix import chain_hashes
 from engine.spec import ModelCacheSpec, pages
-from engine.tiers.manifest import _sealed, block_names, manifest_key
 from engine.tiers.pages import PageTier, Saved
+from engine.tiers.server.manifest import _sealed, block_names, manifest_key
 from kvpage_server.page import PageKey
 
 MODEL = tiny_llama()

@@ -12,11 +12,11 @@ import mlx.core as mx
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.blocks import in_memory, page_bodies
 from engine.caches import ArraysLayer, FullLayer, Matrices
+from engine.memory.blocks import in_memory, page_bodies
 from engine.spec import ModelCacheSpec
-from engine.tiers.manifest import Manifest, Place, block_names, block_shape
-from engine.tiers.plan import Offer, Plan
+from engine.tiers.server.manifest import Manifest, Place, block_names, block_shape
+from engine.tiers.server.restore_planner import Offer, Plan
 from kvpage_server.page import BlockShape, DType, Plane
 
 SIZE = 4

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine import kvcache
 from engine.batch_engine import BlockPoolBatchEngine, EngineClosedError
-from engine.blocks import AgentBlocks, page_bodies
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, page_bodies
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 

@@ -28,8 +28,8 @@ import pytest
 import redis
 from mlx_lm.models.cache import KVCache, make_prompt_cache, trim_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks, KVBlock
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from engine.batch_engine import Token
-from engine.blocks import AgentBlocks
-from engine.resuming import SHORT
+from engine.generation.one_pass import SHORT
+from engine.memory.blocks import AgentBlocks
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 KNOWN, QUESTION = 300, 11

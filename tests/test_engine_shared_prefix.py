@@ -16,14 +16,14 @@ import pytest
 import redis
 from mlx_lm.models.cache import make_prompt_cache
 
-from engine import kvcache
-from engine.blocks import AgentBlocks
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
+from engine.memory.prefix_cache import HOLDER, SharedPrefixCache
 from engine.pool import BlockPool
-from engine.shared import HOLDER, SharedPrefixCache
 from engine.spec import ModelCacheSpec
-from engine.tiers import claim
-from engine.tiers.claim import Claim, Claims
+from engine.tiers import prefill_claims as claim
 from engine.tiers.pages import PageTier
+from engine.tiers.prefill_claims import Claim, Claims
 from engine.tiers.store import AgentCacheStore
 
 TOKENS = some_tokens(1, 60)

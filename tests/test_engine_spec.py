@@ -19,7 +19,7 @@ from mlx_lm.models.cache import ConcatenateKVCache, KVCache, RotatingKVCache
 from mlx_lm.models.llama import Model
 
 from engine.caches import FullLayer, UnsupportedCacheError
-from engine.prefix import ROOT, chain_hash, chain_hashes, common_prefix
+from engine.memory.prefix import ROOT, chain_hash, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec, ModelTag, pages
 from kvpage_server.page import DType, KVType, Plane
 

@@ -28,14 +28,14 @@ import pytest
 import redis
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from engine.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers import flush, loading
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.loading import Loaded
-from engine.tiers.manifest import manifest_key
 from engine.tiers.pages import PageTier
+from engine.tiers.server.manifest import manifest_key
 from engine.tiers.store import AgentCacheStore
 
 TOKENS = some_tokens(1, 60)

@@ -19,10 +19,10 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, NaiveStreamingDetoke
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from engine.answer import AnswerText
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
-from engine.blocks import AgentBlocks, page_bodies
-from engine.request import UnknownTokenError
+from engine.generation.answer_text import AnswerText
+from engine.memory.blocks import AgentBlocks, page_bodies
+from engine.scheduling.request import UnknownTokenError
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token

@@ -14,8 +14,8 @@ import pytest
 from persistent_models import EXAMPLES, attention
 
 from engine.persistent import Executor, Graph, GraphBuilder, Model, Simulator, parse
+from engine.persistent.compiler.ops import OPS
 from engine.persistent.errors import BrokenExecutorError, InputError, ModelError, UnknownNameError
-from engine.persistent.ops import OPS
 
 
 def executor(text: str, tensors: dict[str, mx.array] | None = None, trace: bool = False, **sizes: int) -> Executor:

@@ -24,9 +24,9 @@ from engine.persistent.errors import (
     SliceResetError,
     SliceWriteError,
 )
-from engine.persistent.journal import Journal
-from engine.persistent.memory import Scalar
-from engine.persistent.table import Layout, Table
+from engine.persistent.state.journal import Journal
+from engine.persistent.state.memory import Scalar
+from engine.persistent.state.table import Layout, Table
 
 SHAPE = (2, 3)
 Entry = tuple[int, ...]

@@ -10,8 +10,8 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from engine.api.auth import Tenant
-from engine.api.errors import ApiError
-from engine.api.schema import ForkBody
+from engine.api.openai.errors import ApiError
+from engine.api.openai.schema import ForkBody
 from engine.api.service import Service
 from engine.tiers.store import AgentInfo
 

@@ -14,14 +14,14 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.agent_engine import Answer
-from engine.api.errors import ApiError, invalid
-from engine.api.schema import Asked
+from engine.api.openai.errors import ApiError, invalid
+from engine.api.openai.schema import Asked
+from engine.api.openai.shapes import Shape
 from engine.api.service import Service
-from engine.api.shapes import Shape
 from engine.api.worker import Generation
 from engine.batch_engine import PromptError
 from engine.pool import PoolExhaustedError
-from engine.request import EngineClosedError, Token
+from engine.scheduling.request import EngineClosedError, Token
 
 log = logging.getLogger(__name__)
 

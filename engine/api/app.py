@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from engine.api import agents
 from engine.api.completions import chat, complete
-from engine.api.errors import ApiError
+from engine.api.openai.errors import ApiError
 from engine.api.service import Service
 
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"

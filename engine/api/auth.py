@@ -1,7 +1,7 @@
 """Who asks: bearer tokens, each of which stands for a tenant.
 
-Agents of different tenants are different agents whatever they are called, and share nothing: `engine.prefix.root_of`
-begins each tenant's chains of blocks elsewhere. Without tokens everybody is welcome and nobody's.
+Agents of different tenants are different agents whatever they are called, and share nothing: each tenant's chains of
+blocks begin elsewhere, with `engine.memory.prefix.root_of`. Without tokens everybody is welcome and nobody's.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from engine.api.errors import ApiError, invalid
-from engine.blocks import BlockError, check_agent_id
+from engine.api.openai.errors import ApiError, invalid
+from engine.memory.blocks import BlockError, check_agent_id
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
 AGENT_HEADER = "X-Agent-Id"

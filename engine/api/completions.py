@@ -9,10 +9,10 @@ from starlette.responses import Response
 
 from engine.api.answering import answer, unless_gone
 from engine.api.auth import Tenant
-from engine.api.reading import Reader
-from engine.api.schema import Asked, ChatBody, CompletionBody
+from engine.api.openai.reading import Reader
+from engine.api.openai.schema import Asked, ChatBody, CompletionBody
+from engine.api.openai.shapes import ChatShape, Envelope, TextShape
 from engine.api.service import Service
-from engine.api.shapes import ChatShape, Envelope, TextShape
 from engine.api.worker import Prompt
 
 

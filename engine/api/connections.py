@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from engine.api.errors import ApiError, invalid
+from engine.api.openai.errors import ApiError, invalid
 
 HEADERS_WITHIN = 10.0  # seconds, from connecting or from a request's first byte to the end of its headers
 IDLE_WITHIN = 30  # seconds between two requests; longer than clients keep a connection that they do not use

@@ -17,7 +17,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.agent_engine import Answer
-from engine.assembly import Engine
+from engine.startup import Engine
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 

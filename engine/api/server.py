@@ -23,7 +23,7 @@ from engine.api.auth import Tokens
 from engine.api.connections import IDLE_WITHIN, MAX_HEADERS, Connection, Door
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
-from engine.assembly import CANNOT_OPEN, Engine, Options, model_name
+from engine.startup import CANNOT_OPEN, Engine, Options, model_name
 from kvpage_server import signals
 
 logger = logging.getLogger(__name__)

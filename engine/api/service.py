@@ -12,12 +12,12 @@ from typing import TypeVar
 from starlette.requests import Request
 
 from engine.api.auth import AGENT_HEADER, Tenant, Tokens
-from engine.api.errors import ApiError, shortened
 from engine.api.metrics import Metrics
-from engine.api.prompts import Prompts
-from engine.api.schema import Asked, Body
+from engine.api.openai.errors import ApiError, shortened
+from engine.api.openai.prompts import Prompts
+from engine.api.openai.schema import Asked, Body
 from engine.api.worker import EngineThread, Generation, Prompt
-from engine.assembly import Engine
+from engine.startup import Engine
 
 BODY_WITHIN = 30.0  # seconds that a client has to send it, at most
 SHORT = 4096  # bytes of a body that is parsed at once, in a fraction of a millisecond

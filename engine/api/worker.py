@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from typing import Self, TypeVar
 
 from engine.agent_engine import AgentEngine, Answer
-from engine.assembly import Engine
-from engine.request import EngineClosedError, Token
-from engine.sampling import sampler
+from engine.generation.sampling import sampler
+from engine.scheduling.request import EngineClosedError, Token
+from engine.startup import Engine
 
 log = logging.getLogger(__name__)
 

@@ -3,6 +3,8 @@
 A kind keeps either a row a token, so that every prefix can be cut out of it (:class:`TokenLayer`), or a state that is
 good at the one position where it was taken (:class:`StateLayer`). A CacheList is what its parts are. A kind without a
 codec is refused by its name.
+
+May lie here: a codec a file, and what codecs share. May not come in: models, blocks' ids, or anything above.
 """
 
 from __future__ import annotations

@@ -10,9 +10,9 @@ from engine.commands import Failure
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
-    from engine.assembly import Engine
-    from engine.request import Token, TokenReceiver
-    from engine.singly import Sampler
+    from engine.generation.unbatched import Sampler
+    from engine.scheduling.request import Token, TokenReceiver
+    from engine.startup import Engine
 
 
 def ask(

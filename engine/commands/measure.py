@@ -24,7 +24,7 @@ from kvpage_server.address import shown
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
-    from engine.assembly import Engine
+    from engine.startup import Engine
 
 DECODED = 16  # tokens of an answer whose speed is measured
 PINGS = 50

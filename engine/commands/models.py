@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
 
 def fetch_model(args: argparse.Namespace) -> int:
     """Download and convert a model, with a progress bar in a terminal and a line in a log."""
-    from engine import smollm2  # imports MLX
+    from engine.model import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)
     console = Console(stderr=True)

@@ -13,7 +13,7 @@ from engine.commands import Failure
 from kvpage_server.address import URL, shown, with_credentials
 
 if TYPE_CHECKING:
-    from engine.assembly import Engine, Options
+    from engine.startup import Engine, Options
 
 UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
@@ -58,7 +58,7 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
 def options(args: argparse.Namespace) -> Options:
     """Of the command line."""
     import_engine()
-    from engine.assembly import Options
+    from engine.startup import Options
 
     return Options(
         args.model, args.store, args.cold, args.kv_bits, args.memory, args.restore_within, args.kv_quantised_from
@@ -68,7 +68,7 @@ def options(args: argparse.Namespace) -> Options:
 def open_engine(args: argparse.Namespace) -> Engine:
     """In this thread, saying what takes long. Raises Failure."""
     wanted = options(args)
-    from engine.assembly import CANNOT_OPEN, Engine
+    from engine.startup import CANNOT_OPEN, Engine
 
     try:
         return Engine.open(wanted, tell)
@@ -80,7 +80,7 @@ def import_engine() -> None:
     """MLX and what comes with it, which takes seconds."""
     if "mlx_lm" not in sys.modules:
         tell("importing MLX and mlx-lm")
-    from engine.open_files import import_mlx_lm
+    from engine.platform.open_files import import_mlx_lm
 
     import_mlx_lm()
 

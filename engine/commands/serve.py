@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
-from engine.open_files import room_for
+from engine.platform.open_files import room_for
 
 
 def add_to(commands: Any) -> None:

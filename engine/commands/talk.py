@@ -15,7 +15,7 @@ from kvpage_server.durable import replacing
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
-    from engine.assembly import Engine
+    from engine.startup import Engine
 
 Messages = list[dict[str, str]]
 
@@ -78,8 +78,8 @@ def chat(args: argparse.Namespace) -> int:
 
 def _open(args: argparse.Namespace) -> Engine:
     engine = open_engine(args)
-    from engine.blocks import BlockError, check_agent_id
-    from engine.sampling import sampler
+    from engine.generation.sampling import sampler
+    from engine.memory.blocks import BlockError, check_agent_id
 
     try:
         check_agent_id(args.agent)
@@ -91,7 +91,7 @@ def _open(args: argparse.Namespace) -> Engine:
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int]) -> Answer:
-    from engine.sampling import sampler
+    from engine.generation.sampling import sampler
 
     drawn = sampler(args.temperature, args.top_p, args.seed)
     answer = ask(engine, args.agent, tokens, max_tokens=args.max_tokens, sampler=drawn, on_token=print_text)

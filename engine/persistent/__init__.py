@@ -1,11 +1,15 @@
-"""Persistent memory: state that survives across the steps of a graph, declared, sliced, grown, and stored as pages."""
+"""Persistent memory: state that survives across the steps of a graph, declared, sliced, grown, and stored as pages.
 
-from engine.persistent.builder import GraphBuilder
-from engine.persistent.graph import Graph
+May lie here: what programs import, and the errors and dtypes that all parts share. May not come in: agents, or
+language models.
+"""
+
+from engine.persistent.language.builder import GraphBuilder
+from engine.persistent.language.graph import Graph
+from engine.persistent.language.parser import parse, parse_file
 from engine.persistent.model import Model
-from engine.persistent.parser import parse, parse_file
 from engine.persistent.simulator import Device, Executor, Simulator
-from engine.persistent.store import PersistentStore
+from engine.persistent.storage.store import PersistentStore
 
 __all__ = [
     "Device",

@@ -11,7 +11,7 @@ import mlx.core as mx
 import xxhash
 
 from engine.persistent.errors import ModelError
-from engine.persistent.export import body
+from engine.persistent.storage.export import body
 
 MAX_SIZE = 2**31 - 1  # as MLX counts
 

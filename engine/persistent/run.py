@@ -10,11 +10,11 @@ import redis
 from rich.console import Console
 
 from engine.persistent.errors import InputError, NoInstanceError, PersistentError
+from engine.persistent.language.parser import parse_file
 from engine.persistent.model import Model
-from engine.persistent.parser import parse_file
 from engine.persistent.show import show
 from engine.persistent.simulator import Executor, Simulator
-from engine.persistent.store import PersistentStore
+from engine.persistent.storage.store import PersistentStore
 
 
 def run(args: argparse.Namespace) -> int:

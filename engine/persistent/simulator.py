@@ -14,7 +14,10 @@ import mlx.core as mx
 import numpy as np
 import redis
 
-from engine.persistent.compile import compile_graph
+from engine.persistent.compiler.compile import compile_graph
+from engine.persistent.compiler.frame import Event, Frame
+from engine.persistent.compiler.tensors import Tensors
+from engine.persistent.compiler.variables import resolve
 from engine.persistent.dtypes import named
 from engine.persistent.errors import (
     BrokenExecutorError,
@@ -24,14 +27,11 @@ from engine.persistent.errors import (
     StoreError,
     UnknownNameError,
 )
-from engine.persistent.export import export
-from engine.persistent.frame import Event, Frame
-from engine.persistent.graph import Graph
-from engine.persistent.memory import Memory
+from engine.persistent.language.graph import Graph
 from engine.persistent.model import Model
-from engine.persistent.store import PersistentStore, Saved, StoredInstance
-from engine.persistent.tensors import Tensors
-from engine.persistent.variables import resolve
+from engine.persistent.state.memory import Memory
+from engine.persistent.storage.export import export
+from engine.persistent.storage.store import PersistentStore, Saved, StoredInstance
 
 FORMAT = 1  # of what a program's fingerprint stands for
 

@@ -40,15 +40,14 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import json_bounds
-from engine.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
 from engine.caches import MLX_DTYPES, Matrices, QuantizedLayer
+from engine.formats import json_bounds, tensor_file
+from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
+from engine.memory.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
+from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.prefix import common_prefix
 from engine.spec import ModelCacheSpec
-from engine.tiers import tensor_file
-from engine.tiers.manifest import Miss
-from engine.tiers.tensor_file import DamagedFileError, Tensor, TensorReader
+from engine.tiers.server.manifest import Miss
 from kvpage_server.durable import private_directory, remove, remove_unfinished, replacing
 from kvpage_server.page import DType, KVType
 

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.hot import Below, CacheEntry, HotTier

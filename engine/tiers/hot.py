@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 
 Below = Literal["page", "cold"]  # the tiers to which it is written

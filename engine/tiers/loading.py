@@ -8,14 +8,14 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, replace
 
-from engine.blocks import AgentBlocks
+from engine.memory.blocks import AgentBlocks
+from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
-from engine.prefix import common_prefix
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.fetch import Fetch
 from engine.tiers.metrics import Tally, Tier
 from engine.tiers.pages import PageTier
+from engine.tiers.server.fetch import Fetch
 
 HEDGE_AFTER = 0.5  # seconds
 

@@ -26,16 +26,17 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any, TypeVar
 
-from engine.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
+from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
+from engine.memory.prefix import root_of
 from engine.pool import BlockPool
-from engine.prefix import root_of
 from engine.spec import ModelCacheSpec
-from engine.tiers import refs, saving
-from engine.tiers.breaker import CircuitBreaker
-from engine.tiers.fetch import Fetch
-from engine.tiers.link import Link
-from engine.tiers.manifest import Layout, Manifest, Miss, Place, manifest_key
-from engine.tiers.worth import Rates
+from engine.tiers.server import block_writer as saving
+from engine.tiers.server import reference_counts as refs
+from engine.tiers.server.breaker import CircuitBreaker
+from engine.tiers.server.connection import Link
+from engine.tiers.server.cost_model import Rates
+from engine.tiers.server.fetch import Fetch
+from engine.tiers.server.manifest import Layout, Manifest, Miss, Place, manifest_key
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
 T = TypeVar("T")

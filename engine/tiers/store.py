@@ -19,19 +19,19 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
-from engine.blocks import AgentBlocks, BlockError, check_agent_id
+from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
+from engine.memory.prefix import root_of
+from engine.memory.prefix_cache import SharedPrefixCache
 from engine.pool import BlockPool
-from engine.prefix import root_of
-from engine.request import token_ids
-from engine.shared import SharedPrefixCache
+from engine.scheduling.request import token_ids
 from engine.spec import ModelCacheSpec
-from engine.tiers.claim import Claim, Claims
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher
 from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
 from engine.tiers.pages import RESTORE_WITHIN, PageTier
+from engine.tiers.prefill_claims import Claim, Claims
 from kvpage_server import malloc
 
 MAX_HOT_AGENTS = 8

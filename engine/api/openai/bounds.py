@@ -1,0 +1,18 @@
+"""How much a body may hold, whether a field of that name exists or not."""
+
+from __future__ import annotations
+
+from engine.api.openai.errors import invalid
+from engine.formats import json_bounds
+
+MAX_CONTAINERS = 8_192  # lists and objects
+MAX_STRINGS = 16_384  # names of fields included; a conversation of 4,096 messages has as many
+MAX_VALUES = 131_072  # so that a prompt can be given as token ids
+
+
+def check(raw: bytes) -> None:
+    """Raise ApiError for JSON that holds too much. What is no JSON may pass."""
+    try:
+        json_bounds.check(raw, containers=MAX_CONTAINERS, strings=MAX_STRINGS, values=MAX_VALUES)
+    except json_bounds.TooMuchError as error:
+        raise invalid(f"the body holds {error}", code="body_too_large") from error

@@ -1,0 +1,144 @@
+"""From messages to tokens, and from tokens to what is shown of them: all that the API needs of a tokenizer.
+
+It has a tokenizer of its own, since the engine's belongs to the engine's thread, and a thread for long prompts, so that
+they hold up nobody's stream. A short one is made at once, which takes no longer than to hand it over and back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import json
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from jinja2 import TemplateError
+from mlx_lm.generate import TextStateMachine, make_text_state_machine
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from engine.api.openai.errors import invalid
+from engine.api.openai.schema import ChatBody, Message, Tool
+from engine.spec import ModelCacheSpec
+
+SHORT = 1000  # letters, made in half a millisecond
+FEW = 16  # messages
+LETTERS = 16  # a token has fewer, nearly always
+
+_Made = TypeVar("_Made")
+
+
+class Prompts:
+    """Makes prompts for one model."""
+
+    def __init__(self, tokenizer: TokenizerWrapper, spec: ModelCacheSpec) -> None:
+        self._tokenizer = copy.deepcopy(tokenizer)
+        self._spec = spec
+        self._thread = ThreadPoolExecutor(1, "prompts")
+        self._long: set[Future[Any]] = set()  # that the thread has to make: the tokenizer is its own meanwhile
+        self._marked = make_text_state_machine(self._tokenizer)
+
+    async def of_chat(self, body: ChatBody) -> list[int]:
+        """The tokens of a conversation, set for the answer, as mlx-lm makes them. Raises ApiError."""
+        tools = body.tools if body.tool_choice == "auto" else []
+        if tools and not self._tokenizer.has_tool_calling:
+            raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
+        if not self._tokenizer.has_chat_template:
+            raise invalid("messages: this model has no chat template; use /v1/completions", "messages")
+        texts = [message.content or "" for message in body.messages]
+        calls = tools or any(message.tool_calls for message in body.messages)
+        short = not calls and len(texts) <= FEW and sum(map(len, texts)) <= SHORT
+        return await self._made("messages", short, lambda: self._of_messages(body.messages, tools, texts))
+
+    async def of_text(self, prompt: str | Sequence[int]) -> list[int]:
+        """The tokens of a text, as mlx-lm's own generate makes them. Raises ApiError."""
+        return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
+
+    def shown(self, token: int) -> str:
+        """A token by itself."""
+        text: str = self._tokenizer.decode([token])
+        return text
+
+    @property
+    def tool_parser(self) -> Callable[[str, Any], Any]:
+        """Of what stands between a tool call's marks."""
+        parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
+        return parser
+
+    def reading(self, prompt: Sequence[int]) -> Any:
+        """Where an answer to `prompt` begins, for TextStateMachine.split: in a thought, or not."""
+        state = "normal"
+        if self._tokenizer.has_thinking:
+            opened, closed = self._tokenizer.rfind_think_start(prompt), self._tokenizer.rfind_think_end(prompt)
+            state = "reasoning" if opened > closed else "normal"
+        return self._marked.make_state(self._tokenizer.response_initial_state or state)
+
+    async def _made(self, param: str, short: bool, make: Callable[[], _Made]) -> _Made:
+        try:
+            if short and not self._long:
+                return make()
+            made = self._thread.submit(make)
+            self._long.add(made)
+            made.add_done_callback(self._long.discard)
+            return await asyncio.wrap_future(made)
+        except TemplateError as error:
+            raise invalid(f"{param}: the model's chat template refuses this: {error}", param) from error
+
+    def _of_messages(self, messages: Sequence[Message], tools: Sequence[Tool], texts: Sequence[str]) -> list[int]:
+        self._check_length(texts, "messages")
+        plain = [_plain(message, i) for i, message in enumerate(messages)]
+        offered = [tool.model_dump(exclude_none=True) for tool in tools] or None
+        tokens = self._tokenizer.apply_chat_template(plain, tools=offered, add_generation_prompt=True)
+        return self._fitting(list(tokens), "messages")
+
+    def _of_text(self, prompt: str | Sequence[int]) -> list[int]:
+        if isinstance(prompt, str):
+            self._check_length([prompt], "prompt")
+            return self._fitting(self._encode(prompt), "prompt")
+        if prompt and (largest := max(prompt)) >= self._spec.vocab_size:
+            raise invalid(f"prompt: token ids are 0 to {self._spec.vocab_size - 1}, got {largest}", "prompt")
+        return self._fitting(list(prompt), "prompt")
+
+    def _check_length(self, texts: Sequence[str], param: str) -> None:
+        """Of a text that is far too long the beginning is, too: the rest need not be looked at."""
+        limit = LETTERS * (self._spec.context or 0)
+        if limit and sum(map(len, texts)) > limit:
+            self._fitting(self._encode("".join(text[:limit] for text in texts)[:limit]), param, least="at least ")
+
+    def _encode(self, text: str) -> list[int]:
+        bos = self._tokenizer.bos_token
+        return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+
+    def _fitting(self, tokens: list[int], param: str, least: str = "") -> list[int]:
+        if not tokens:
+            raise invalid(f"{param}: has no token", param)
+        context = self._spec.context
+        if context and len(tokens) >= context:
+            many = f"{least}{len(tokens)} tokens"
+            raise invalid(
+                f"{param}: {many} leave no room for an answer in this model's context of {context}",
+                param,
+                "context_length_exceeded",
+            )
+        return tokens
+
+
+def _plain(message: Message, i: int) -> dict[str, Any]:
+    """As chat templates take it: text, the arguments of calls as objects."""
+    plain = message.model_dump(exclude_none=True)
+    plain.setdefault("content", "")
+    if plain["role"] == "developer":
+        plain["role"] = "system"
+    for j, call in enumerate(plain.get("tool_calls", ())):
+        param = f"messages[{i}].tool_calls[{j}].function.arguments"
+        try:
+            call["function"]["arguments"] = json.loads(call["function"]["arguments"])
+        except ValueError:
+            raise invalid(f"{param}: is not JSON", param) from None
+        except RecursionError:
+            raise invalid(f"{param}: is nested too deeply", param) from None
+    return plain
+
+
+split = TextStateMachine.split
+flush = TextStateMachine.flush

@@ -1,0 +1,249 @@
+"""What may be asked for: the bodies of requests.
+
+Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing; a field that
+would change the answer and can't be honoured is refused by its name. ``null`` stands for a field left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+
+from engine.api.openai import bounds
+from engine.api.openai.errors import ApiError, invalid, shortened
+
+MAX_STOPS = 16
+MAX_STOP = 256  # letters: every token of the answer is compared with them
+MAX_TOOLS = 128  # as OpenAI's API
+MAX_TOP_LOGPROBS = 20  # as OpenAI's API
+
+
+def _only(*allowed: object) -> AfterValidator:
+    """A field of OpenAI's API of which this engine has these values alone."""
+
+    def check(value: object) -> object:
+        if value not in allowed:
+            shown = " or ".join(map(repr, allowed))
+            raise PydanticCustomError("unsupported_value", "this engine supports {allowed} alone", {"allowed": shown})
+        return value
+
+    return AfterValidator(check)
+
+
+def _text(content: Any) -> Any:
+    """Text given in parts, as one; other parts are refused."""
+    if not isinstance(content, list):
+        return content
+    for i, part in enumerate(content):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            shown = {"i": i, "kind": shortened(kind)}
+            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes text alone", shown)
+        if not isinstance(part.get("text"), str):
+            raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
+    return "".join(part["text"] for part in content)
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _prompt(prompt: Any) -> str | list[int]:
+    """A text, the only one of a list, or token ids. Of these there may be very many, so they are looked at here, where
+    others have their turn meanwhile."""
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, list):
+        raise PydanticCustomError("string_type", "Input should be a valid string, or a list of token ids")
+    if any(isinstance(part, str) for part in prompt):
+        if len(prompt) > 1:
+            raise PydanticCustomError("unsupported_value", "this engine takes one prompt at a time")
+        return str(prompt[0])
+    for i, token in enumerate(prompt):
+        if type(token) is not int or token < 0:
+            name = f"prompt[{i}]"
+            raise invalid(f"{name}: a token id is a number, 0 or more, got {shortened(token)}", name)
+    return prompt
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def parse(cls, raw: bytes) -> Self:
+        """From JSON. Raises ApiError, which names the field."""
+        bounds.check(raw)
+        try:
+            body = from_json(raw, allow_inf_nan=False)
+        except ValueError as error:
+            if "recursion limit" in str(error):
+                raise invalid("the body is nested too deeply: 200 levels are the most", code="invalid_json") from error
+            raise invalid(f"the body is not JSON: {error}", code="invalid_json") from error
+        if not isinstance(body, dict):
+            raise invalid("the body must be a JSON object", code="invalid_json")
+        try:
+            return cls.model_validate({name: value for name, value in body.items() if value is not None})
+        except ValidationError as error:
+            raise _refusal(error.errors(include_url=False)) from error
+
+
+class Function(Body):
+    """What the model wants to be called."""
+
+    name: str
+    arguments: str = "{}"
+
+
+class ToolCall(Body):
+    """A call that the model made in an earlier turn."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: Function
+
+
+class Message(Body):
+    """One of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str | None, BeforeValidator(_text)] = None
+    name: str | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
+    tool_call_id: str | None = None
+
+
+class FunctionTool(Body):
+    """A function that may be called."""
+
+    name: Annotated[str, Field(min_length=1, max_length=64)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Body):
+    """What may be called."""
+
+    type: Literal["function"]
+    function: FunctionTool
+
+
+class StreamOptions(Body):
+    """How to stream."""
+
+    include_usage: bool = False
+
+
+class ResponseFormat(Body):
+    """In what form to answer."""
+
+    type: Annotated[str, _only("text")]
+
+
+Stops = Annotated[
+    list[Annotated[str, Field(min_length=1, max_length=MAX_STOP)]],
+    Field(fail_fast=True, max_length=MAX_STOPS),
+    BeforeValidator(_listed),
+]
+
+
+class Asked(Body):
+    """What both kinds of completion have in common."""
+
+    model: str
+    agent_id: str | None = None
+    user: str | None = None
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=2)] = 1.0
+    top_p: Annotated[float, Field(ge=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-(1 << 63), lt=1 << 63)] | None = None
+    stop: Stops = Field(default_factory=list)
+    n: Annotated[int, _only(1)] = 1
+    frequency_penalty: Annotated[float, _only(0)] = 0.0
+    presence_penalty: Annotated[float, _only(0)] = 0.0
+    logit_bias: Annotated[dict[str, Any], _only({})] = Field(default_factory=dict)
+
+    # Not OpenAI's: other engines', whose clients mean them.
+    top_k: Annotated[int, _only(0, -1)] = 0
+    min_p: Annotated[float, _only(0)] = 0.0
+    repetition_penalty: Annotated[float, _only(1, 0)] = 1.0
+
+
+class ChatBody(Asked):
+    """Of POST /v1/chat/completions."""
+
+    messages: Annotated[list[Message], Field(fail_fast=True, min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] = 0
+    tools: Annotated[list[Tool], Field(fail_fast=True, max_length=MAX_TOOLS)] = Field(default_factory=list)
+    tool_choice: Annotated[Any, _only("auto", "none")] = "auto"
+    functions: Annotated[list[Any], _only([])] = Field(default_factory=list)
+    function_call: Annotated[Any, _only("auto", "none")] = "auto"
+    response_format: ResponseFormat | None = None
+    modalities: Annotated[list[str], Field(fail_fast=True), _only(["text"])] = Field(default_factory=lambda: ["text"])
+
+    @property
+    def limit(self) -> int | None:
+        """Tokens of the answer, at most."""
+        return self.max_completion_tokens or self.max_tokens
+
+    @model_validator(mode="after")
+    def _top_of_logprobs(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise PydanticCustomError("invalid_value", "top_logprobs needs logprobs to be true")
+        return self
+
+
+class CompletionBody(Asked):
+    """Of POST /v1/completions."""
+
+    prompt: Annotated[str | list[int], PlainValidator(_prompt)]
+    logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
+    echo: Annotated[bool, _only(False)] = False
+    best_of: Annotated[int, _only(1)] = 1
+    suffix: Annotated[str, _only("")] = ""
+
+
+class ForkBody(Body):
+    """Of POST /v1/agents/{id}/fork."""
+
+    to: str
+
+
+_CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsupported_value"}
+
+
+def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
+    """What to tell of the first field that is wrong: of what it may be, what it comes closest to."""
+    alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
+    closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
+    param = _param(closest["loc"])
+    kind = closest["type"]
+    code = _CODES.get(kind, "invalid_type" if kind.endswith("_type") else "invalid_value")
+    return invalid(f"{param}: {closest['msg']}", param, code)
+
+
+def _param(loc: Sequence[int | str]) -> str:
+    """``messages[0].content`` from ("messages", 0, "content"); the names that pydantic gives to what a union may be
+    are left out."""
+    shown = ""
+    for part in loc:
+        if isinstance(part, int):
+            shown += f"[{part}]"
+        elif part.isidentifier() and part not in ("str", "int", "list"):
+            shown += f".{part}" if shown else part
+    return shown

@@ -1,0 +1,237 @@
+"""OpenAI's replies: a chat completion and a text completion, whole or in chunks."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+from engine.agent_engine import Answer
+from engine.api.openai.prompts import Prompts
+from engine.api.openai.reading import Reader, Said
+from engine.scheduling.request import Token
+
+Reply = dict[str, Any]
+
+
+class Shape(Protocol):
+    """How one answer is told."""
+
+    def opening(self) -> Iterable[Reply]:
+        """The chunks before the first token."""
+
+    def chunks(self, token: Token) -> Iterable[Reply]:
+        """Those that a token makes."""
+
+    def closing(self, answer: Answer) -> Iterable[Reply]:
+        """Those at the end."""
+
+    def usage(self, answer: Answer) -> Reply:
+        """The chunk that counts the tokens."""
+
+    def add(self, token: Token) -> None:
+        """Take a token for the whole reply."""
+
+    def whole(self, answer: Answer) -> Reply:
+        """The reply that isn't streamed."""
+
+
+class Envelope:
+    """What all replies to one request have in common."""
+
+    def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
+        """`agent_id`, as the client calls it; `counts`: whether a stream is to end with the usage."""
+        self._id = uuid.uuid4().hex
+        self._common = {
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": f"fp_{fingerprint:016x}",
+        }
+        self._agent_id = agent_id
+        self._counts = counts
+
+    def chunk(self, prefix: str, kind: str, choices: list[Reply], **more: Any) -> Reply:
+        """One of a stream."""
+        usage = {"usage": None} if self._counts else {}
+        return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
+
+    def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
+        """The reply that isn't streamed."""
+        return {
+            "id": f"{prefix}-{self._id}",
+            "object": kind,
+            **self._common,
+            "choices": [choice],
+            "usage": usage(answer),
+            "kvpage": self.kvpage(answer),
+        }
+
+    def kvpage(self, answer: Answer) -> Reply:
+        """What the answer owes to the store."""
+        reuse = answer.reuse
+        return {
+            "agent_id": self._agent_id,
+            "tier": reuse.tier,
+            "tokens_reused": reuse.tokens,
+            "restore_ms": round(1000 * reuse.restore_seconds, 3),
+            "waited_ms": round(1000 * reuse.waited_seconds, 3),
+            "first_token_ms": round(1000 * reuse.time_to_first_token, 3),
+            "why": reuse.why,
+        }
+
+
+class ChatShape:
+    """Of /v1/chat/completions."""
+
+    def __init__(self, envelope: Envelope, reader: Reader, prompts: Prompts, logprobs: int | None) -> None:
+        """`logprobs`: of how many of the likeliest; None for none at all."""
+        self._envelope = envelope
+        self._reader = reader
+        self._prompts = prompts
+        self._logprobs = logprobs
+        self._unsaid: list[Token] = []  # whose text is held back
+
+    def opening(self) -> Iterable[Reply]:
+        yield self._delta({"role": "assistant", "content": ""})
+
+    def chunks(self, token: Token) -> Iterable[Reply]:
+        yield from self._told(self._reader.read(token))
+
+    def closing(self, answer: Answer) -> Iterable[Reply]:
+        yield from self._told(self._reader.finish(), last=True)
+        choice = {"index": 0, "delta": {}, "logprobs": None, "finish_reason": self._reason(answer)}
+        yield self._chunk([choice], kvpage=self._envelope.kvpage(answer))
+
+    def usage(self, answer: Answer) -> Reply:
+        return self._chunk([], usage=usage(answer))
+
+    def add(self, token: Token) -> None:
+        self._reader.read(token)
+
+    def whole(self, answer: Answer) -> Reply:
+        self._reader.finish()
+        said = self._reader.said
+        message: Reply = {"role": "assistant", "content": said.text, "refusal": None}
+        if said.reasoning:
+            message["reasoning"] = said.reasoning
+        if said.calls:
+            message["content"] = said.text or None
+            message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in said.calls]
+        choice = {
+            "index": 0,
+            "message": message,
+            "logprobs": self._of(said.tokens),
+            "finish_reason": self._reason(answer),
+        }
+        return self._envelope.whole("chatcmpl", "chat.completion", choice, answer)
+
+    def _told(self, said: Said, *, last: bool = False) -> Iterable[Reply]:
+        self._unsaid += said.tokens
+        delta: Reply = {"content": said.text} if said.text else {}
+        if said.reasoning:
+            delta["reasoning"] = said.reasoning
+        if said.calls:
+            delta["tool_calls"] = said.calls
+        if delta or (last and self._unsaid and self._logprobs is not None):
+            tokens, self._unsaid = self._unsaid, []
+            yield self._delta(delta, self._of(tokens))
+
+    def _delta(self, delta: Reply, logprobs: Reply | None = None) -> Reply:
+        return self._chunk([{"index": 0, "delta": delta, "logprobs": logprobs, "finish_reason": None}])
+
+    def _chunk(self, choices: list[Reply], **more: Any) -> Reply:
+        return self._envelope.chunk("chatcmpl", "chat.completion.chunk", choices, **more)
+
+    def _reason(self, answer: Answer) -> str:
+        called = self._reader.said.calls and answer.finish_reason == "stop"
+        return "tool_calls" if called else answer.finish_reason
+
+    def _of(self, tokens: Sequence[Token]) -> Reply | None:
+        if self._logprobs is None:
+            return None
+        content = [
+            {
+                **self._likelihood(token.token, token.logprob),
+                "top_logprobs": [self._likelihood(*likely) for likely in token.top[: self._logprobs]],
+            }
+            for token in tokens
+        ]
+        return {"content": content, "refusal": None}
+
+    def _likelihood(self, token: int, logprob: float | None) -> Reply:
+        text = self._prompts.shown(token)
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # half a character has no text to give the bytes of
+        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
+
+
+class TextShape:
+    """Of /v1/completions."""
+
+    def __init__(self, envelope: Envelope, prompts: Prompts, logprobs: int | None) -> None:
+        """`logprobs`: of how many of the likeliest; None for none at all."""
+        self._envelope = envelope
+        self._prompts = prompts
+        self._logprobs = logprobs
+        self._tokens: list[Token] = []
+        self._offset = 0
+
+    def opening(self) -> Iterable[Reply]:
+        return ()
+
+    def chunks(self, token: Token) -> Iterable[Reply]:
+        self.add(token)
+        if token.text:
+            yield self._chunk([self._choice(token.text, self._taken(), None)])
+
+    def closing(self, answer: Answer) -> Iterable[Reply]:
+        yield self._chunk([self._choice("", self._taken(), answer.finish_reason)], kvpage=self._envelope.kvpage(answer))
+
+    def usage(self, answer: Answer) -> Reply:
+        return self._chunk([], usage=usage(answer))
+
+    def add(self, token: Token) -> None:
+        if not token.ends_text:
+            self._tokens.append(token)
+
+    def whole(self, answer: Answer) -> Reply:
+        choice = self._choice(answer.text, self._taken(), answer.finish_reason)
+        return self._envelope.whole("cmpl", "text_completion", choice, answer)
+
+    def _chunk(self, choices: list[Reply], **more: Any) -> Reply:
+        return self._envelope.chunk("cmpl", "text_completion", choices, **more)
+
+    def _choice(self, text: str, tokens: Sequence[Token], reason: str | None) -> Reply:
+        return {"index": 0, "text": text, "logprobs": self._of(tokens), "finish_reason": reason}
+
+    def _taken(self) -> list[Token]:
+        tokens, self._tokens = self._tokens, []
+        return tokens
+
+    def _of(self, tokens: Sequence[Token]) -> Reply | None:
+        if self._logprobs is None:
+            return None
+        offsets = []
+        for token in tokens:
+            offsets.append(self._offset)
+            self._offset += len(token.text)
+        return {
+            "tokens": [self._prompts.shown(token.token) for token in tokens],
+            "token_logprobs": [token.logprob for token in tokens],
+            "top_logprobs": [
+                {self._prompts.shown(likely): logprob for likely, logprob in token.top[: self._logprobs]}
+                for token in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+
+def usage(answer: Answer) -> Reply:
+    """The tokens, counted."""
+    said = len(answer.tokens)
+    return {
+        "prompt_tokens": answer.prompt_tokens,
+        "completion_tokens": said,
+        "total_tokens": answer.prompt_tokens + said,
+        "prompt_tokens_details": {"cached_tokens": answer.reuse.tokens},
+    }

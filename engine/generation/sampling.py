@@ -1,0 +1,75 @@
+"""Which token comes next: mlx-lm's sampling with a key of its own for every answer.
+
+mlx-lm's samplers draw from one generator for all, so that what one answer draws depends on who else is in the batch.
+Here an answer with a seed is the same whoever runs beside it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import deque
+from typing import cast
+
+import mlx.core as mx
+from mlx_lm.sample_utils import apply_top_p
+
+from engine.generation.unbatched import Sampler, likeliest
+
+COLD = 1e-5  # from here on down logprobs divided by a temperature overflow
+
+
+def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
+    """Draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`; without a `seed`, from
+    the system's entropy. None, which is the likeliest token, at a top_p of 0 and below a temperature of COLD.
+
+    To be used in one thread, by one answer. Raises ValueError for what is out of range.
+    """
+    if not temperature >= 0:
+        raise ValueError(f"temperature must be 0 or more, got {temperature}")
+    if not 0 <= top_p <= 1:
+        raise ValueError(f"top_p must be 0 to 1, got {top_p}")
+    if temperature < COLD or not top_p:
+        return None
+    start = int.from_bytes(os.urandom(8), "little") if seed is None else seed % (1 << 64)
+    key: mx.array | None = None
+
+    def draw(logprobs: mx.array) -> mx.array:
+        nonlocal key
+        key, drawn_with = mx.random.split(mx.random.key(start) if key is None else key)
+        likely = apply_top_p(logprobs, top_p) if top_p < 1 else logprobs
+        return mx.random.categorical(likely * (1 / temperature), key=drawn_with)
+
+    return draw
+
+
+class SamplerError(ValueError):
+    """What a sampler gave is no token."""
+
+
+class Guarded:
+    """A caller's sampler, in a batch with others: what it raises, or gives that is no token, is kept until its own
+    answer is told, and the batch goes on with a token that nobody will see."""
+
+    def __init__(self, sampler: Sampler) -> None:
+        self._sampler = sampler
+        self._drawn: deque[mx.array | Exception] = deque()  # a token ahead of what was told, two at most
+
+    def __call__(self, logprobs: mx.array) -> mx.array:
+        """Token ids ``[1]`` from log-probabilities ``[1, vocabulary]``; always ones that the model has."""
+        try:
+            drawn = self._sampler(logprobs)
+            if not isinstance(drawn, mx.array) or drawn.shape != (1,) or not mx.issubdtype(drawn.dtype, mx.integer):
+                raise SamplerError(f"a sampler gives token ids [1], one of whole numbers, got {drawn!r:.80}")
+        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+            self._drawn.append(error)
+            return likeliest(logprobs)
+        self._drawn.append(drawn)
+        return mx.clip(drawn, 0, logprobs.shape[-1] - 1)
+
+    def check(self, token: int) -> None:
+        """Raise what became of the next token that is told, which was `token` in the batch."""
+        drawn = self._drawn.popleft()
+        if isinstance(drawn, Exception):
+            raise drawn
+        if (given := cast(int, drawn.item())) != token:
+            raise SamplerError(f"a sampler gave the token {given}, which the model does not have")

@@ -1,0 +1,156 @@
+"""Blocks to mlx-lm caches and back, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import accumulate, islice, pairwise
+from typing import Any
+
+import mlx.core as mx
+
+from engine.caches import ArraysLayer, QuantizedLayer, StateLayer, TokenLayer, assemble, describe, parts, rows
+from engine.memory.blocks import Arrays, BlockError, KVBlock
+from engine.spec import ModelCacheSpec
+
+Cache = list[Any]  # a cache of mlx-lm's for each layer
+
+
+def empty(spec: ModelCacheSpec) -> Cache:
+    """Caches, one a layer, without a token."""
+    return assemble(spec.nesting, (layer.empty() for layer in spec.layers))
+
+
+def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
+    """`cache`, as the model makes it, with the layers quantised that `spec` has so."""
+    return assemble(
+        spec.nesting,
+        (
+            part.to_quantized(layer.group_size, layer.bits)
+            if isinstance(layer, QuantizedLayer) and hasattr(part, "to_quantized")
+            else part
+            for layer, part in zip(spec.layers, parts(cache), strict=True)
+        ),
+    )
+
+
+def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
+    """Caches, one a layer, that hold the first `tokens` tokens of `blocks`.
+
+    Lazy: builds a graph that writes each block once into one buffer a plane, evaluated with the model's first step.
+    The blocks stay as they are. Raises BlockError when they hold fewer tokens, or for a model whose layers carry a
+    state, when it was not taken at `tokens`.
+    """
+    held = sum(block.tokens for block in blocks)
+    if not 0 < tokens <= held:
+        raise BlockError(f"1 to {held} tokens can be restored from these blocks, got {tokens}")
+    used = blocks[: spec.blocks_for(tokens)]
+    state = _state_at(used, tokens) if spec.has_state else ()
+    restored = (
+        layer.join([block.layers[i] for block in used], tokens)
+        if isinstance(layer, TokenLayer)
+        else layer.restore(state[i], tokens)
+        for i, layer in enumerate(spec.layers)
+    )
+    return assemble(spec.nesting, restored)
+
+
+def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
+    ends = accumulate(block.tokens for block in blocks)
+    taken = {end: block.state for block, end in zip(blocks, ends, strict=True) if block.state}
+    if tokens not in taken:
+        raise BlockError(f"the state of these blocks was taken after {sorted(taken)} tokens, not after {tokens}")
+    return taken[tokens]
+
+
+def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
+    """Copies, evaluated, of what the layers of `cache`, which holds one sequence, carry on from its last token."""
+    state = tuple(
+        layer.capture(held) if isinstance(layer, StateLayer) else ()
+        for layer, held in zip(spec.layers, parts(cache), strict=True)
+    )
+    mx.eval(state)
+    return state
+
+
+def extract(
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    end: int,
+    start: int = 0,
+    states: Mapping[int, Arrays] | None = None,
+) -> tuple[KVBlock, ...]:
+    """Blocks with copies of the tokens `start` to `end`, evaluated, the last as short as it comes.
+
+    `cache` holds one sequence of `end` tokens, ``[1, heads, >= end, dim]`` a plane; what lies beyond is not looked at.
+    `block_ids`, as many as there are blocks, name them in the pool. The last block gets the state that the layers carry
+    on, the others those of `states` that were captured at their ends. Raises BlockError when the ids are of another
+    number, when a layer is missing, of another kind or geometry or holds another number of tokens, or when `start` is
+    not on a block's edge; CacheStateError for a cache that was trimmed until it cannot be gone on from.
+    """
+    _check(spec, cache, end)
+    taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
+    return _made(spec, cache, block_ids, start, end, taken)
+
+
+def extract_full(
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    held: int,
+    start: int = 0,
+    states: Mapping[int, Arrays] | None = None,
+) -> tuple[KVBlock, ...]:
+    """`extract` for a cache of `held` tokens, but of its full blocks alone, none of which gets the layers' state of
+    now. Raises as it does."""
+    _check(spec, cache, held)
+    return _made(spec, cache, block_ids, start, held // spec.block_tokens * spec.block_tokens, states or {})
+
+
+def _made(
+    spec: ModelCacheSpec,
+    cache: Sequence[Any],
+    block_ids: Sequence[int],
+    start: int,
+    end: int,
+    taken: Mapping[int, Arrays],
+) -> tuple[KVBlock, ...]:
+    if start % spec.block_tokens or start > end:
+        raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
+    edges = [*range(start, end, spec.block_tokens), end]
+    if len(block_ids) != len(edges) - 1:
+        raise BlockError(f"{end - start} tokens take {len(edges) - 1} blocks, got {len(block_ids)} ids")
+    blocks = tuple(
+        KVBlock(block_id, stop - at, layers, taken.get(stop))
+        for block_id, (at, stop), layers in zip(block_ids, pairwise(edges), cut(spec, cache, edges), strict=True)
+    )
+    mx.eval([block.layers for block in blocks])
+    return blocks
+
+
+def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> list[Arrays]:
+    """Copies of what the layers keep of the tokens between every two neighbours of `edges`. Lazy."""
+    held = [
+        layer.arrays(part) if isinstance(layer, TokenLayer) else ()
+        for layer, part in zip(spec.layers, parts(cache), strict=True)
+    ]
+    blocks = map(iter, rows.cut([array for arrays in held for array in arrays], edges))
+    return [tuple(tuple(islice(block, len(arrays))) for arrays in held) for block in blocks]
+
+
+def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
+    """That all layers are there, of their kind, and hold `tokens` tokens."""
+    _check_kinds(spec, cache)
+    counted = zip(spec.layers, parts(cache), strict=True)
+    offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
+    if offsets - {tokens}:
+        raise BlockError(f"the layers of a cache of {tokens} tokens hold as many, got {sorted(offsets)}")
+
+
+def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:
+    held = parts(cache)
+    if len(held) != len(spec.layers):
+        raise BlockError(f"a cache of {spec.model_id!r} has {len(spec.layers)} layers, got {len(held)}")
+    for i, (layer, part) in enumerate(zip(spec.layers, held, strict=True)):
+        if (found := describe(i, part)) != layer:
+            raise BlockError(f"layer {i} must be a {layer}, got a {found}")

@@ -1,0 +1,319 @@
+"""What a model computes with, as a digest, and whether it is still that.
+
+Weights are not all of it: a LoRA layer's scale, a rope's base and a window's length are plain attributes, and what is
+done with them is code. So the digest is of every object that the model refers to, by its path: classes with the source
+of their modules, attributes, arrays and functions. Models with equal digests compute the same. An object of which that
+cannot be known is refused by its path.
+
+What only training looks at is left out: which parameters are frozen, and, where a module's class never asks, whether it
+is in training.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import gc
+import hashlib
+import operator
+import sys
+import types
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from importlib.metadata import version
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import xxhash
+
+from engine.model.sources import SourceError, Sources, found, namespace
+
+SCALARS = (type(None), bool, int, float, complex, str, bytes, type(...))
+CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
+COMPILED = type(nn.silu)  # what mx.compile makes of a function
+FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions in other languages than Python
+
+Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]  # what an object refers to now, and what it did
+
+
+class UnknownIdentityError(ValueError):
+    """Something in a model that cannot be told from another; the message says where and what."""
+
+
+class Identity:
+    """Of a model, as it was when this was made."""
+
+    def __init__(self, model: nn.Module, before: Identity | None = None) -> None:
+        """`before`, of the same model: arrays that it has seen are not read again.
+
+        Raises UnknownIdentityError.
+        """
+        walk = _Walk(before._arrays if before else {})
+        try:
+            walk.feed("model", model)
+        except RecursionError as error:
+            raise UnknownIdentityError("the model is nested too deeply to be told from others") from error
+        self.digest = walk.digest()
+        self._holders = walk.holders
+        self._arrays: dict[int, _Array] = walk.arrays
+
+    def holds(self) -> bool:
+        """Whether the model refers to the very same objects as it did, and MLX has written to none of its arrays.
+
+        Takes about a microsecond an object. What another library writes through its view of an array is not noticed.
+        """
+        return all(_same(now(), then) for now, then in self._holders) and all(
+            array.holds() for array in self._arrays.values()
+        )
+
+
+def _same(now: Iterable[Any], then: tuple[Any, ...]) -> bool:
+    now = tuple(now)
+    return len(now) == len(then) and all(map(operator.is_, now, then))
+
+
+class _Array:
+    """An array as it was.
+
+    MLX writes in place to memory that one array alone refers to. A second one keeps it from that, so that an array
+    that was written to has another address.
+    """
+
+    def __init__(self, array: Any) -> None:
+        self.array = array
+        self._second = array.reshape(array.shape)
+        mx.eval(self._second)
+        self._address = _address(array)
+        digest = xxhash.xxh3_128(f"{array.dtype} {array.shape}\n".encode())
+        if array.size:
+            digest.update(memoryview(array.reshape(-1).view(mx.uint8)))
+        self.digest = digest.digest()
+
+    def holds(self) -> bool:
+        """Whether it is still that; False when that cannot be seen."""
+        return not self.array.size or (self._address is not None and _address(self.array) == self._address)
+
+
+def _address(array: Any) -> int | None:
+    """Of its memory; None when that is not one piece, and for an array without any."""
+    view = memoryview(array)
+    if strides := view.strides if not view.c_contiguous else None:
+        view = memoryview(array.transpose(sorted(range(array.ndim), key=lambda axis: -strides[axis])))
+    return ctypes.addressof(ctypes.c_char.from_buffer(view)) if view.c_contiguous and view.nbytes else None
+
+
+class _Walk:
+    """Feeds a hash with all that an object consists of, each thing once, with its kind and its length before it."""
+
+    def __init__(self, known: dict[int, _Array]) -> None:
+        self._known = known  # by id
+        self._hash = hashlib.blake2b(digest_size=16)
+        self._seen: dict[int, int] = {}  # the order of what was fed, by id
+        self._alive: list[Any] = []  # so that no id is given twice
+        self._sources = Sources()
+        self.holders: list[Holder] = []
+        self.arrays: dict[int, _Array] = {}
+
+    def digest(self) -> str:
+        self._put("sources", self._sources.digest())
+        self._put("mlx", version("mlx").encode())
+        return self._hash.hexdigest()
+
+    def feed(self, path: str, value: Any) -> None:
+        """All of `value`, which lies at `path`."""
+        kind = type(value)
+        if kind in SCALARS:
+            self._put(kind.__name__, (value.hex() if kind is float else repr(value)).encode())
+        elif kind is mx.array:
+            self._put("array", self._array(value))
+        elif kind is mx.Dtype:
+            self._put("dtype", str(value).encode())
+        elif id(value) in self._seen:
+            self._put("again", str(self._seen[id(value)]).encode())
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._alive.append(value)
+            self._object(path, value)
+
+    def _put(self, kind: str, told: bytes = b"") -> None:
+        self._hash.update(f"{kind} {len(told)}\n".encode() + told)
+
+    def _hold(self, now: Callable[[], Iterable[Any]]) -> None:
+        self.holders.append((now, tuple(now())))
+
+    def _object(self, path: str, value: Any) -> None:
+        match value:
+            case nn.Module():
+                self._module(path, value)
+            case type():
+                self._class(path, value)
+            case types.FunctionType():
+                self._function(path, value)
+            case types.CodeType():
+                self._code(path, value)
+            case types.MethodType():
+                self._put("method")
+                self.feed(path, (value.__func__, value.__self__))
+            case types.ModuleType():
+                self._put("module", value.__name__.encode())
+                self._source(path, vars(value))
+            case functools.partial():
+                self._put("partial")
+                self.feed(path, (value.func, value.args, value.keywords))
+            case np.ndarray() | np.generic() if not value.dtype.hasobject:
+                self._put("numpy", f"{value.dtype.str} {value.shape}\n".encode() + value.tobytes())
+            case _ if type(value) in CONTAINERS:
+                self._container(path, value)
+            case _ if isinstance(value, COMPILED):
+                self._compiled(path, value)
+            case _ if isinstance(value, FOREIGN):
+                self._foreign(path, value)
+            case _:
+                self._instance(path, value)
+
+    def _array(self, array: mx.array) -> bytes:
+        known = self._known.get(id(array))
+        if not (known and known.array is array and known.holds()):
+            known = _Array(array)
+        self.arrays[id(array)] = known
+        return known.digest
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        items, attributes = dict(module), dict(vars(module))
+        self._hold(lambda: (*module, *module.values(), *vars(module), *vars(module).values()))
+        self._class(path, type(module))
+        attributes.pop("_no_grad", None)
+        if not _asks_for_training(type(module)):
+            attributes.pop("_training", None)
+        for held in (items, attributes):
+            self._put("attributes", str(len(held)).encode())
+            for name in sorted(held):
+                self.feed(name, name)
+                self.feed(f"{path}.{name}", held[name])
+
+    def _container(self, path: str, value: Any) -> None:
+        self._put(type(value).__name__, str(len(value)).encode())
+        if isinstance(value, dict):
+            self._hold(lambda: (*value, *value.values()))
+            for key, held in value.items():  # in their order, which may be the one they are used in
+                self.feed(path, key)
+                self.feed(f"{path}.{key}", held)
+        elif isinstance(value, (set, frozenset)):
+            self._hold(lambda: value)
+            for digest in sorted(self._apart(path, element) for element in value):
+                self._put("element", digest)
+        else:
+            self._hold(lambda: value)
+            for i, element in enumerate(value):
+                self.feed(f"{path}.{i}", element)
+
+    def _apart(self, path: str, element: Any) -> bytes:
+        """A digest of its own for what has no order."""
+        walk = _Walk(self._known)
+        walk.feed(path, element)
+        self.holders += walk.holders
+        self.arrays |= walk.arrays
+        return walk.digest().encode()
+
+    def _class(self, path: str, cls: type) -> None:
+        """By its name and its module's source; where a function has made it, also by what its members close over."""
+        for base in cls.__mro__:
+            self._put("class", f"{base.__module__}.{base.__qualname__}".encode())
+            if base.__module__ == "builtins":
+                continue
+            self._source(path, namespace(base))
+            public = found(base) is base
+            for name, member in sorted(vars(base).items()):
+                if type(member) in SCALARS and not name.startswith("__"):
+                    self.feed(f"{path}.{name}", (name, member))
+                elif not public and (functions := _functions(member)):
+                    self.feed(f"{path}.{name}", (name, functions))
+
+    def _function(self, path: str, function: types.FunctionType) -> None:
+        """By its name and its module's source, if it is found there; else by its code and what that refers to."""
+        self._put("function", f"{function.__module__}.{function.__qualname__}".encode())
+        self._source(path, function.__globals__)
+        if found(function) is function:
+            return
+        self._hold(lambda: _closed_over(function))
+        self.feed(path, _closed_over(function))
+
+    def _code(self, path: str, code: types.CodeType) -> None:
+        """Of this version of Python: others compile to other code."""
+        self._put("code", repr((sys.version_info[:2], code.co_name, code.co_names, code.co_freevars)).encode())
+        self._put("bytes", code.co_code)
+        self.feed(path, code.co_consts)
+
+    def _compiled(self, path: str, function: Any) -> None:
+        """What mx.compile has made: it refers to the function that was compiled, and says so to nobody else."""
+        self._put("compiled")
+        of = [value for value in gc.get_referents(function) if callable(value) and value is not type(function)]
+        if len(of) != 1:
+            raise _unknown(path, function)
+        self.feed(path, of[0])
+
+    def _foreign(self, path: str, function: Any) -> None:
+        """By its name, if it is found under that."""
+        if found(function) is not function:
+            raise _unknown(path, function)
+        self._put("foreign", f"{function.__module__}.{function.__name__}".encode())
+
+    def _instance(self, path: str, value: Any) -> None:
+        """What pickle would write of it, which refuses what does not say all of itself."""
+        try:
+            reduced = value.__reduce_ex__(4)
+        except Exception as error:
+            raise _unknown(path, value) from error
+        if isinstance(reduced, str):  # the name of a global
+            raise _unknown(path, value)
+        made_by, arguments, state, *items = (*reduced, None, None, None)[:5]
+        self._put("instance")
+        self._class(path, type(value))
+        self.feed(path, (made_by, arguments))
+        self.feed(path, state)
+        self.feed(path, [None if elements is None else list(elements) for elements in items])
+        if hasattr(value, "__dict__"):
+            self._hold(lambda: (*vars(value), *vars(value).values()))
+
+    def _source(self, path: str, of: dict[str, Any] | None) -> None:
+        try:
+            self._sources.add(of)
+        except SourceError as error:
+            raise UnknownIdentityError(f"{path} cannot be told from others: {error}") from error
+
+
+def _unknown(path: str, value: Any) -> UnknownIdentityError:
+    return UnknownIdentityError(f"{path} cannot be told from others: it is a {type(value).__qualname__}")
+
+
+def _closed_over(function: types.FunctionType) -> tuple[Any, ...]:
+    cells = (_content(cell) for cell in function.__closure__ or ())
+    return (function.__code__, *cells, function.__defaults__, function.__kwdefaults__)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # nothing yet
+        return ...
+
+
+def _functions(member: Any) -> tuple[types.FunctionType, ...]:
+    """Those that a member of a class is, or is made of."""
+    parts = (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "fdel")))
+    return tuple(part for part in parts if isinstance(part, types.FunctionType))
+
+
+def _asks_for_training(cls: type) -> bool:
+    """Whether it, or what it is derived from, mentions the attribute."""
+    bases = (base for base in cls.__mro__ if base not in (nn.Module, dict, object))
+    return any(_mentions(f.__code__) for base in bases for member in vars(base).values() for f in _functions(member))
+
+
+def _mentions(code: types.CodeType) -> bool:
+    words = ("training", "_training")
+    if any(word in code.co_names or word in code.co_consts for word in words):
+        return True
+    return any(_mentions(constant) for constant in code.co_consts if isinstance(constant, types.CodeType))

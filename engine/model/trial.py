@@ -1,0 +1,204 @@
+"""What a model says in a batch, and of a question in one pass, against what it says alone, token after token: tried.
+
+Prompts of different lengths are padded to be computed together. What layers carry from token to token must not see the
+padding, and some models let it in. Some compute several tokens after a context otherwise than one after the other: by
+another mask, by another formula. Nothing tells these models from the others but trying. Both are tried at the beginning
+of a context and, where layers look back so far and no further, beyond that.
+
+A trial costs some thirty steps of the model, most of them of one token, and twice that where there are windows. A far
+context is made up and not computed: rows like those of a short one, as many as a window has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, cast
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import CacheList
+
+from engine.caches import ArraysLayer, FullLayer, Layer, Nesting, QuantizedLayer, WindowLayer, assemble, parts
+from engine.generation.unbatched import Sampler, logprobs_after
+
+_LENGTHS = (16, 15, 5, 9)  # of prompts: ragged by one, by many; the last joins the others while they answer
+_COMPARED = (5, 2, 2, 2)  # tokens of their answers; of the first, some after the last has joined
+_BEGIN = (9, -4, None, 1)  # where each begins, seen from the end of a window; None: with nothing before it
+_QUESTION = 6  # tokens
+_FOLLOWING = 2  # tokens of its answer that are compared
+_INDEXED = 4096  # tokens of context: where a layer keeps an index beside its keys, attention leaves some of them out
+_LIMITS = {
+    mx.bfloat16: 4e-2,
+    mx.float16: 1e-2,
+    mx.float32: 1e-4,
+}  # of `_error`: above rounding, below what padding does
+
+_NOT_MADE_FOR_IT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+
+Start = Callable[[], list[Any]]  # caches to go on from, new ones each time
+
+
+class Trial:
+    """A model with caches of `layers`, nested so, and `computed`, those of a few tokens, to be gone on from.
+
+    `vocabulary` is how many tokens there are.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        layers: Sequence[Layer],
+        nesting: Sequence[Nesting],
+        computed: Sequence[Any],
+        vocabulary: int,
+    ) -> None:
+        self._model = model
+        self._layers = layers
+        self._nesting = nesting
+        self._prompts = [_tokens(i, length, vocabulary) for i, length in enumerate(_LENGTHS)]
+        self._answers = [_tokens(i + 10, 4 * max(_COMPARED), vocabulary) for i, _ in enumerate(_LENGTHS)]
+        self._limit = _limit(model)
+        together = [parts([cache]) for cache in assemble(nesting, iter(layers)) if type(cache) is CacheList]
+        self._indexed = any(all(isinstance(layer, FullLayer) for layer in kept) for kept in together)
+        self._computed = computed
+
+    def batches(self) -> bool:
+        """Whether mlx-lm's batches say what each prompt says alone."""
+        begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
+        if self._sees_so_far:
+            begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
+        return all(self._batches(starts) for starts in begun)
+
+    def resumes(self) -> bool:
+        """Whether a question in one pass is answered as in two, its last token by itself.
+
+        A recurrence carries its rounding on, and what is nothing at the first token is another word at the sixth. So
+        where there is one the two have to agree as closely as in float32.
+        """
+        recurrent = any(isinstance(layer, ArraysLayer) for layer in self._layers)
+        limit = _LIMITS[mx.float32] if recurrent else self._limit
+        starts = [None, *(at for at in _BEGIN if at is not None and self._sees_so_far)]
+        *rest, last = self._prompts[0][:_QUESTION]
+        answer = [[token] for token in self._answers[0][: _FOLLOWING - 1]]
+        return all(
+            _error(
+                self._said(self._begun(at), [[*rest, last], *answer]),
+                self._said(self._begun(at), [rest, [last], *answer])[1:],
+            )
+            <= limit
+            for at in starts
+        )
+
+    @property
+    def _sees_so_far(self) -> bool:
+        return self._indexed or any(isinstance(layer, WindowLayer) for layer in self._layers)
+
+    def _batches(self, starts: Sequence[Start]) -> bool:
+        try:
+            found = self._together(starts)
+        except _NOT_MADE_FOR_IT:
+            return False
+        for start, prompt, answer, together in zip(starts, self._prompts, self._answers, found, strict=True):
+            following = [[token] for token in answer[: len(together) - 1]]
+            alone = self._said(start(), [prompt[:-1], prompt[-1:], *following])
+            if not _error(together, alone[1:]) <= self._limit:  # or it is not a number
+                return False
+        return True
+
+    def _together(self, starts: Sequence[Start]) -> list[mx.array]:
+        """The log-probabilities of each answer in a batch, ``[compared, vocabulary]``."""
+        seen = [list[mx.array]() for _ in starts]
+        generator = BatchGenerator(self._model)
+
+        def insert(prompts: Sequence[int]) -> None:
+            generator.insert_segments(
+                [[self._prompts[i]] for i in prompts],
+                max_tokens=[len(self._answers[i]) for i in prompts],
+                caches=[starts[i]() for i in prompts],
+                all_tokens=[[] for _ in prompts],
+                samplers=[_recorder(seen[i], self._answers[i]) for i in prompts],
+            )
+
+        try:
+            insert(range(len(seen) - 1))
+            while not all(seen[:-1]):
+                generator.next()
+            insert([len(seen) - 1])
+            while any(len(steps) < count for steps, count in zip(seen, _COMPARED, strict=True)):
+                generator.next()
+        finally:
+            generator.close()
+        return [mx.stack(steps[:count]) for steps, count in zip(seen, _COMPARED, strict=True)]
+
+    def _said(self, cache: list[Any], given: Sequence[Sequence[int]]) -> mx.array:
+        """The log-probabilities after each of what is `given`, one after the other, ``[given, vocabulary]``."""
+        said = [logprobs_after(self._model, mx.array(list(tokens)), cache)[0].astype(mx.float32) for tokens in given]
+        return mx.stack(said)
+
+    def _fresh(self) -> list[Any]:
+        return assemble(self._nesting, (layer.empty() for layer in self._layers))
+
+    def _begun(self, at: int | None) -> list[Any]:
+        """Caches that hold something: what was computed, or, `at` so many tokens from where layers see no further,
+        something like it."""
+        held = zip(self._layers, parts(self._computed), strict=True)
+        return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
+
+    def _grown(self, i: int, layer: Layer, cache: Any, at: int | None) -> Any:
+        if not layer.planes:
+            return layer.empty()
+        if isinstance(layer, FullLayer):
+            tokens = cache.offset if at is None or not self._indexed else _INDEXED + at
+            arrays = [array[0, :, : cache.offset] for array in layer.arrays(cache)]
+            return layer.join([tuple(_longer(array, tokens, i) for array in arrays)], tokens)
+        if isinstance(layer, WindowLayer) and at is not None:
+            end = max(1, layer.window + at)
+            rows = min(end, layer.window)
+            keys, values, _ = layer.capture(cache)
+            index = mx.array([[[rows]]], mx.uint32)
+            return layer.restore((_longer(keys, rows, i), _longer(values, rows, i), index), end)
+        assert not isinstance(layer, QuantizedLayer)  # there is no batch of them to be tried
+        return layer.restore(layer.capture(cache), getattr(cache, "offset", 0))
+
+
+def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
+    """From all over the vocabulary."""
+    return [(7919 * (64 * seed + i) + 104729 * i * i) % vocabulary for i in range(1, count + 1)]
+
+
+def _limit(model: nn.Module) -> float:
+    """That of the coarsest numbers in it."""
+    dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
+    return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
+
+
+def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
+    """Keeps the log-probabilities, and says the tokens of `answer` whatever they are."""
+
+    def sample(logprobs: mx.array) -> mx.array:
+        seen.append(logprobs[0].astype(mx.float32))
+        return mx.array([answer[(len(seen) - 1) % len(answer)]])
+
+    return sample
+
+
+def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
+    """``[heads, count, dim]``: `rows` again and again, and no two of them the same."""
+    again = mx.concatenate([rows] * -(-count // rows.shape[1]), axis=1)[:, :count]
+    if count <= rows.shape[1]:
+        return again
+    noise = mx.random.normal(again.shape, key=mx.random.key(seed)) * mx.std(rows.astype(mx.float32))
+    return again + noise.astype(rows.dtype)
+
+
+def _error(found: mx.array, right: mx.array) -> float:
+    """How far log-probabilities lie from the right ones, in their standard deviations; the root of the mean square."""
+    finite = mx.isfinite(right)  # some models never say some tokens
+    count = finite.sum()
+    mean = mx.where(finite, right, 0).sum() / count
+    variance = mx.where(finite, right - mean, 0).square().sum() / count
+    differences = mx.where(found == right, 0, found - right).square().mean()
+    return cast(float, mx.sqrt(differences / variance).item())

@@ -1,0 +1,235 @@
+"""The same graphs, built in Python.
+
+::
+
+    g = GraphBuilder()
+    x = g.dynamic("x", "f32", ["D"])
+    t = g.persistent("t", "i32", init=0)
+    K = g.persistent("K", "f32", ["D"], indices=["i"], table=True)
+    y = g.volatile("y", "f32", [3, "D"])
+    with g.block("entry") as b:
+        b.write(x, K[t])
+        b.increment(t)
+        b.read(K["0..3"], y)
+        b.stop()
+    graph = g.graph()
+
+Sizes, bounds and indices are integers, variables or expressions as in the text; slices are Python's or the text's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from engine.persistent.language.graph import (
+    Access,
+    Assign,
+    Block,
+    Branch,
+    Declaration,
+    Expression,
+    Graph,
+    Increment,
+    Index,
+    Loop,
+    Name,
+    Operation,
+    Read,
+    Reset,
+    Return,
+    Slice,
+    Statement,
+    Transfer,
+    Value,
+    Write,
+)
+from engine.persistent.language.parser import parse_expression
+
+
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A declared variable: itself, or with brackets some of it."""
+
+    name: str
+
+    def __getitem__(self, indices: int | str | Variable | slice | tuple[int | str | Variable | slice, ...]) -> Access:
+        """``K[l, 0:t]``, ``K["l", "0..t"]``, and ``K[()]`` for all of it."""
+        given = indices if isinstance(indices, tuple) else (indices,)
+        return Access(self.name, tuple(_index(index) for index in given))
+
+
+class GraphBuilder:
+    """Collects declarations and blocks."""
+
+    def __init__(self) -> None:
+        self._declarations: list[Declaration] = []
+        self._blocks: list[Block] = []
+
+    def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> Variable:
+        """What is inserted before each step."""
+        return self._declare(Declaration("dynamic", name, dtype, _dims(dims)))
+
+    def volatile(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        init: bool | int | float | None = None,
+        indices: Sequence[str] = (),
+        reference: str | None = None,
+    ) -> Variable:
+        """What each step begins anew: the model's tensor, `init` or zeros. `reference` as @ref and @pattern say it."""
+        return self._declare(
+            Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
+        )
+
+    def constant(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        indices: Sequence[str] = (),
+        reference: str | None = None,
+    ) -> Variable:
+        """A tensor of the model, or with `indices` a family of them."""
+        return self._declare(Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference))
+
+    def persistent(
+        self,
+        name: str,
+        dtype: str,
+        dims: Sequence[int | str] = (),
+        *,
+        init: bool | int | float | None = None,
+        indices: Sequence[str] = (),
+        table: bool = False,
+        auto_dim: Sequence[str] = (),
+        fixed: Mapping[str, int] | None = None,
+    ) -> Variable:
+        """What stays from step to step."""
+        limits = tuple((fixed or {}).items())
+        return self._declare(
+            Declaration(
+                "persistent", name, dtype, _dims(dims), tuple(indices), table, tuple(auto_dim), limits, init=init
+            )
+        )
+
+    @contextmanager
+    def block(self, name: str) -> Iterator[Body]:
+        """A block, whose statements are what is called on the body."""
+        body = Body()
+        yield body
+        self._blocks.append(Block(name, body.statements()))
+
+    def graph(self) -> Graph:
+        """What has been built."""
+        return Graph(tuple(self._declarations), tuple(self._blocks))
+
+    def _declare(self, declaration: Declaration) -> Variable:
+        self._declarations.append(declaration)
+        return Variable(declaration.name)
+
+
+class Body:
+    """The statements of a block or a loop, in the order in which they are called."""
+
+    def __init__(self) -> None:
+        self._statements: list[Statement] = []
+
+    def statements(self) -> tuple[Statement, ...]:
+        """All so far."""
+        return tuple(self._statements)
+
+    def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> Variable:
+        """A variable of this step."""
+        self._statements.append(Assign(Declaration("volatile", name, dtype, _dims(dims))))
+        return Variable(name)
+
+    def op(self, name: str, *arguments: Variable | Access, to: Variable, **parameters: _Parameter) -> None:
+        """``op name(arguments, parameters) >> to``"""
+        given = tuple((key, _value(value)) for key, value in parameters.items())
+        self._statements.append(Operation(name, tuple(map(_access, arguments)), given, to.name))
+
+    def transfer(self, source: Variable | Access, to: Variable) -> None:
+        """``transfer source >> to``"""
+        self._statements.append(Transfer(_access(source), to.name))
+
+    @contextmanager
+    def loop(self, name: str, variable: str, start: int | str | Variable, stop: int | str | Variable) -> Iterator[Body]:
+        """A loop, whose statements are what is called on the body; the stop is not included."""
+        body = Body()
+        yield body
+        self._statements.append(Loop(name, variable, _expression(start), _expression(stop), body.statements()))
+
+    def branch(self, condition: Variable, then: str, otherwise: str) -> None:
+        """``branch condition then otherwise``"""
+        self._statements.append(Branch(condition.name, then, otherwise))
+
+    def go(self, block: str) -> None:
+        """``branch block``, without a condition."""
+        self._statements.append(Branch(None, block))
+
+    def stop(self) -> None:
+        """``return``"""
+        self._statements.append(Return())
+
+    def read(self, source: Variable | Access, to: Variable) -> None:
+        """``cache.read source >> to``"""
+        self._statements.append(Read(_access(source), to.name))
+
+    def write(self, source: Variable | Access, to: Variable | Access) -> None:
+        """``cache.write source >> to``"""
+        self._statements.append(Write(_access(source), _access(to)))
+
+    def increment(self, scalar: Variable, amount: int = 1) -> None:
+        """``cache.increment amount scalar``"""
+        self._statements.append(Increment(scalar.name, amount))
+
+    def decrement(self, scalar: Variable, amount: int = 1) -> None:
+        """``cache.decrement amount scalar``"""
+        self._statements.append(Increment(scalar.name, -amount))
+
+    def reset(self, what: Variable | Access) -> None:
+        """``cache.reset what``"""
+        self._statements.append(Reset(_access(what)))
+
+
+_Parameter = int | float | str | Variable | tuple[int | str | Variable, ...] | list[int | str | Variable]
+
+
+def _access(what: Variable | Access) -> Access:
+    return what if isinstance(what, Access) else Access(what.name)
+
+
+def _dims(dims: Sequence[int | str]) -> tuple[Expression, ...]:
+    return tuple(_expression(dim) for dim in dims)
+
+
+def _expression(given: int | str | Variable) -> Expression:
+    if isinstance(given, Variable):
+        return Name(given.name)
+    return parse_expression(given) if isinstance(given, str) else given
+
+
+def _index(given: int | str | Variable | slice) -> Index:
+    if isinstance(given, str) and ".." in given:
+        start, stop = (bound.strip() or None for bound in given.split("..", 1))
+        given = slice(start, stop)
+    if isinstance(given, slice):
+        if given.step is not None:
+            raise ValueError(f"slices of persistent memory have no step, got {given.step}")
+        first, last = (None if bound is None else _expression(bound) for bound in (given.start, given.stop))
+        return Slice(first, last)
+    return _expression(given)
+
+
+def _value(given: _Parameter) -> Value:
+    if isinstance(given, bool):
+        return Name(str(given).lower())
+    if isinstance(given, tuple | list):
+        return tuple(_expression(item) for item in given)
+    return given if isinstance(given, float) else _expression(given)

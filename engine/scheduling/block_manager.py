@@ -1,0 +1,89 @@
+"""What is kept of prompts and answers: blocks, which the pool promises at the door and which are made on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
+from engine.memory.kvcache import Cache
+from engine.pool import BlockPool, PoolExhaustedError
+from engine.scheduling.request import Request
+from engine.spec import ModelCacheSpec
+
+
+class BlockKeeper:
+    """Reserves in `pool` every block that an answer may need, makes them from its cache, and gives back the others."""
+
+    def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:
+        """`state_budget` in bytes, for what the layers of a prompt carry at its checkpoints."""
+        self.spec = spec
+        self.pool = pool
+        self._state_budget = state_budget
+
+    def checkpoints(self, start: int, tokens: int) -> list[int]:
+        """Where between `start` and the last token of a prompt to keep what the layers carry."""
+        if not self.spec.has_state:
+            return []
+        size = self.spec.block_tokens
+        ends = range((start // size + 1) * size, tokens, size)
+        count = min(len(ends), self._state_budget // self.spec.state_nbytes(tokens))
+        return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
+
+    def needed(self, request: Request) -> tuple[int, int]:
+        """The blocks that its context may need beside the shared ones, and their bytes."""
+        return self._needed(request.capacity, len(request.shared), len(request.checkpoints))
+
+    def check_fits(self, tokens: int, capacity: int) -> None:
+        """Raise PoolExhaustedError when a prompt of `tokens` tokens and its answer, `capacity` together, may need more
+        than the whole pool."""
+        blocks, nbytes = self._needed(capacity, 0, len(self.checkpoints(0, tokens)))
+        for needed, total, what in (
+            (blocks, self.pool.total_blocks, "blocks"),
+            (nbytes, self.pool.total_bytes, "bytes"),
+        ):
+            if needed > total:
+                raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: make it larger")
+
+    def reserve(self, request: Request) -> None:
+        """Have the pool promise what it needs. Raises PoolExhaustedError."""
+        blocks, nbytes = self.needed(request)
+        request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
+        request.promised = nbytes
+
+    def make_full(self, request: Request, cache: Cache, tokens: int) -> None:
+        """Make the full blocks of the first `tokens` of a prompt, which `cache` holds; the answer will share them."""
+        kept = len(request.shared)
+        needed = tokens // self.spec.block_tokens - kept
+        ids, others = request.reserved[:needed], request.reserved[needed:]
+        start = kept * self.spec.block_tokens
+        made = kvcache.extract_full(self.spec, cache, ids, tokens, start, request.states)
+        sizes = {block.block_id: block.nbytes for block in made}
+        request.promised -= sum(sizes.values())
+        self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
+        request.shared, request.reserved = (*request.shared, *made), others
+
+    def make_context(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
+        """The context after an answer: the blocks it shares with the one before it, and new ones from there on.
+
+        The new ones are made in blocks reserved at submit, before anything of the old is let go.
+        """
+        kept = len(request.shared)
+        needed = self.spec.blocks_for(len(tokens)) - kept
+        ids, surplus = request.reserved[:needed], request.reserved[needed:]
+        start = kept * self.spec.block_tokens
+        made = kvcache.extract(self.spec, cache, ids, len(tokens), start, request.states)
+        self.pool.settle(dict.fromkeys(surplus, 0) | {block.block_id: block.nbytes for block in made})
+        self.pool.free(surplus, request.agent_id)
+        return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
+
+    def release(self, request: Request) -> None:
+        """Give back all that it holds."""
+        self.pool.free(request.held, request.agent_id)
+
+    def _needed(self, capacity: int, shared: int, checkpoints: int) -> tuple[int, int]:
+        if self.spec.refusal:
+            return 0, 0
+        rows = capacity - shared * self.spec.block_tokens
+        states = (checkpoints + 1) * self.spec.state_nbytes(capacity)
+        return self.spec.blocks_for(capacity) - shared, rows * self.spec.token_nbytes + states

@@ -1,0 +1,166 @@
+"""What the engine is asked for and what it answers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from operator import index
+from typing import Any, cast
+
+import mlx.core as mx
+
+from engine.generation.answer_text import AnswerText
+from engine.generation.unbatched import Sampler
+from engine.memory.blocks import AgentBlocks, Arrays, KVBlock
+from engine.memory.kvcache import Cache
+from engine.spec import ModelCacheSpec
+
+MOST = 2**32  # token ids, as blocks are named
+
+
+class PromptError(ValueError):
+    """A prompt that the model cannot be given."""
+
+
+class EngineClosedError(RuntimeError):
+    """The engine was drained or shut down and takes no more prompts."""
+
+
+class EmptyPromptError(PromptError):
+    """A prompt without a token."""
+
+
+class PromptTooLongError(PromptError):
+    """A prompt that leaves no room for an answer in the model's context."""
+
+
+class UnknownTokenError(PromptError):
+    """A prompt with an id that is not in the model's vocabulary."""
+
+
+def token_ids(tokens: Any, vocabulary: int = MOST) -> list[int]:
+    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for what is no run of such numbers."""
+    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
+    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
+        raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
+    found = list(tokens)
+    if not all(type(token) is int for token in found):
+        found = [_token_id(token) for token in found]
+    if found and not (min(found) >= 0 and max(found) < vocabulary):
+        wrong = next(token for token in found if not 0 <= token < vocabulary)
+        raise UnknownTokenError(f"token ids are 0 to {vocabulary - 1}, got {wrong}")
+    return found
+
+
+def _token_id(token: Any) -> int:
+    """An array's scalar may be one. A truth value is a number only by accident."""
+    try:
+        if isinstance(token, bool):
+            raise TypeError
+        return index(token)
+    except TypeError:
+        raise UnknownTokenError(f"token ids are whole numbers, got {token!r:.80}") from None
+
+
+def check_prompt(spec: ModelCacheSpec, tokens: Sequence[int]) -> None:
+    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for what a model cannot be given."""
+    if not tokens:
+        raise EmptyPromptError("a prompt has at least one token")
+    context = spec.context
+    if context and len(tokens) >= context:
+        raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
+    token_ids(tokens, spec.vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One token of an answer. The texts of all of them, one after the other, are the answer's text."""
+
+    uid: int
+    token: int
+    text: str  # what became readable with it: "" while a character or a stop string may be half said
+    ends_text: bool  # the model's end of text, which isn't part of the answer; its text was held back until now
+    logprob: float | None = None  # natural logarithm; None unless asked for
+    top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their logprobs, the likeliest first
+
+
+TokenReceiver = Callable[[Token], None]
+PromptReceiver = Callable[[AgentBlocks], None]
+
+
+@dataclass(frozen=True, slots=True)
+class CompletedGeneration:
+    """A finished answer, and the context to go on from."""
+
+    uid: int
+    agent_id: str
+    text: str
+    tokens: tuple[int, ...]  # what was generated, the end-of-text token left out
+    finish_reason: str  # "stop" or "length"; "error" when `error` was raised
+    blocks: AgentBlocks  # prompt and answer with its end-of-text token; the receiver's to free; empty when not kept
+    prompt_tokens: int
+    tokens_reused: int  # of the prompt, taken from `cache`
+    time_to_first_token: float  # seconds since submit
+    prefill_seconds: float  # of them, those since it was admitted to the batch
+    not_kept: str | None = None  # why there is no context to go on from
+    error: Exception | None = None  # what a receiver, the sampler or the model raised, which ended the answer
+
+
+@dataclass(slots=True)
+class Request:
+    """A submitted prompt. Until it is finished it holds a reference on the blocks in `shared` and in `reserved`."""
+
+    uid: int
+    agent_id: str
+    prompt: Sequence[int]  # token ids
+    tokens_reused: int
+    max_tokens: int
+    cache: Cache  # with the tokens that are reused
+    shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result will go on using
+    checkpoints: Sequence[int]  # positions in the prompt at which to keep what the layers carry
+    sampler: Sampler | None
+    text: AnswerText
+    submitted: float  # time.perf_counter(), as the following
+    on_token: TokenReceiver | None
+    on_prompt: PromptReceiver | None  # None also when it was called
+    logprobs: int  # of how many tokens they are asked for
+    reserved: list[int] = field(default_factory=list)  # ids for the blocks to be made
+    promised: int = 0  # bytes, for all of them
+    started: float = 0.0
+    tokens: list[int] = field(default_factory=list)  # the answer
+    first_token: float = 0.0
+    states: dict[int, Arrays] = field(default_factory=dict)  # what the layers carried at the checkpoints passed
+    not_kept: str | None = None  # why there will be no context to go on from
+
+    @property
+    def capacity(self) -> int:
+        """Tokens that its context may come to have."""
+        return len(self.prompt) + self.max_tokens
+
+    @property
+    def held(self) -> list[int]:
+        """The ids of the blocks on which it holds a reference."""
+        return [*(block.block_id for block in self.shared), *self.reserved]
+
+    def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
+        """Those of its prompt that are made."""
+        tokens = tuple(self.prompt[: len(self.shared) * spec.block_tokens])
+        return AgentBlocks(self.agent_id, tokens, self.shared, spec.fingerprint)
+
+    def add(self, token: int, *, ends: bool) -> None:
+        """Take the next token; one that `ends` the text is not part of it."""
+        self.first_token = self.first_token or time.perf_counter()
+        if not ends:
+            self.tokens.append(token)
+            self.text.add(token)
+
+    def told(self, response: Any, *, ends_text: bool) -> Token:
+        """What its receiver is told of a token (mlx-lm's GenerationBatch.Response) that was added."""
+        text = self.text.read()
+        if not self.logprobs:
+            return Token(self.uid, response.token, text, ends_text)
+        logprobs = response.logprobs
+        likeliest = cast("list[int]", mx.argsort(-logprobs)[: self.logprobs].tolist())
+        *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
+        return Token(self.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))

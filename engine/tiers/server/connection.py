@@ -1,0 +1,158 @@
+"""The link to a page server: a thread with an event loop, on which everything is said to it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Coroutine, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
+from typing import Any, TypeVar, cast
+
+import uvloop
+
+from engine.tiers.server.breaker import CircuitBreaker
+from engine.tiers.server.cost_model import Rates
+from kvpage_server.client import AsyncPageClient, DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
+from kvpage_server.client.questions import Question, Word
+
+T = TypeVar("T")
+OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
+FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
+_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the attempt that is under way
+AT_ONCE = 16  # things done at once, on up to `connections` connections each
+
+
+def reason(error: BaseException) -> str:
+    """How an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an answer to no
+    question of ours; ``full`` no memory left; ``refused`` another error for an answer."""
+    if isinstance(error, TimeoutError | DeadlineExceeded):
+        return "slow"
+    if isinstance(error, WrongReply):
+        return "garbled"
+    if isinstance(error, Refused) and error.code == "OOM":
+        return "full"
+    return "down" if isinstance(error, Disconnected | OSError) else "refused"
+
+
+class Link:
+    """Everything that is said to the server goes through `server`, to be used on the link's own thread."""
+
+    def __init__(self, url: str, deadline: float, connections: int) -> None:
+        """`deadline` in seconds, for a question or a chunk of blocks; `connections` to receive over at once.
+
+        Raises ValueError for a URL that isn't one.
+        """
+        self.server = AsyncPageClient(url, deadline=deadline)
+        self.deadline = deadline
+        self.connections = connections
+        self.breaker = CircuitBreaker()
+        self.rates = Rates()
+        self._turns = asyncio.Semaphore(AT_ONCE)
+        self._loop = uvloop.new_event_loop()
+        self._beside = ThreadPoolExecutor(1, "kvpage-beside")
+        self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
+        self._thread.start()
+
+    def do(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run to the end; what came of it. Raises RuntimeError on the link's own thread."""
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result()
+
+    def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
+        """Start; what cancels it. `over` is called on the link's thread when it has ended, in whatever way."""
+        task: asyncio.Task[None] | None = None
+
+        def start() -> None:
+            nonlocal task
+            task = self._loop.create_task(work)
+            task.add_done_callback(over)
+
+        def cancel() -> None:
+            assert task is not None  # calls of the loop keep their order
+            task.cancel()
+
+        self._loop.call_soon_threadsafe(start)
+
+        def cancel_soon() -> None:
+            self._loop.call_soon_threadsafe(cancel)
+
+        return cancel_soon
+
+    async def attempt(
+        self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
+    ) -> T | None:
+        """Do something when it is its turn, unless the breaker is open. For an outage None, and `missed` is told the
+        reason.
+
+        The server has the deadline to answer, from when it is asked, and anew whenever something `progressed`. All of
+        it, the waiting for a turn included, takes `within` seconds at most, which is nobody's failure: ``late``.
+        """
+        try:
+            async with asyncio.timeout(within) as whole, self._turns:
+                if not self.breaker.allows():
+                    missed("open")
+                    return None
+                async with asyncio.timeout(self.deadline) as limit:
+                    _limit.set(limit)
+                    done = await work
+        except OUTAGES as error:
+            late = whole.expired()
+            why = "late" if late else reason(error)
+            missed(why)
+            if why in FAILING:
+                self.breaker.failed()
+            elif not late:
+                self.breaker.succeeded()
+            return None
+        finally:
+            work.close()
+        self.breaker.succeeded()
+        return done
+
+    async def beside(self, work: Callable[[], T]) -> T:
+        """Have it done on a thread of its own, while bytes come and go on this one."""
+        return await self._loop.run_in_executor(self._beside, work)
+
+    def progressed(self) -> None:
+        """An answer or a chunk of what is attempted has come, or a chunk has gone: the deadline counts anew."""
+        limit = _limit.get()
+        if not limit.expired():
+            limit.reschedule(self._loop.time() + self.deadline)
+
+    async def ask(self, questions: Iterable[Question]) -> list[Any]:
+        """Ask several things at once. Raises what the first refusal of them is."""
+        answers = await self.server.ask(list(questions), deadline=self.deadline)
+        self.progressed()
+        return answers
+
+    async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
+        """Ask one thing; the answer as `read` reads it."""
+        (answer,) = await self.ask([Question(words, read)])
+        return cast(T, answer)
+
+    async def transaction(
+        self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
+    ) -> list[Any]:
+        """Ask, and do what `change` makes of the answer before anybody changes one of the `keys`; its answers."""
+        answers = await self.server.transaction(keys, question, change, deadline=self.deadline)
+        self.progressed()
+        return answers
+
+    def close(self) -> None:
+        """Cancel what is under way, close the connections and end the thread."""
+        if self._thread.is_alive():
+            self.do(self._close())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._beside.shutdown()
+            self._loop.close()
+
+    async def _close(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self.server.close()

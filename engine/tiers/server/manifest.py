@@ -1,0 +1,234 @@
+"""How a context is laid out on the page server: where its blocks lie, and the manifest that lists them."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, Self
+
+import xxhash
+from typing_extensions import Buffer
+
+from engine.memory.prefix import chain_hash, chain_hashes, root_of
+from engine.scheduling.request import token_ids
+from engine.spec import ModelCacheSpec, Shapes
+from kvpage_server.client import BlockName
+from kvpage_server.page import BlockShape, DType, Plane
+
+FORMAT = 4  # of manifests
+OLDER = 3  # one an agent, without a digest before it
+DIGESTS = 3  # the format of blocks' digests
+CHUNK = 8 << 20  # bytes of blocks that are asked for or sent in one go, a block at least
+MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
+
+
+_NAME = re.compile(r"[0-9a-f]{32}\Z")
+
+
+class Miss(Exception):
+    """What is stored cannot be used; the argument is the reason, as it is counted."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where on the server the tokens of a block lie, or the state after them."""
+
+    name: str  # the block's chain hash
+    tokens: int
+    end: int  # the position after the last of them
+    of_state: bool = False
+
+    @property
+    def seal(self) -> str:
+        """The key of its digest."""
+        return f"{'state' if self.of_state else 'seal'}:{self.name}"
+
+    @property
+    def block(self) -> BlockName:
+        """As the server names it."""
+        return self.name.encode(), int(self.of_state)
+
+    def state(self) -> Place:
+        """Where the state after these tokens lies."""
+        return replace(self, of_state=True)
+
+    def digest(self, bodies: Iterable[Buffer]) -> str:
+        """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
+        digest = xxhash.xxh3_64(f"{DIGESTS}:{self.seal}".encode())
+        for body in bodies:
+            digest.update(body)
+        return digest.hexdigest()
+
+
+class Layout:
+    """What lies at the places of a model, worked out once for each kind of place."""
+
+    def __init__(self, spec: ModelCacheSpec) -> None:
+        self._spec = spec
+        self._kinds: dict[tuple[bool, int], _Kind] = {}
+
+    def nbytes(self, *places: Place) -> int:
+        """Of the arrays there, in all. 0 for the tokens of a model whose layers all carry states."""
+        return sum(self._kind(place).nbytes for place in places)
+
+    def shapes(self, place: Place) -> Shapes:
+        """Of the arrays there."""
+        return self._kind(place).shapes
+
+    def block(self, place: Place) -> BlockShape:
+        """How the server is told of them, of which there must be some."""
+        block = self._kind(place).block
+        assert block is not None
+        return block
+
+    def chunks(self, places: Iterable[Place]) -> Iterator[list[Place]]:
+        """Places in their order, neighbours at which the same lies together, of at most CHUNK bytes."""
+        chunk: list[Place] = []
+        for place in places:
+            full = (len(chunk) + 1) * self.nbytes(place) > CHUNK
+            if chunk and (full or self.shapes(place) != self.shapes(chunk[0])):
+                yield chunk
+                chunk = []
+            chunk.append(place)
+        if chunk:
+            yield chunk
+
+    def _kind(self, place: Place) -> _Kind:
+        key = place.of_state, place.end if place.of_state else place.tokens
+        kind = self._kinds.get(key)
+        if kind is None:
+            spec, (of_state, tokens) = self._spec, key
+            shapes = spec.state_shapes(tokens) if of_state else spec.token_shapes(tokens)
+            nbytes = sum(kept.nbytes for layer in shapes for kept in layer)
+            kind = _Kind(shapes, nbytes, block_shape(shapes) if nbytes else None)
+            if len(self._kinds) == MOST_KINDS:
+                self._kinds.clear()
+            self._kinds[key] = kind
+        return kind
+
+
+class _Kind(NamedTuple):
+    shapes: Shapes
+    nbytes: int
+    block: BlockShape | None
+
+
+def block_shape(shapes: Shapes) -> BlockShape:
+    """How the server is told of arrays of these shapes, of which there must be some.
+
+    Where all layers that keep something keep the same, with as many heads and rows in each plane, they are the layers
+    of the block, and each of its pages can be asked for. Others are bytes in canonical order, in a single page.
+    """
+    layers = [layer for layer in shapes if layer]
+    heads, rows = layers[0][0].heads, layers[0][0].rows
+    alike = all(layer == layers[0] for layer in layers)
+    if alike and all((kept.heads, kept.rows) == (heads, rows) for kept in layers[0]):
+        return BlockShape(len(layers), heads, rows, tuple(kept.plane for kept in layers[0]))
+    return BlockShape(1, 1, 1, (Plane(0, DType.UINT8, sum(kept.nbytes for layer in layers for kept in layer)),))
+
+
+@dataclass(frozen=True, slots=True)
+class Manifest:
+    """What an agent's context consists of."""
+
+    agent_id: str
+    tokens: tuple[int, ...]
+    names: tuple[str, ...]  # the chain hash of every block, of a partial last one too
+
+    @classmethod
+    def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Self:
+        """Of an agent's context of these tokens."""
+        return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
+
+    def place(self, index: int, spec: ModelCacheSpec) -> Place:
+        """Where the tokens of block `index` lie."""
+        start = index * spec.block_tokens
+        tokens = min(spec.block_tokens, len(self.tokens) - start)
+        return Place(self.names[index], tokens, start + tokens)
+
+    def places(self, spec: ModelCacheSpec) -> list[Place]:
+        """Where the tokens of all its blocks lie, first to last."""
+        return [self.place(i, spec) for i in range(len(self.names))]
+
+    def dump(self, spec: ModelCacheSpec) -> bytes:
+        """What is stored: a digest, and JSON."""
+        text = json.dumps({
+            "format": FORMAT,
+            "fingerprint": f"{spec.fingerprint:016x}",
+            "tokens": self.tokens,
+            "chain": self.names,
+        })  # fmt: skip
+        return _sealed(text.encode(), manifest_key(self.agent_id, spec.fingerprint))
+
+    @classmethod
+    def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
+        """What `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
+        stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
+        try:
+            found = cls.of(agent_id, token_ids(stored["tokens"]), spec)
+            if list(found.names) != stored["chain"]:
+                raise Miss("manifest")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
+            raise Miss("manifest") from error
+        return found
+
+
+def manifest_key(agent_id: str, fingerprint: int) -> str:
+    """Where an agent's manifest for a model lies."""
+    return f"{older_key(agent_id)}:{fingerprint:016x}"
+
+
+def older_key(agent_id: str) -> str:
+    """Where earlier versions kept an agent's only one."""
+    return f"manifest:{agent_id}"
+
+
+def names_in(raw: bytes | None, key: str) -> set[str]:
+    """The blocks that the manifest at a key names, of whatever model; of one that makes no sense, none."""
+    try:
+        chain = _opened(raw, key)["chain"] if raw is not None else []
+        return {name for name in chain if _NAME.match(name)}
+    except (Miss, KeyError, TypeError):
+        return set()
+
+
+def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
+    """A manifest for another key than its own; None for one that makes no sense."""
+    return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and names_in(raw, key) else None
+
+
+def _sealed(text: bytes, key: str) -> bytes:
+    """With a digest before it, of where it lies and of all that it says: a bit that was turned over, in it or in the
+    key that was asked for, gives nobody another one's context."""
+    return b"%b %b" % (_digest(text, key), text)
+
+
+def _opened(raw: bytes, key: str) -> Any:
+    """What a manifest says. Raises Miss."""
+    digest, _, text = raw.partition(b" ")
+    older = key.count(":") == 1
+    if not older and digest != _digest(text, key):
+        raise Miss("manifest")
+    try:
+        stored = json.loads(raw if older else text)
+        if stored["format"] != (OLDER if older else FORMAT):
+            raise Miss("manifest")
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise Miss("manifest") from error
+    return stored
+
+
+def _digest(text: bytes, key: str) -> bytes:
+    digest = xxhash.xxh3_64(key.encode())
+    digest.update(text)
+    return digest.hexdigest().encode()
+
+
+def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = "") -> tuple[str, ...]:
+    """The chain hash of every block that `tokens` fill, a partial last one included."""
+    names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
+    if tail := tokens[len(names) * spec.block_tokens :]:
+        names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))
+    return tuple(names)

@@ -1,0 +1,79 @@
+"""The restore planner: from metadata alone, the longest usable prefix and exactly what to fetch for it.
+
+It reads nothing and fetches nothing. What it plans is a prefix without a gap; where layers carry a state, it ends where
+one was taken, and it leaves a prompt a token to be fed, since a state cannot be cut back by one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+
+from engine.memory.prefix import ROOT, chain_hashes, common_prefix
+from engine.spec import ModelCacheSpec
+from engine.tiers.server.manifest import Manifest, Place
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What to fetch, and what it will be."""
+
+    tokens: tuple[int, ...]  # the blocks hold its beginning
+    blocks: tuple[Place, ...]  # first to last, without a gap
+    states: tuple[Place, ...]  # the furthest first: one of them is needed; () where no layer carries a state
+    reach: int  # tokens of the prompt that needn't be computed
+
+
+class Offer:
+    """What may be of use to a prompt that begins with `wanted`: its full blocks, whoever stored them, and the agent's
+    block in which the two part, if there is one."""
+
+    def __init__(
+        self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None, root: str = ROOT
+    ) -> None:
+        """`root` is where the agent's chains begin."""
+        size = spec.block_tokens
+        names = chain_hashes(spec.fingerprint, wanted, size, root)
+        self.spec = spec
+        self.wanted = wanted
+        self.manifest = manifest
+        self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
+        self.full = [Place(name, size, (i + 1) * size) for i, name in enumerate(names)]
+        self.parting = manifest.place(self.common // size, spec) if manifest and self.common % size else None
+
+    @property
+    def places(self) -> list[Place]:
+        """All of them, and their states where layers carry one: what a plan needs the digests of."""
+        blocks = [*self.full, self.parting] if self.parting else self.full
+        return [*blocks, *(place.state() for place in blocks)] if self.spec.has_state else blocks
+
+    def stored(self, digests: Mapping[str, str]) -> list[Place]:
+        """The full blocks up to the first without a digest. `digests` are by seal."""
+        return list(takewhile(lambda place: place.seal in digests, self.full))
+
+    def has_gap(self, digests: Mapping[str, str]) -> bool:
+        """Whether the agent's own context isn't all there."""
+        return len(self.stored(digests)) < self.common // self.spec.block_tokens
+
+    def plan(self, digests: Mapping[str, str], limit: int) -> Plan:
+        """The longest prefix that the places with a digest make up.
+
+        `limit` is how many tokens a prefix that ends in a state may have: all but one of a prompt.
+        """
+        stored = self.stored(digests)
+        plans = [self._plan(self.wanted, stored, digests, limit)]
+        shared = self.common // self.spec.block_tokens
+        if self.manifest and self.parting and self.parting.seal in digests and len(stored) >= shared:
+            blocks = [*stored[:shared], self.parting]
+            plans.append(self._plan(self.manifest.tokens, blocks, digests, min(limit, self.common)))
+        return max(plans, key=lambda plan: plan.reach)
+
+    def _plan(self, tokens: tuple[int, ...], blocks: Sequence[Place], digests: Mapping[str, str], limit: int) -> Plan:
+        if not self.spec.has_state:
+            reach = min(blocks[-1].end if blocks else 0, self.common if tokens is not self.wanted else len(tokens))
+            return Plan(tokens, tuple(blocks), (), reach)
+        states = [place.state() for place in reversed(blocks) if place.end <= limit]
+        states = [place for place in states if place.seal in digests]
+        reach = states[0].end if states else 0
+        return Plan(tokens, tuple(place for place in blocks if place.end <= reach), tuple(states), reach)
