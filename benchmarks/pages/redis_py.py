@@ -51,8 +51,10 @@ def _writes(client: PageClient, work: Pages) -> Way:
 
 
 def _reads(client: PageClient, work: Pages) -> Way:
+    places = [list(batch.read) for batch in work.batches]  # whoever reads pages has made room for them
+
     def move(generation: int) -> list[bool]:
-        return client.mget_into(work.keys[generation], list(work.batches[generation].read))
+        return client.mget_into(work.keys[generation], places[generation])
 
     def right(generation: int, found: list[bool]) -> bool:
         work.batches[generation].check()

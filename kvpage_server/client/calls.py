@@ -18,6 +18,7 @@ from kvpage_server.client.commands import BlobCommands, Missed
 from kvpage_server.client.exchange import Request
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
 from kvpage_server.client.parts import cut
+from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
@@ -48,11 +49,11 @@ class Calls:
     def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
         """Store pages."""
         found = sized(pages, ttl)
-        parts = cut(found.bodies.sizes(), self._connections)
+        parts = self._parts(len(found), found.bodies.sizes)
         return Call(parts, lambda to, part: to.set_pages(found[part], ttl), _nothing)
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
-        """SentPages in memory of their own."""
+        """Receive pages into memory of their own."""
 
         def read(answers: list[tuple[list[Page | None], Missed]]) -> list[Page | None]:
             if not answers:
@@ -65,11 +66,11 @@ class Calls:
 
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
         """Receive pages into buffers."""
-        into = places(buffers, len(keys))
-        parts = cut(into.sizes(), self._connections)
+        into, names = places(buffers, len(keys)), PageKeys(keys)
+        parts = self._parts(len(keys), into.sizes)
         return Call(
             parts,
-            lambda to, part: to.read_pages(keys[part], into[part], self._verify),
+            lambda to, part: to.read_pages(names[part], into[part], self._verify),
             lambda missed: self._hits(len(keys), parts, missed),
         )
 
@@ -91,7 +92,7 @@ class Calls:
     ) -> Call[None]:
         """Store blocks."""
         found = sized_blocks(names, shape, bodies, ttl)
-        parts = cut([shape.nbytes] * len(found), self._connections)
+        parts = self._parts(len(found), lambda: [shape.nbytes] * len(found))
         return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
 
     def mget_blocks_into(
@@ -101,7 +102,7 @@ class Calls:
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
-        parts = cut(into.sizes(), self._connections)
+        parts = self._parts(len(names), into.sizes)
         return Call(
             parts,
             lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),
@@ -117,6 +118,12 @@ class Calls:
         """Protect blocks from eviction."""
         check_names([(req_id, page) for page in pages or (0,)])
         return Call(_WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
+
+    def _parts(self, count: int, sizes: Callable[[], Sequence[int]]) -> list[slice]:
+        """One for each connection that a batch may use; with one connection nobody asks for sizes."""
+        if self._connections > 1:
+            return cut(sizes(), self._connections)
+        return [slice(0, count)] if count else []
 
     def _hits(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
         hits = [True] * count

@@ -104,9 +104,9 @@ class BlobCommands:
 
         return Request(pieces, lambda: Values(count if ttl else 1), _all_ok)
 
-    def read_pages(self, keys: Sequence[PageKey], places: Memory, verify: bool) -> Request[Missed]:
+    def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
         """Receive pages into their places."""
-        names, array = PageKeys(keys), len(keys) > 1
+        array = len(names) > 1
         return Request(
             lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys),
             lambda: Bodies(places, array=array, names=names, verify=verify),
@@ -155,7 +155,8 @@ class BlobCommands:
             for name, place in zip(names, places.views(), strict=True)
             for key, _, span in pages_of_block(name, shape)
         ]
-        request = self.read_pages([key for key, _ in found], Memory([place for _, place in found]), verify)
+        keys, spans = PageKeys([key for key, _ in found]), Memory([place for _, place in found])
+        request = self.read_pages(keys, spans, verify)
 
         def blocks(pages: Missed) -> Missed:
             return {page // shape.pages: reason for page, reason in pages.items()}
@@ -210,11 +211,10 @@ class PageCommands(BlobCommands):
 
         return Request(pieces, Values, _all_ok)
 
-    def read_pages(self, keys: Sequence[PageKey], places: Memory, verify: bool) -> Request[Missed]:
+    def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
         """Receive pages into their places: with `verify` as blobs."""
         if verify:
-            return super().read_pages(keys, places, verify)
-        names = PageKeys(keys)
+            return super().read_pages(names, places, verify)
         return Request(
             lambda: _spelt(_page_opening(b"GET", len(names), 5), names, PageKeys.words),
             lambda: Bodies(places, array=len(names) > 1),

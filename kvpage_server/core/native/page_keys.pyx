@@ -23,7 +23,7 @@ cdef class PageKeys:
         for i in range(len(some)):
             key = some[i]
             name = self.names + i
-            req_id = bytes(key.req_id)
+            req_id = bytes_of(key.req_id)
             self.req_ids[i] = req_id
             name.req_id, name.req_size = PyBytes_AS_STRING(req_id), PyBytes_GET_SIZE(req_id)
             name.layer, name.head = <uint32_t>key.layer, <uint32_t>key.head
@@ -64,20 +64,27 @@ cdef class PageKeys:
         return found[: to - PyBytes_AS_STRING(found)]
 
 
-cdef char *put_number(char *to, unsigned long long value) noexcept nogil:
-    cdef char[20] digits
-    cdef int count = 0
-    while True:
-        digits[count] = <char>(48 + value % 10)
-        count += 1
+cdef inline bytes bytes_of(req_id):
+    return <bytes>req_id if type(req_id) is bytes else bytes(req_id)
+
+
+cdef inline int digits_of(unsigned long long value) noexcept nogil:
+    cdef int count = 1
+    while value >= 10:
         value //= 10
-        if not value:
-            break
-    while count:
-        count -= 1
-        to[0] = digits[count]
-        to += 1
-    return to
+        count += 1
+    return count
+
+
+cdef char *put_number(char *to, unsigned long long value) noexcept nogil:
+    cdef char *end = to + digits_of(value)
+    cdef char *at = end
+    while True:
+        at -= 1
+        at[0] = <char>(48 + value % 10)
+        if at == to:
+            return end
+        value //= 10
 
 
 cdef char *put_frame(char *to, Py_ssize_t size) noexcept nogil:
@@ -96,8 +103,9 @@ cdef char *put_word(char *to, const char *text, Py_ssize_t size) noexcept nogil:
 
 
 cdef char *put_number_word(char *to, unsigned long long value) noexcept nogil:
-    cdef char[20] digits
-    return put_word(to, digits, put_number(digits, value) - digits)
+    to = put_number(put_frame(to, digits_of(value)), value)
+    to[0], to[1] = b"\r", b"\n"
+    return to + 2
 
 
 cdef char *put_name(char *to, const Name *name) noexcept nogil:

@@ -79,13 +79,17 @@ cdef class SentPages:
         cdef Py_ssize_t i
         cdef list some = list(pages)
         cdef list keys = [], bodies = []
+        cdef tuple page
         if self.shapes != NULL:
             raise RuntimeError("SentPages are made once")
         self.shapes = self.held = <Shape *>PyMem_Malloc(max(len(some), 1) * sizeof(Shape))
         if self.shapes == NULL:
             raise MemoryError
         for i in range(len(some)):
-            key, body, dtype, page_size, head_dim = some[i]
+            if not isinstance(some[i], tuple):
+                raise TypeError(f"a page is a tuple, got {some[i]!r:.80}")
+            page = <tuple>some[i]  # a Page is one, too: taken apart as what it is, not as something to iterate over
+            key, body, dtype, page_size, head_dim = page
             keys.append(key)
             bodies.append(body)
             if not fill_shape(self.shapes + i, dtype, page_size, head_dim):
