@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test check soak fuzz sanitize lint format docs bench core wheels clean help
+.PHONY: setup run chat serve demo test check soak fuzz sanitize lint format docs bench core cluster cluster-stop wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -67,6 +67,12 @@ docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from thei
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
 	$(BIN)/python -m benchmarks
 
+cluster: $(VENV)/dev.stamp  ## a Valkey Cluster on ports 7000 to 7005: three masters, three replicas
+	$(BIN)/python -m benchmarks.valkey_cluster start
+
+cluster-stop: $(VENV)/dev.stamp  ## ends it
+	$(BIN)/python -m benchmarks.valkey_cluster stop
+
 core: $(VENV)/server.stamp  ## compiles the page core again, and shows what the compiler says
 	$(BIN)/python -m pip install --verbose --no-deps --editable .
 	$(BIN)/kvpage-server --version
@@ -78,7 +84,7 @@ clean:  ## removes all that was made here, but the model
 	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
 
 help:  ## this list
-	@sed -n 's/^\([a-z]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
+	@sed -n 's/^\([a-z-]*\):.*  ## /make \1	/p' $(MAKEFILE_LIST) | expand -t 15
 
 $(VENV)/bin/python:
 	PYTHON=$(PYTHON) conf/venv.sh $(VENV)

