@@ -62,7 +62,7 @@ format: $(VENV)/dev.stamp  ## the code as ruff wants it
 
 docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from their declarations
 	$(BIN)/python -m kvpage_server.commands.reference > docs/commands.md
-	$(BIN)/python -m kvpage_server.parameters > docs/configuration.md
+	$(BIN)/python -m kvpage_server.configuration.reference > docs/configuration.md
 
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
 	$(BIN)/python -m benchmarks

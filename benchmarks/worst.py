@@ -11,8 +11,9 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 from typing import NamedTuple
 
+import kvpage_server.commands.families  # noqa: F401  fills the table
+from kvpage_server.commands.queued import MOST_QUEUED
 from kvpage_server.commands.registry import AT_ONCE, TABLE
-from kvpage_server.commands.transaction import MOST_QUEUED
 from kvpage_server.glob import LONGEST
 
 MANY = 100_000

@@ -7,7 +7,7 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from kvpage_server.program import ends_quietly, missing_extra, say
+from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import uvloop
 
-from kvpage_server import __version__, certificates, core, defaults, log, signals
-from kvpage_server.commands.configure import apply
+import kvpage_server.commands.families  # noqa: F401  fills the command table
+from kvpage_server import __version__, core
+from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
-from kvpage_server.commands.info import human
-from kvpage_server.commands.users import UserFileError
-from kvpage_server.config import Config, ConfigError, from_arguments
-from kvpage_server.durable import private, tighten
+from kvpage_server.commands.families.server.config import apply
+from kvpage_server.commands.families.server.info import human
+from kvpage_server.configuration import certificates, defaults, log
+from kvpage_server.configuration.config import Config, ConfigError, from_arguments
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
@@ -30,6 +31,8 @@ from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
+from kvpage_server.system import signals
+from kvpage_server.system.durable import private, tighten
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds

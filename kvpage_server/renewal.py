@@ -6,8 +6,8 @@ import asyncio
 import logging
 from copy import copy
 
-from kvpage_server import certificates, log
 from kvpage_server.commands.context import Server
+from kvpage_server.configuration import certificates, log
 
 logger = logging.getLogger("kvpage")
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from random_commands import INTEGERS, KEYS, NO_INTEGERS, ODD_WORDS, VALUES, Commands
 from wire import spell
 
+import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.registry import TABLE, Spec
 from kvpage_server.page import decode_page
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvpage_server.commands.registry import Spec
-from kvpage_server.commands.usage import arguments
+from kvpage_server.commands.table.usage import arguments
 
 Words = list[bytes]
 

@@ -17,7 +17,7 @@ from health import assert_prompt
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from wire import Wire, parse, spell
 
-import kvpage_server.commands  # noqa: F401  fills the table
+import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.registry import CATEGORIES, SUBCOMMANDS, TABLE
 
 PASSWORD = "correct horse"

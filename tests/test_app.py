@@ -14,7 +14,7 @@ import pytest
 from servers import RunningServer, free_port, start_server
 
 from kvpage_server import __version__, core
-from kvpage_server.config import ConfigError, from_arguments
+from kvpage_server.configuration.config import ConfigError, from_arguments
 from kvpage_server.store.eviction.policies import POLICIES
 
 ROOT = Path(__file__).resolve().parent.parent

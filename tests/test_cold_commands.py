@@ -17,7 +17,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 from servers import RunningServer, start_server
 from wire import Wire, parse, spell
 
-import kvpage_server.commands  # noqa: F401  fills the table
+import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec, find
 from kvpage_server.page import DType, PageKey, encode_page
 

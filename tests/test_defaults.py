@@ -16,8 +16,8 @@ import redis
 from servers import CLIENT_OPTIONS
 from test_app import CONF
 
-from kvpage_server import defaults
-from kvpage_server.config import from_arguments
+from kvpage_server.configuration import defaults
+from kvpage_server.configuration.config import from_arguments
 
 MIB = 1 << 20
 READY = re.compile(r"ready on 127\.0\.0\.1:(\d+)")

@@ -17,8 +17,8 @@ from random_commands import KEYS, Commands, Words
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from wire import Wire, items, parse, spell
 
-import kvpage_server.commands  # noqa: F401  fills the table
-from kvpage_server.commands.absent import ABSENT
+import kvpage_server.commands.families  # noqa: F401  fills the table
+from kvpage_server.commands.access.absent import ABSENT
 from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Spec
 
 SEEDS = 20

@@ -21,9 +21,9 @@ import pytest
 import redis
 from servers import RunningServer
 
-import kvpage_server.commands  # noqa: F401  # fills the table
-from kvpage_server.commands.examples import EXAMPLES
-from kvpage_server.commands.reference import reference
+import kvpage_server.commands.families  # noqa: F401  # fills the table
+from kvpage_server.commands.reference.document import reference
+from kvpage_server.commands.reference.examples import EXAMPLES
 from kvpage_server.commands.registry import TABLE
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "commands.md"

@@ -35,7 +35,7 @@ from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksErro
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
-from kvpage_server.durable import remove_unfinished, replacing
+from kvpage_server.system.durable import remove_unfinished, replacing
 
 MODEL = tiny_llama()
 TOKENIZER = letter_tokenizer()
@@ -441,7 +441,7 @@ def test_the_file_is_on_the_disk_before_it_has_its_name_and_the_name_after(
         return call
 
     monkeypatch.setattr(Path, "rename", renaming)
-    monkeypatch.setattr("kvpage_server.durable.flush", flushing(os.fsync))
+    monkeypatch.setattr("kvpage_server.system.durable.flush", flushing(os.fsync))
     monkeypatch.setattr("os.fsync", flushing(os.fsync))
     cold.save(context(TOKENS[:40]))
     assert done[0] == "flush file"

@@ -33,7 +33,7 @@ hold(96)
 print(touched() - before)
 """
 BACK = """
-from kvpage_server import malloc
+from kvpage_server.system import malloc
 before = resident()
 hold(96)
 print(resident() - before)

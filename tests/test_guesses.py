@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from servers import RunningServer, start_server
 
-from kvpage_server.commands import guesses
-from kvpage_server.commands.guesses import FREE_FAILURES, Guesses, TooMany
+from kvpage_server.commands.access import guesses
+from kvpage_server.commands.access.guesses import FREE_FAILURES, Guesses, TooMany
 
 
 class Clock:

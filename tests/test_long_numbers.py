@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 from servers import RunningServer, start_server
 
+import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.registry import TABLE
 
 LONG = b"9" * 5000

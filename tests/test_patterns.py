@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from servers import RunningServer
 from wire import spell
 
-from kvpage_server.commands.pubsub import MOST_PATTERNS
+from kvpage_server.commands.families.connections.pubsub import MOST_PATTERNS
 from kvpage_server.glob import glob
 from kvpage_server.patterns import Patterns
 

@@ -20,10 +20,10 @@ import pytest
 from keyspaces import block, set_block
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port, start_server
 
-from kvpage_server.durable import private_directory, replacing, tighten
 from kvpage_server.page import DType
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError
+from kvpage_server.system.durable import private_directory, replacing, tighten
 
 BODY = os.urandom(50_000)
 SHAPE = block([(0, DType.FLOAT16, 64), (1, DType.FLOAT16, 64)], layers=2, heads=2, page_size=16)

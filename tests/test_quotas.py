@@ -16,8 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from servers import RunningServer, start_server
 from stored_pages import Here, ask, held, set_block, set_page
 
-from kvpage_server.commands.configure import apply
-from kvpage_server.config import Config, ConfigError
+from kvpage_server.commands.families.server.config import apply
+from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.page import unix_ms
 from kvpage_server.store.eviction.quotas import Rule
 from kvpage_server.store.keyspace import Keyspace

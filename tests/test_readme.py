@@ -24,7 +24,7 @@ from benchmarks.pages.documents import DOCUMENTS as WITH_TABLES
 from benchmarks.pages.documents import with_tables
 from benchmarks.readme import README, with_first_tokens
 from engine.demo import story
-from kvpage_server.parameters import reference
+from kvpage_server.configuration.reference import reference
 
 DOCUMENTS = ["README.md", "docs/engine.md", "docs/configuration.md", "docs/architecture.md", "docs/lmcache.md"]
 NUMBER = r"\d[\d.,]*"
@@ -83,7 +83,7 @@ def test_the_readme_shows_what_the_demo_prints() -> None:
 
 
 def test_the_configuration_is_described_as_it_is_declared() -> None:
-    how = "run: python -m kvpage_server.parameters > docs/configuration.md"
+    how = "run: python -m kvpage_server.configuration.reference > docs/configuration.md"
     assert (ROOT / "docs" / "configuration.md").read_text() == reference(), how
 
 

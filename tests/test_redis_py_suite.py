@@ -22,7 +22,7 @@ import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from test_differential import table_under
 
-from kvpage_server.commands.absent import ABSENT
+from kvpage_server.commands.access.absent import ABSENT
 
 ROOT = Path(__file__).parent.parent
 SUITES = [

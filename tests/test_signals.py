@@ -22,7 +22,7 @@ from health import until
 from servers import START_WITHIN, RunningServer, answers, can_be_interrupted, free_port, start_server
 from terminals import Terminal, terminal
 
-from kvpage_server import signals
+from kvpage_server.system import signals
 
 BODY = b"acknowledged" * 1000
 FATE = re.compile(r"^\| (`SIG.*?) \| (.*?) \|", re.MULTILINE)

@@ -13,6 +13,7 @@ import pytest
 from turns import Cost, Turns, measured
 from wire import spell
 
+import kvpage_server.commands.families  # noqa: F401  fills the table
 from benchmarks.worst import NOT_ASKED, Scene, scene_name, scenes
 from kvpage_server.commands.registry import TABLE, subcommands
 

@@ -24,7 +24,7 @@ from engine.api.connections import IDLE_WITHIN, MAX_HEADERS, Connection, Door
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.startup import CANNOT_OPEN, Engine, Options, model_name
-from kvpage_server import signals
+from kvpage_server.system import signals
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from engine.commands import Failure
 from engine.commands.asking import account, ask, print_text
 from engine.commands.options import add_engine, count, open_engine
-from kvpage_server.durable import replacing
+from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer

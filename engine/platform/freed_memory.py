@@ -9,7 +9,7 @@ the block pool bounds.
 
 from __future__ import annotations
 
-from kvpage_server import malloc
+from kvpage_server.system import malloc
 
 _KEPT = 512 << 20  # bytes that may be free at the heap's end; some contexts of some thousand tokens
 _LARGEST = 32 << 20  # bytes, the most that glibc allows: what is larger is mapped by itself, and unmapped when freed

@@ -32,7 +32,7 @@ from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
 from engine.tiers.pages import RESTORE_WITHIN, PageTier
 from engine.tiers.prefill_claims import Claim, Claims
-from kvpage_server import malloc
+from kvpage_server.system import malloc
 
 MAX_HOT_AGENTS = 8
 READERS = 2  # files that are read at once

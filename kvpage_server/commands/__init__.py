@@ -1,56 +1,5 @@
-"""What each command does, a module a family; importing the package fills the command table.
+"""From a client's words to a reply: the one command table, what runs a command, and what each command does.
 
-Knows the store and the values of replies; knows no socket.
+Here lies what every command may use: the table's rows (`registry`), the server and the client (`context`), arguments,
+steps. What a command does lies in `families/`. Knows the store and the values of replies; knows no socket.
 """
-
-from kvpage_server.commands import (
-    acl,
-    block,
-    caching,
-    client,
-    command,
-    configure,
-    connection,
-    counter,
-    diagnose,
-    expire,
-    guard,
-    inspection,
-    keyspace,
-    page,
-    page_query,
-    pubsub,
-    request,
-    save,
-    server,
-    set,
-    string,
-    transaction,
-    why,
-)
-
-__all__ = [
-    "acl",
-    "block",
-    "caching",
-    "client",
-    "command",
-    "configure",
-    "connection",
-    "counter",
-    "diagnose",
-    "expire",
-    "guard",
-    "inspection",
-    "keyspace",
-    "page",
-    "page_query",
-    "pubsub",
-    "request",
-    "save",
-    "server",
-    "set",
-    "string",
-    "transaction",
-    "why",
-]

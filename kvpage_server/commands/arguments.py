@@ -15,6 +15,7 @@ __all__ = [
     "NOT_AN_INTEGER",
     "OUT_OF_MEMORY",
     "SYNTAX_ERROR",
+    "WRONG_TYPE",
     "as_integer",
     "batch",
     "check_batch",
@@ -25,6 +26,7 @@ __all__ = [
     "shorten",
 ]
 
+WRONG_TYPE = "WRONGTYPE Operation against a key holding the wrong kind of value"
 SYNTAX_ERROR = "ERR syntax error"
 NOT_AN_INTEGER = "ERR value is not an integer or out of range"
 OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."

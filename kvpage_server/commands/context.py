@@ -10,22 +10,22 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import TYPE_CHECKING, Protocol
 
-from kvpage_server.commands.access import User
-from kvpage_server.commands.channels import Channels
-from kvpage_server.commands.events import KeyEvents
-from kvpage_server.commands.guesses import Guesses
-from kvpage_server.commands.keys import READ
+from kvpage_server.commands.access.guesses import Guesses
+from kvpage_server.commands.access.user import User
+from kvpage_server.commands.access.users import Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
-from kvpage_server.commands.tracking import Mode, Tracking
-from kvpage_server.commands.users import Refusals, Users
-from kvpage_server.config import Config
+from kvpage_server.commands.notifying.channels import Channels
+from kvpage_server.commands.notifying.events import KeyEvents
+from kvpage_server.commands.notifying.tracking import Mode, Tracking
+from kvpage_server.commands.table.keys import READ
+from kvpage_server.configuration.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 
 if TYPE_CHECKING:
-    from kvpage_server.commands.transaction import Transaction
+    from kvpage_server.commands.queued import Transaction
 
 NEVER = 1 << 62  # nanoseconds: no call takes so long
 

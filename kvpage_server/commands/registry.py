@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from kvpage_server.commands.arguments import plain, plain_all, shorten
-from kvpage_server.commands.keys import READ, WRITE, Use, Uses, placed
-from kvpage_server.commands.needs import Needs, everything, nothing
+from kvpage_server.commands.table.keys import READ, WRITE, Use, Uses, placed
+from kvpage_server.commands.table.needs import Needs, everything, nothing
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, simple
 

@@ -11,12 +11,12 @@ import select
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from kvpage_server import malloc
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.steps import STEP
 from kvpage_server.commands.totals import counted
-from kvpage_server.config import Config, OutputLimit
+from kvpage_server.configuration.config import Config, OutputLimit
 from kvpage_server.core import Limits
+from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
 

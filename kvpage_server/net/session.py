@@ -9,10 +9,10 @@ from collections.abc import Callable
 from functools import partial
 from time import monotonic, monotonic_ns
 
-from kvpage_server.commands.admission import Paused, is_at_once
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.disk import Postponed
-from kvpage_server.commands.dispatch import execute
+from kvpage_server.commands.dispatch.admission import Paused, is_at_once
+from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
 from kvpage_server.core import Command, Parser, ProtocolError, Scratch
 from kvpage_server.net import limits

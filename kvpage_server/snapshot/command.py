@@ -24,7 +24,7 @@ from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.names import bytes_of, text_of
 from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import Store
-from kvpage_server.terminal import for_people, out, table_of, when
+from kvpage_server.system.terminal import for_people, out, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
 

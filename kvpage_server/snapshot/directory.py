@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from kvpage_server.durable import flush_directory, replacing
 from kvpage_server.snapshot.errors import BadFile, DumpError
 from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents
+from kvpage_server.system.durable import flush_directory, replacing
 
 SUMMARY = "dump.json"
 _FILE = re.compile(r"(?:pages|strings)-(\d{6,})\.safetensors\Z")

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 
-from kvpage_server.durable import private_directory, remove_unfinished
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
@@ -27,6 +26,7 @@ from kvpage_server.snapshot.names import plane_name, string_name, text_of
 from kvpage_server.snapshot.planes import Found, tensors_of
 from kvpage_server.snapshot.store import KEY_COSTS, Listed, Store, Value, batches
 from kvpage_server.snapshot.unchanged import is_unchanged
+from kvpage_server.system.durable import private_directory, remove_unfinished
 
 FILE_BYTES = 128 << 20  # a file's tensors: twice as much is in memory
 _FILE_TENSORS = 20_000  # the header of a file is to stay readable

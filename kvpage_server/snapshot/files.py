@@ -21,10 +21,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import xxhash
 
-from kvpage_server.durable import replacing
 from kvpage_server.page import checksum
 from kvpage_server.snapshot.entries import SAFETENSORS_DTYPE, Entry, entry_of
 from kvpage_server.snapshot.errors import BadFile
+from kvpage_server.system.durable import replacing
 
 FORMAT = "kvpage-dump"
 VERSION = "1"

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from engine.formats.tensor_file import Tensor, write
 from engine.persistent.dtypes import named
-from kvpage_server.durable import replacing
+from kvpage_server.system.durable import replacing
 
 
 def body(array: mx.array) -> NDArray[np.uint8]:

@@ -25,7 +25,6 @@ import lmdb
 import numpy as np
 import xxhash
 
-from kvpage_server.durable import private
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
 from kvpage_server.store.disk import sheet
 from kvpage_server.store.disk.lmdb_file import (
@@ -42,6 +41,7 @@ from kvpage_server.store.disk.lmdb_file import (
 )
 from kvpage_server.store.disk.record import INLINE, PIECE, Body, Damaged, Record, database_key
 from kvpage_server.store.disk.sheet import Spot
+from kvpage_server.system.durable import private
 
 FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"

@@ -20,7 +20,7 @@ from typing import IO
 import lmdb
 from lmdb.verify import VerifyError, verify
 
-from kvpage_server.durable import flush_directory, private, tighten
+from kvpage_server.system.durable import flush_directory, private, tighten
 
 FORMAT = 2  # 1 had a record for each page
 RESERVE = 1 << 20  # bytes

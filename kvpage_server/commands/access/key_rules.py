@@ -1,0 +1,79 @@
+"""Which keys a user may use: glob patterns, each with the right to read, to write, or both."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from kvpage_server.commands.table.keys import READ, WRITE, Prefix
+from kvpage_server.glob import Matches
+from kvpage_server.patterns import Patterns
+
+_SPELT = {READ: b"%R~", WRITE: b"%W~", READ | WRITE: b"~"}
+_ACCESSES = (READ, WRITE, READ | WRITE)
+
+
+class _Rights(NamedTuple):
+    """What is given to the keys of one pattern."""
+
+    open_ended: bool  # whatever begins like a match is one too
+    accesses: frozenset[int]
+
+    def cover(self, key: bytes, access: int) -> bool:
+        """Whether they give that to a key that matches; to all keys that begin so, for a Prefix."""
+        if type(key) is Prefix and not self.open_ended:
+            return False
+        return any(given & access == access for given in self.accesses)
+
+
+def spelt(access: int, pattern: bytes) -> bytes:
+    """The rule that gives access to the keys of a pattern: `%R~news:*`."""
+    return _SPELT[access] + pattern
+
+
+class KeyRules:
+    """Patterns and rights in the order in which they were given."""
+
+    def __init__(self) -> None:
+        self._given: dict[tuple[bytes, int], None] = {}
+        self._rights: Patterns[_Rights] = Patterns()
+
+    def __bool__(self) -> bool:
+        return bool(self._given)
+
+    def __bytes__(self) -> bytes:
+        return b" ".join(spelt(access, pattern) for pattern, access in self._given)
+
+    def copy(self) -> KeyRules:
+        """The same rules, to be changed by themselves."""
+        new = KeyRules()
+        new._given, new._rights = self._given.copy(), self._rights.copy()
+        return new
+
+    def add(self, pattern: bytes, access: int, matches: Matches) -> None:
+        """Give a right to the keys of a pattern; `matches` is what `glob` makes of it."""
+        before = self._rights.get(pattern)
+        accesses = {access} if before is None else before.accesses | {access}
+        self._rights.add(pattern, _Rights(_is_open_ended(pattern), frozenset(accesses)), matches)
+        self._given[pattern, access] = None
+
+    def all(self, access: int) -> bool:
+        """Whether they give that to every key."""
+        return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
+
+    def cover(self, key: bytes, access: int) -> bool:
+        """Whether they give that to a key, or to every key that begins so when it is a Prefix."""
+        return any(rights.cover(key, access) for rights in self._rights.matching(key))
+
+    def readable(self, keys: Iterable[bytes]) -> list[bytes]:
+        """Those of some keys that may be read."""
+        return [key for key in keys if self.cover(key, READ)]
+
+    @property
+    def cost(self) -> int:
+        """How many patterns a key is held against."""
+        return self._rights.cost
+
+
+def _is_open_ended(pattern: bytes) -> bool:
+    return b"\\" not in pattern and pattern.rfind(b"]") >= pattern.rfind(b"[") and pattern.endswith(b"*")

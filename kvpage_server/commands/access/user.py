@@ -1,0 +1,347 @@
+"""One user: whether it may come in, and which commands, keys and channels it may use. The rules are Redis 7's.
+
+A key pattern gives the right to read, to write, or both. A command that concerns every key, as INFO's numbers or
+FLUSHALL do, is for users who have that right on every key: whoever may use only some keys learns nothing of the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import dataclass, field, fields
+from functools import cache, partial
+from typing import NamedTuple
+
+from kvpage_server.commands.access.absent import ABSENT
+from kvpage_server.commands.access.key_rules import KeyRules, spelt
+from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
+from kvpage_server.commands.table.keys import READ, WRITE
+from kvpage_server.core import Argument
+from kvpage_server.glob import Matches, PatternTooLong, glob
+from kvpage_server.patterns import Patterns
+
+_UNKNOWN = "Unknown command or category name in ACL"
+_SYNTAX = "Syntax error"
+_AFTER_ALL_KEYS = (
+    "Adding a pattern after the * pattern (or the 'allkeys' flag) is not valid and does not have any effect. "
+    "Try 'resetkeys' to start with an empty list of patterns"
+)
+_AFTER_ALL_CHANNELS = (
+    "Adding a pattern after the * pattern (or the 'allchannels' flag) is not valid and does not have any effect. "
+    "Try 'resetchannels' to start with an empty list of channels"
+)
+_BAD_HASH = "The password hash must be exactly 64 characters and contain only lowercase hexadecimal characters"
+_NO_SUCH_PASSWORD = "The password you are trying to remove from the user does not exist"
+_NO_SELECTORS = "Selectors are not supported: give each set of rights a user of its own"
+
+_HASH = re.compile(r"[0-9a-f]{64}\Z")
+_KEY_RULE = re.compile(rb"(?:~|%(R|W|RW|WR)~)(.*)\Z", re.DOTALL | re.IGNORECASE)
+_ACCESS = {None: READ | WRITE, b"R": READ, b"W": WRITE, b"RW": READ | WRITE, b"WR": READ | WRITE}
+
+Change = Callable[["User"], None]  # what a rule does; raises RuleError
+
+
+class RuleError(ValueError):
+    """A rule that cannot be understood, or changes nothing where it stands."""
+
+
+class Denial(NamedTuple):
+    """What a user lacks: the right to a command, a key or a channel."""
+
+    kind: str  # command, key or channel
+    what: bytes
+    command: str
+    user: bytes
+    lacks: bytes = b""  # the key rule without which the command is of no use to it
+
+    @property
+    def message(self) -> str:
+        """As Redis words it to the client: without saying which key."""
+        if self.kind == "command":
+            return f"NOPERM {self.verbose}"
+        return f"NOPERM No permissions to access a {self.kind}"
+
+    @property
+    def verbose(self) -> str:
+        """As ACL DRYRUN words it."""
+        user = self.user.decode("utf-8", "surrogateescape")
+        if self.lacks:
+            lacks = f"without access to every key ({self.lacks.decode()})"
+            return f"User {user} has no permissions to run the '{self.command}' command {lacks}"
+        if self.kind == "command":
+            return f"User {user} has no permissions to run the '{self.command}' command"
+        return f"User {user} has no permissions to access the '{self.what.decode('utf-8', 'replace')}' {self.kind}"
+
+
+def digest(password: bytes) -> str:
+    """A password as it is kept: SHA-256, in hexadecimal."""
+    return hashlib.sha256(password).hexdigest()
+
+
+@dataclass(slots=True)
+class User:
+    """A user and its rights. `commands` are those it may run, `rules` how they were given."""
+
+    name: bytes
+    enabled: bool = False
+    no_password: bool = False  # any password will do
+    passwords: dict[str, None] = field(default_factory=dict)  # hashed
+    every_command: bool = False
+    commands: set[str] = field(default_factory=set)
+    rules: dict[str, bool] = field(default_factory=dict)  # after -@all, or after +@all: what is allowed
+    keys: KeyRules = field(default_factory=KeyRules)
+    channels: Patterns[bytes] = field(default_factory=Patterns)
+    unrestricted: bool = False  # nothing needs to be asked: every command, key and channel
+
+    # -- asking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def every_channel(self) -> bool:
+        """Whether it may use all channels."""
+        return b"*" in self.channels
+
+    def may_use_all(self, access: int) -> bool:
+        """Whether it may do that to every key."""
+        return self.keys.all(access)
+
+    def may_use(self, key: bytes, access: int) -> bool:
+        """Whether it may do that to a key, or to every key that begins so when it is a Prefix."""
+        return self.keys.cover(key, access)
+
+    def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
+        """Whether it may use a channel. A pattern must be one of its own, letter for letter."""
+        if as_pattern:
+            return self.every_channel or channel in self.channels
+        return any(True for _ in self.channels.matching(channel))
+
+    def accepts(self, password: bytes) -> bool:
+        """Whether it may come in with that password."""
+        given = digest(password)
+        known = [hmac.compare_digest(given, kept) for kept in self.passwords]  # all of them: the time tells nothing
+        return self.enabled and (self.no_password or any(known))
+
+    def denial(self, spec: Spec, args: Sequence[Argument]) -> Denial | None:
+        """What forbids a command with these arguments; None when it is allowed."""
+        return next(filter(None, self.checks(spec, args)), None)
+
+    def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
+        """The same, one key or channel after the other: what forbids it, or None. A check costs what `cost` says."""
+        if spec.name not in self.commands:
+            yield Denial("command", spec.name.encode(), spec.name, self.name)
+        if spec.all_keys and not self.may_use_all(spec.access):
+            yield Denial("command", spec.name.encode(), spec.name, self.name, spelt(spec.access, b"*"))
+        if not self.may_use_all(READ | WRITE):
+            for key, access in spec.uses_of(args):
+                yield None if self.may_use(key, access) else Denial("key", bytes(key), spec.name, self.name)
+        if spec.channels and not self.every_channel:
+            for channel in spec.channels_of(args):
+                may = self.may_listen(channel, as_pattern=spec.channels == "patterns")
+                yield None if may else Denial("channel", channel, spec.name, self.name)
+
+    @property
+    def cost(self) -> int:
+        """How many patterns a key, or a channel, is held against."""
+        return max(self.keys.cost, self.channels.cost)
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def changed(self, rules: Iterable[bytes]) -> User:
+        """A user like this one after some rules. Raises RuleError naming the rule; this one stays as it is."""
+        return self.after((rule, change_of(rule)) for rule in rules)
+
+    def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
+        """The same, of rules that were made ready."""
+        user = copy(self)
+        user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
+        user.keys, user.channels = self.keys.copy(), self.channels.copy()
+        for rule, change in changes:
+            try:
+                change(user)
+            except RuleError as error:
+                shown = rule.decode("utf-8", "backslashreplace")
+                raise RuleError(f"Error in ACL SETUSER modifier '{shown}': {error}") from None
+        every = user.every_command and not user.rules and user.every_channel
+        user.unrestricted = every and user.may_use_all(READ | WRITE)
+        return user
+
+    def become(self, other: User) -> None:
+        """Take the rights of another, name and identity being one's own."""
+        for attribute in fields(self):
+            if attribute.name != "name":
+                setattr(self, attribute.name, getattr(other, attribute.name))
+
+    def enable(self, enabled: bool) -> None:
+        """Let it in, or not; connections that it has stay."""
+        self.enabled = enabled
+
+    def _add_password(self, hashed: str) -> None:
+        self.no_password = False
+        self.passwords[hashed] = None
+
+    def _remove_password(self, hashed: str) -> None:
+        if hashed not in self.passwords:
+            raise RuleError(_NO_SUCH_PASSWORD)
+        del self.passwords[hashed]
+
+    def forget_passwords(self, *, then_any: bool) -> None:
+        """Have no password: nobody comes in, or `then_any` will do."""
+        self.passwords.clear()
+        self.no_password = then_any
+
+    def _add_keys(self, pattern: bytes, access: int, matches: Matches) -> None:
+        if self.may_use_all(READ | WRITE):
+            raise RuleError(_AFTER_ALL_KEYS)
+        self.keys.add(pattern, access, matches)
+
+    def _add_channel(self, pattern: bytes, matches: Matches) -> None:
+        if self.every_channel:
+            raise RuleError(_AFTER_ALL_CHANNELS)
+        self.channels.add(pattern, pattern, matches)
+
+    def _forget_keys(self) -> None:
+        self.keys = KeyRules()
+
+    def _forget_channels(self) -> None:
+        self.channels = Patterns()
+
+    def _all_keys(self) -> None:
+        self._forget_keys()
+        self.keys.add(b"*", READ | WRITE, glob(b"*"))
+
+    def _all_channels(self) -> None:
+        self._forget_channels()
+        self.channels.add(b"*", b"*", glob(b"*"))
+
+    def _allow(self, name: str, *, allowed: bool) -> None:
+        """+name and -name: a command, a subcommand (`container|sub`), or a @category."""
+        if name == "@all":
+            self.every_command, self.rules = allowed, {}
+            self.commands = {*TABLE, *ABSENT} if allowed else set()
+            return
+        chosen = _commands_named(name)
+        if (allowed and chosen <= self.commands) or (not allowed and not chosen & self.commands):
+            return  # as it is already
+        if allowed:
+            self.commands |= chosen
+        else:
+            self.commands -= chosen
+        for covered in (name,) if name[:1] == "@" else chosen:
+            self.rules.pop(covered, None)
+        self.rules[name] = allowed
+
+    def _reset(self) -> None:
+        self.enabled = False
+        self.forget_passwords(then_any=False)
+        self._forget_keys()
+        self._forget_channels()
+        self._allow("@all", allowed=False)
+
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    @property
+    def command_rules(self) -> str:
+        """Its commands as rules: `-@all +get`."""
+        rules = ("+" + name if allowed else "-" + name for name, allowed in self.rules.items())
+        return " ".join(["+@all" if self.every_command else "-@all", *rules])
+
+    @property
+    def key_rules(self) -> bytes:
+        """Its keys as rules: `~a* %R~b*`."""
+        return bytes(self.keys)
+
+    @property
+    def channel_rules(self) -> bytes:
+        """Its channels as rules: `&news.*`."""
+        return b" ".join(b"&" + channel for channel in self.channels)
+
+    def __bytes__(self) -> bytes:
+        """The line of a configuration or ACL file that makes this user."""
+        words = [b"user", self.name, b"on" if self.enabled else b"off"]
+        words += [b"nopass"] if self.no_password else []
+        words += [b"#" + hashed.encode() for hashed in self.passwords]
+        words += [self.key_rules] if self.keys else []
+        words += [] if self.every_channel else [b"resetchannels"]
+        words += [self.channel_rules] if self.channels else []
+        return b" ".join([*words, self.command_rules.encode()])
+
+
+def change_of(rule: bytes) -> Change:
+    """What a rule does to a user. A pattern is made ready here, which takes up to some milliseconds for a long one."""
+    word = rule.lower()
+    if word in _WORDS:
+        return _WORDS[word]
+    try:
+        return _argued(rule, word)
+    except (RuleError, PatternTooLong) as error:
+        return partial(_refuse, str(error))  # in its turn: a rule before it may be wrong, too
+
+
+def _refuse(why: str, user: User) -> None:
+    raise RuleError(why)
+
+
+def _argued(rule: bytes, word: bytes) -> Change:
+    """What a rule does that has an argument. Raises RuleError, PatternTooLong."""
+    sign = rule[:1]
+    if found := _KEY_RULE.match(rule):
+        access, matches = _ACCESS[found[1] and found[1].upper()], glob(found[2])
+        return lambda user: user._add_keys(found[2], access, matches)
+    if sign == b"&":
+        matches = glob(rule[1:])
+        return lambda user: user._add_channel(rule[1:], matches)
+    if sign in (b"+", b"-"):
+        return lambda user: user._allow(word[1:].decode("ascii", "backslashreplace"), allowed=sign == b"+")
+    if sign in (b">", b"#"):
+        hashed = digest(rule[1:]) if sign == b">" else _checked_hash(rule[1:])
+        return lambda user: user._add_password(hashed)
+    if sign in (b"<", b"!"):
+        hashed = digest(rule[1:]) if sign == b"<" else _checked_hash(rule[1:])
+        return lambda user: user._remove_password(hashed)
+    raise RuleError(_NO_SELECTORS if sign == b"(" else _SYNTAX)
+
+
+@cache
+def _commands_named(name: str) -> frozenset[str]:
+    """The commands that a rule names, those of Redis that do not exist here too. Raises RuleError."""
+    if name[:1] == "@":
+        if name[1:] not in CATEGORIES:
+            raise RuleError(_UNKNOWN)
+        here = {spec.name for spec in TABLE.values() if name[1:] in spec.categories}
+        return frozenset(here | {absent for absent, categories in ABSENT.items() if name[1:] in categories})
+    if name not in TABLE and name not in ABSENT:
+        raise RuleError(_UNKNOWN)
+    return frozenset((name, *(sub for sub in (*TABLE, *ABSENT) if sub.startswith(f"{name}|"))))
+
+
+def _checked_hash(hashed: bytes) -> str:
+    found = hashed.decode("ascii", "replace")
+    if not _HASH.match(found):
+        raise RuleError(_BAD_HASH)
+    return found
+
+
+def _nothing(user: User) -> None:
+    """Rules that Redis writes into its files and that have no meaning here."""
+
+
+_WORDS: dict[bytes, Callable[[User], None]] = {
+    b"on": lambda user: user.enable(True),
+    b"off": lambda user: user.enable(False),
+    b"nopass": lambda user: user.forget_passwords(then_any=True),
+    b"resetpass": lambda user: user.forget_passwords(then_any=False),
+    b"allkeys": User._all_keys,
+    b"~*": User._all_keys,
+    b"resetkeys": lambda user: user._forget_keys(),
+    b"allchannels": User._all_channels,
+    b"&*": User._all_channels,
+    b"resetchannels": lambda user: user._forget_channels(),
+    b"allcommands": lambda user: user._allow("@all", allowed=True),
+    b"nocommands": lambda user: user._allow("@all", allowed=False),
+    b"reset": User._reset,
+    b"sanitize-payload": _nothing,
+    b"skip-sanitize-payload": _nothing,
+    b"clearselectors": _nothing,
+}

@@ -1,0 +1,189 @@
+"""Every user, where they come from, and who was turned away.
+
+Users come from `user` lines of the configuration or from an aclfile, which has the same lines; `default` is who a
+connection is before it says otherwise.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+
+from kvpage_server.commands.access.absent import ABSENT
+from kvpage_server.commands.access.user import Change, RuleError, User, digest
+from kvpage_server.page import unix_ms
+from kvpage_server.system.durable import replacing
+
+_IN_NO_NAME = re.compile(rb"[ \0\r\n\t]")
+_SAME_WITHIN = 60.0  # seconds: refusals of one kind are one entry of the log
+DEFAULT = b"default"
+
+log = logging.getLogger("kvpage")
+
+
+class UserFileError(ValueError):
+    """A line does not make a user; the message says where and why."""
+
+
+def _open_default() -> User:
+    return User(DEFAULT).changed([b"on", b"nopass", b"allkeys", b"allchannels", b"allcommands"])
+
+
+class Users:
+    """Users by name. There always is a default user."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[bytes, User] = {DEFAULT: _open_default()}
+        self._absent: set[str] = set()  # commands that rules name and that do not exist
+        self._warned_of: set[str] = set()
+
+    @property
+    def default(self) -> User:
+        """Who a connection is before it says otherwise."""
+        return self.by_name[DEFAULT]
+
+    def authenticate(self, name: bytes, password: bytes) -> User | None:
+        """The user of that name when the password opens."""
+        user = self.by_name.get(name)
+        return user if user is not None and user.accepts(password) else None
+
+    def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
+        """Make or change a user, with all of the rules or none; which user that is. Raises RuleError.
+
+        The object that connections hold stays the same: they feel the change at once.
+        """
+        if _IN_NO_NAME.search(name):
+            raise RuleError("Usernames can't contain spaces or null characters")
+        user = self.by_name.get(name)
+        changed = (user or User(name)).after(changes)
+        if user is None:
+            user = self.by_name[name] = changed
+        else:
+            user.become(changed)
+        self._absent |= user.rules.keys() & ABSENT.keys()
+        self.warn_of_absent()
+        return user
+
+    def require_password(self, password: str) -> None:
+        """The default user's only password; empty: it needs none."""
+        raw = password.encode("utf-8", "surrogateescape")
+        self.default.forget_passwords(then_any=not raw)
+        if raw:
+            self.default.passwords[digest(raw)] = None
+
+    def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
+        """Have the users of these lines: see `loading`. Raises UserFileError."""
+        for _ in self.loading(lines):
+            pass
+
+    def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
+        """Steps until there are the users of these lines (where each stands, and its words after `user`) and no others.
+
+        A default one stays if no line makes it.
+
+        Raises UserFileError and leaves everything as it was when one of them is wrong.
+        """
+        loaded, absent = dict[bytes, User](), set[str]()
+        for where, words in lines:
+            name, *rules = words or [b""]
+            if not name:
+                raise UserFileError(f"{where}: a user needs a name")
+            if _IN_NO_NAME.search(name):
+                raise UserFileError(f"{where}: a user's name has no spaces: its rules are words of their own")
+            if name in loaded:
+                raise UserFileError(f"{where}: user '{name.decode('utf-8', 'replace')}' is defined twice")
+            try:
+                loaded[name] = User(name).changed(rules)
+            except RuleError as error:
+                raise UserFileError(f"{where}: {error}") from None
+            absent |= loaded[name].rules.keys() & ABSENT.keys()
+            yield
+        self.by_name = {DEFAULT: self.default} | loaded
+        self._absent |= absent
+
+    def warn_of_absent(self) -> None:
+        """Log, once each, which commands rules name that Redis has and this server has not."""
+        named = self._absent - self._warned_of
+        if named:
+            self._warned_of |= named
+            log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
+
+    def load_file(self, path: Path) -> None:
+        """Have the users of an aclfile. Raises UserFileError, OSError."""
+        self.load(lines_of(path))
+
+    def lines(self) -> list[bytes]:
+        """Every user as a line, by name."""
+        return [bytes(self.by_name[name]) for name in sorted(self.by_name)]
+
+
+def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
+    """Where each user of an aclfile stands, and its words. Raises UserFileError, OSError."""
+    lines = []
+    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+        words = line.split()
+        if not words or words[0].startswith(b"#"):
+            continue
+        where = f"{path}, line {number}"
+        if words[0] != b"user":
+            raise UserFileError(f"{where}: a line must start with 'user', got '{words[0].decode('utf-8', 'replace')}'")
+        lines.append((where, words[1:]))
+    return lines
+
+
+def save_file(path: Path, lines: Iterable[bytes]) -> None:
+    """Write an aclfile, whole or not at all. Raises OSError."""
+    with replacing(path, keep_group=True) as file:
+        file.writelines(line + b"\n" for line in lines)
+
+
+@dataclass(slots=True)
+class Refusal:
+    """Something that a user tried and may not, as often as it did."""
+
+    reason: str  # auth, command, key or channel
+    context: str  # toplevel or multi
+    what: bytes  # the command, key or channel
+    user: bytes
+    client: str  # as CLIENT INFO tells
+    id: int
+    created_ms: int = field(default_factory=unix_ms)
+    updated_ms: int = field(default_factory=unix_ms)
+    updated: float = field(default_factory=time.monotonic)
+    count: int = 1
+
+
+class Refusals:
+    """The last refusals, newest first: what ACL LOG tells. `limit` says how many to keep."""
+
+    def __init__(self, limit: Callable[[], int]) -> None:
+        self.entries: deque[Refusal] = deque()
+        self.forget_totals()
+        self._limit = limit
+        self._ids = count()
+
+    def forget_totals(self) -> None:
+        """Count from 0."""
+        self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # as INFO tells them
+
+    def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
+        """Something was refused."""
+        self.total["cmd" if reason == "command" else reason] += 1
+        now = time.monotonic()
+        for entry in self.entries:
+            same = (entry.reason, entry.context, entry.what, entry.user) == (reason, context, what, user)
+            if same and now - entry.updated < _SAME_WITHIN:
+                entry.count += 1
+                entry.client, entry.updated, entry.updated_ms = client, now, unix_ms()
+                self.entries.remove(entry)
+                self.entries.appendleft(entry)
+                return
+        self.entries.appendleft(Refusal(reason, context, what[:128], user, client, next(self._ids)))
+        while len(self.entries) > self._limit():
+            self.entries.pop()

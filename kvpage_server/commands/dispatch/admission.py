@@ -1,0 +1,125 @@
+"""What stands in a command's way: rights, the state its client is in, a pause, memory that is full."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from kvpage_server.commands.access.user import Denial
+from kvpage_server.commands.arguments import OUT_OF_MEMORY
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.disk import Postponed, wait_for_room
+from kvpage_server.commands.registry import Spec
+from kvpage_server.core import Command
+from kvpage_server.resp.reply import ReplyError, Wait, bare
+from kvpage_server.store.keyspace import OutOfMemory
+
+log = logging.getLogger("kvpage")
+
+_NOT_QUEUED = frozenset(("exec", "discard", "multi", "watch", "quit", "reset"))  # the others are, after MULTI
+_WHILE_SUBSCRIBED = frozenset(
+    ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "ping", "quit", "reset")
+)  # what RESP2 allows then: it cannot tell a reply from a message
+_HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
+
+
+class Paused(Exception):
+    """The command has to wait for the end of a CLIENT PAUSE."""
+
+
+def name_of(words: Command) -> bytes:
+    """The first word, if it is as short as names are."""
+    return words[0].lower() if isinstance(words[0], bytes) else b""
+
+
+def is_at_once(words: Command) -> bool:
+    """Whether a command is run even after MULTI."""
+    return name_of(words).decode("latin1") in _NOT_QUEUED
+
+
+def queues(client: Client, spec: Spec) -> bool:
+    """Whether the command is to wait for EXEC."""
+    return client.transaction is not None and spec.name not in _NOT_QUEUED
+
+
+def admit(client: Client, spec: Spec) -> None:
+    """Raises ReplyError when nobody in the client's state may call the command, Paused when it has to wait."""
+    if (client.channels or client.patterns) and client.protocol == 2 and spec.name not in _WHILE_SUBSCRIBED:
+        raise ReplyError(
+            f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
+            "are allowed in this context"
+        )
+    if client.transaction is not None and "no_multi" in spec.flags:
+        raise ReplyError("ERR Command not allowed inside a transaction")
+    pause = client.server.pause
+    if pause is not None and pause.ends > time.monotonic() and (not pause.only_writes or _writes(client, spec)):
+        raise Paused
+
+
+def check_rights(client: Client, spec: Spec, words: Command) -> None:
+    """Raises ReplyError when the client has not authenticated or its user has no right to this; the ACL log tells."""
+    user = client.user
+    if "no_auth" in spec.flags:
+        return
+    if user is None:
+        raise ReplyError("NOAUTH Authentication required.")
+    if user.unrestricted:
+        return
+    denial = user.denial(spec, words[spec.words :])
+    if denial is not None:
+        raise refused(client, denial)
+
+
+def refused(client: Client, denial: Denial) -> ReplyError:
+    """What a client is told that lacks a right; the ACL log tells."""
+    client.server.refuse(client, denial.kind, denial.what)
+    return ReplyError(denial.message)
+
+
+def takes_memory(client: Client, spec: Spec) -> bool:
+    """Whether a command needs room: one that stores something, any that is queued, and EXEC of one that stores."""
+    if client.transaction is None:
+        return spec.stores
+    if spec.name == "exec":
+        return any(queued.stores for queued, _ in client.transaction.commands)
+    return spec.name not in ("discard", "quit", "reset")
+
+
+def have_room(client: Client) -> None:
+    """Have room in memory for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
+
+    It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction. Where very
+    much has to leave, others have their turn meanwhile.
+    """
+    try:
+        if not client.server.keyspace.make_room():
+            raise Postponed(Wait(asyncio.get_running_loop().call_soon))
+    except OutOfMemory:
+        if client.server.tiered is not None:
+            wait_for_room(client.server.tiered)
+        raise ReplyError(OUT_OF_MEMORY) from None
+
+
+def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyError) -> ReplyError:
+    """The error as the reply to a command that was not run."""
+    stats = client.server.stats
+    stats.note_error(str(error))
+    if spec is not None:
+        stats.calls[spec.name].rejected += 1
+    elif name_of(words) in _HTTP:
+        log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
+        client.connection.abort()
+    if name_of(words) == b"exec":
+        client.end_transaction()
+        return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
+    if client.transaction is not None:
+        client.transaction.refused = True
+    return bare(error)
+
+
+def _writes(client: Client, spec: Spec) -> bool:
+    """Whether the command changes the store, EXEC by what was queued."""
+    if spec.name == "exec" and client.transaction is not None:
+        return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
+    return bool(spec.flags & {"write", "may_replicate"})

@@ -1,0 +1,204 @@
+"""What commands wait for where there is a disk: values that are fetched, and room for what is written.
+
+A command that reads values runs once they are in memory. A long reply that is made while it is sent fetches what its
+next steps need, and so does a batch of writes. All else knows what it needs from the index alone.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain, filterfalse
+from operator import attrgetter
+from typing import Generic, TypeVar
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import Spec
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Command
+from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
+from kvpage_server.store.disk.holds import Hold, TooMuch
+from kvpage_server.store.fetching import Lent
+from kvpage_server.store.known import Needed, unit_of
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry
+from kvpage_server.store.tiered import Tiered
+
+T = TypeVar("T")
+
+_MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
+_MOST_STEPS = 8  # that are looked at
+_SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
+
+
+class Postponed(Exception):
+    """The command is to be tried again after the wait; what is held for it is, until it has run, in place of before."""
+
+    def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
+        super().__init__("the command has to wait")
+        self.wait = wait
+        self.hold = hold
+
+
+def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
+    """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
+    if client.transaction is not None and spec.name == "exec":
+        _prepare_queued(client, tiered)
+        return
+    if spec.stores:
+        _have_disk(tiered)
+    if tiered.any_cold and not spec.fetches and spec.needs is not nothing:
+        _have_in_memory(client, tiered, spec.needs(tiered, spec, words[spec.words :]))
+
+
+def _prepare_queued(client: Client, tiered: Tiered) -> None:
+    """The same for what EXEC is about to run, all of it."""
+    transaction = client.transaction
+    if transaction is None or transaction.refused or client.watched_changed:
+        return
+    if any(spec.stores for spec, _ in transaction.commands):
+        _have_disk(tiered)
+    if tiered.any_cold:
+        needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
+        _have_in_memory(client, tiered, chain.from_iterable(needs))
+
+
+def _have_disk(tiered: Tiered) -> None:
+    """The disk has to keep up with what is about to be stored."""
+    behind = tiered.behind
+    if behind.failing and behind.mode == "always":
+        raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
+    if tiered.keeps_all and behind.full:
+        raise Postponed(Wait(behind.when_there_is_room))
+
+
+def _have_in_memory(client: Client, tiered: Tiered, needed: Iterable[Needed]) -> None:
+    """What is needed has to be in memory."""
+    bodies = dict.fromkeys(needed)
+    if cold := _cold_of(bodies):
+        raise Postponed(*_bring(client, tiered, bodies, cold))
+
+
+def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
+    """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
+    cold = [body for _, body in needed if type(body) is Cold]
+    if cold and (failing := [value for value in cold if value.failing]):
+        why = failing[0].failing
+        for value in failing:
+            value.failing = ""  # who asks again finds out again
+        raise ReplyError(f"ERR reading from disk failed: {why}")
+    return cold
+
+
+def wait_for_room(tiered: Tiered) -> None:
+    """Memory is full. Raises Postponed when there may be room in it once what waits is written."""
+    behind = tiered.behind
+    if tiered.keeps_all and not (behind.settled or behind.failing):
+        raise Postponed(Wait(behind.when_there_is_room))
+
+
+def _bring(client: Client, tiered: Tiered, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:
+    """Have what is needed fetched and held: what to wait for. Raises ReplyError when there is no memory for it."""
+    most = client.server.config.client_memory
+    try:
+        hold, start = tiered.bring(needed, cold, most)
+    except TooMuch as error:
+        raise ReplyError(
+            f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
+            "ask for less at a time"
+        ) from None
+    except MemoryError:
+        raise ReplyError("OOM the system has no memory left for these values") from None
+    return Wait(start), hold
+
+
+def fetched(client: Client, find: Callable[[Tiered], Iterable[Needed]]) -> Iterator[Reply]:
+    """Steps of a reply until all that `find` finds is in memory. Raises ReplyError."""
+    tiered, hold = client.server.tiered, None  # kept until the next step
+    while tiered is not None and tiered.any_cold:
+        needed = dict.fromkeys(find(tiered))
+        cold = _cold_of(needed)
+        if not cold:
+            break
+        wait, hold = _bring(client, tiered, needed, cold)
+        yield wait
+    del hold
+
+
+class Ahead(Generic[T]):
+    """What a long reply reads from disk: fetched some of its steps before it is sent.
+
+    `find` tells the cold values of one of the `steps`, which are of pages or else of blocks. Those may be `lent`; what
+    else is found there, such as the pages of a block, may not.
+    """
+
+    def __init__(
+        self, client: Client, find: Callable[[Tiered, T], Sequence[Cold]], steps: Sequence[T], *, of_pages: bool
+    ) -> None:
+        self.lent: Lent = {}  # to the current step and those after it
+        self._tiered = client.server.tiered
+        self._find = find
+        self._of_pages = of_pages
+        self._steps = steps
+        self._at = 0  # the current step
+        self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
+        self._sizes: deque[int] = deque()  # of these, in bytes
+        self._sent: list[Cold] = []  # what was fetched for the step before
+
+    def next(self) -> Iterator[Reply]:
+        """Steps of a reply until what its next one reads is in memory, or lent; or cannot be read, and is missing."""
+        for value in self._sent:
+            self.lent.pop(value, None)
+        tiered, here = self._tiered, self._steps[self._at]
+        if tiered is not None and tiered.any_cold:
+            self._look_ahead(tiered)
+            self._sent = self._fetched[0]
+            holds: list[Hold] = []
+            while lacking := [value for value in self._lacking(tiered, here) if not value.failing]:
+                self._sent += lacking
+                holds.append(tiered.holds.begin(map(unit_of, lacking)))
+                yield Wait(partial(tiered.fetch, lacking, lent=self._lent_to(lacking)))
+            for value in self._sent:
+                value.failing = ""
+            self._fetched.popleft()
+            self._sizes.popleft()
+        self._at += 1
+
+    def loan_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
+        """All of a step as it is sent, when it was lent as it is. One cold entry was."""
+        loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
+        return None if loan is None else loan.pieces(entries)
+
+    def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
+        return [*filterfalse(self.lent.__contains__, self._find(tiered, step))]
+
+    def _look_ahead(self, tiered: Tiered) -> None:
+        """Have what the next steps need fetched; nobody waits for it yet. The first goes ahead, the others follow."""
+        sizes = self._sizes
+        if sum(sizes) > _MOST_AHEAD // 2:
+            return
+        if not sizes:
+            self._fetch(tiered, self._look_at_one_more(tiered))
+        others: dict[Cold, None] = {}
+        while len(sizes) < min(_MOST_STEPS, len(self._steps) - self._at) and sum(sizes) < _MOST_AHEAD:
+            others.update(dict.fromkeys(self._look_at_one_more(tiered)))
+        self._fetch(tiered, list(others))
+
+    def _look_at_one_more(self, tiered: Tiered) -> list[Cold]:
+        """What the first step lacks that was not looked at yet."""
+        values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
+        self._fetched.append(values)
+        self._sizes.append(sum(map(_SIZE, values)))
+        return values
+
+    def _fetch(self, tiered: Tiered, values: list[Cold]) -> None:
+        tiered.fetch(values, _nothing, self._lent_to(values))
+
+    def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
+        pages = {*map(bool, map(_HEADER, values))}
+        return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
+
+
+def _nothing() -> None:
+    """Nobody waits."""

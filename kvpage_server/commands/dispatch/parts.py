@@ -1,0 +1,161 @@
+"""Commands of very many words, done in parts between which others have their turn.
+
+Up to `AT_ONCE` words, a command runs at once, as in Redis: nobody sees it half done. Of a command of more words the
+table says how it is divided, see `Parts`; what is not divided is refused, since nothing may hold up all clients. Rights
+are asked for all parts before the first is done. A part that fails ends the command, and those before it are done.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.admission import admit, check_rights, have_room, queues, refused, rejected
+from kvpage_server.commands.dispatch.disk import Postponed, prepare
+from kvpage_server.commands.dispatch.run import run_as_asked
+from kvpage_server.commands.queued import too_much_queued
+from kvpage_server.commands.registry import AT_ONCE, Parts, Spec
+from kvpage_server.commands.steps import Steps, freed
+from kvpage_server.core import Command
+from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.store.disk.holds import Hold
+
+_PART = 128  # items
+_CHECKS = 4000  # patterns that keys are held against in a step
+_RIGHTS = 16 * _CHECKS
+
+
+def begin(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to a command of very many words. Raises ReplyError, Paused."""
+    if queues(client, spec):
+        raise too_much_queued()
+    if not client.free:
+        admit(client, spec)
+    if spec.parts is None:
+        raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
+    client.last_command = spec.name
+    return Stream(None, _steps(client, spec, spec.parts, words), whole=spec.writes)
+
+
+def are_many_rights(client: Client, words: Command) -> bool:
+    """Whether to find out that its user may do this takes a while: very many keys, held against very many patterns."""
+    return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
+
+
+def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
+    """The reply to a command of which that is so: it runs at once, after its rights were asked. Raises Paused."""
+    admit(client, spec)
+    client.last_command = spec.name
+
+    def steps() -> Iterator[Reply]:
+        try:
+            assert client.user is not None
+            at_once = max(_CHECKS // client.user.cost, 1)
+            for number, denial in enumerate(client.user.checks(spec, words[spec.words :]), start=1):
+                if denial is not None:
+                    raise refused(client, denial)
+                if not number % at_once:
+                    yield ()
+            yield from _run_whole(client, spec, words)
+        except ReplyError as error:
+            yield rejected(client, spec, words, error)
+
+    return Stream(None, steps(), whole=spec.writes)
+
+
+def freed_after(error: ReplyError, words: Command) -> Stream:
+    """An error as the reply to a command of very many words, which are freed in steps."""
+
+    def steps() -> Iterator[Reply]:
+        yield error
+        yield from freed(words)
+
+    return Stream(None, steps())
+
+
+def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
+    """The items of a command's reply, once there is room for it and what it needs is there. Raises ReplyError."""
+    hold = yield from _ready(client, spec, words)
+    reply = run_as_asked(client, spec, words)
+    del hold
+    yield from _flat(reply)
+
+
+def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
+    try:
+        if not client.free:
+            for part in _divided(spec, parts, words):
+                check_rights(client, spec, part)
+                yield ()
+        if parts.joined:
+            yield from _joined(client, spec, parts, words)
+        else:
+            yield from _run_whole(client, spec, words)
+    except ReplyError as error:
+        yield rejected(client, spec, words, error)
+    yield from freed(words)
+
+
+def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
+    """The words of each part."""
+    first = spec.words + parts.first
+    size = _PART * parts.width
+    return (words[:first] + words[start : start + size] for start in range(first, len(words), size))
+
+
+def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
+    """Steps until there is room for what a command stores, and what it needs is in memory: to be held until it has run.
+
+    Raises ReplyError when either cannot be, or the disk cannot keep what is promised.
+    """
+    hold: Hold | None = None
+    while True:
+        try:
+            if spec.stores:
+                have_room(client)
+            if client.server.tiered is not None:
+                prepare(client, client.server.tiered, spec, words)
+            return hold
+        except Postponed as postponed:
+            hold = postponed.hold or hold
+            yield postponed.wait
+
+
+def _flat(reply: Reply) -> Iterator[Reply]:
+    """The items of a reply that is made while it is sent."""
+    if not isinstance(reply, Stream):
+        yield reply
+        return
+    if reply.length is not None:
+        yield Raw(b"*%d\r\n" % reply.length)
+    yield from reply.items
+
+
+def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
+    """The parts one after the other, and what their replies make together."""
+    total: Reply = 0
+    if parts.joined == "array":
+        yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))
+    for part in _divided(spec, parts, words):
+        hold = yield from _ready(client, spec, part)
+        reply = run_as_asked(client, spec, part)
+        del hold
+        if parts.joined == "array":
+            yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
+        elif isinstance(reply, ReplyError):
+            yield reply
+            return
+        elif parts.joined == "apart":
+            yield reply
+        else:
+            total = total + reply if parts.joined == "sum" else reply
+            yield ()
+    if parts.joined in ("sum", "last"):
+        yield total
+
+
+def _items(client: Client, reply: Reply, count: int) -> tuple[Piece, ...]:
+    """The items of an array, without what says how many there are; an error in place of each if it is one."""
+    pieces: list[Piece] = []
+    encode(reply, client.protocol, pieces)
+    return tuple(pieces * count) if isinstance(reply, ReplyError) else tuple(pieces[1:])

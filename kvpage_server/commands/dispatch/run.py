@@ -1,0 +1,138 @@
+"""A command that was admitted runs: what it costs is counted, what goes wrong becomes its reply."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import replace
+from time import monotonic_ns
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.admission import check_rights
+from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
+from kvpage_server.commands.index_key import refuse_to_write
+from kvpage_server.commands.registry import Spec, too_many
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Command
+from kvpage_server.resp.reply import Piece, Reply, ReplyError, Stream, bare, encode
+from kvpage_server.store.eviction.quotas import OverLimit
+
+log = logging.getLogger("kvpage")
+
+_INTERNAL = "ERR internal error, the server's log says more"
+
+
+def run(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command that was admitted, now or by EXEC. Errors are replies too."""
+    server = client.server
+    if server.monitors:
+        show_monitors(client, spec, words)
+    calls = server.stats.calls[spec.name]
+    started = monotonic_ns()
+    try:
+        if spec.writes_keys:
+            refuse_to_write(spec, words)
+        if spec.most and len(words) > spec.most:
+            raise too_many(spec, words)
+        reply = spec.handler(client, words[spec.words :])
+        if client.tracking is not None:
+            server.events.tracking.note(client, spec, words[spec.words :])
+        return _in_steps(client, spec, reply) if type(reply) is Stream else reply
+    except OverLimit as error:
+        return _over_limit(client, spec, error)
+    except ReplyError as error:
+        return _failed(client, spec, error)
+    except Postponed:
+        raise
+    except MemoryError:
+        return _failed(client, spec, ReplyError("OOM the system has no memory left for this value"))
+    except Exception:
+        log.exception("%r failed; the connection goes on", words[0])
+        return _failed(client, spec, ReplyError(_INTERNAL))
+    finally:
+        client.finished = ended = monotonic_ns()
+        took = ended - started
+        calls.nanoseconds += took
+        calls.histogram[took.bit_length()] += 1
+        if took >= server.slow_from:
+            note_slow(client, spec, words, took)
+
+
+def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command as its client has asked for: whether reading is a use of the keys, what is tracked."""
+    reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
+    if client.tracking is not None and client.transaction is None and spec.parent != "client":
+        client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
+    return reply
+
+
+def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command whose reading is no use of the keys, nor is that of the rest of its reply."""
+    keyspace = client.server.keyspace
+    with keyspace.untouched():
+        reply = run(client, spec, words)
+
+    def items() -> Iterator[Reply]:
+        while True:
+            with keyspace.untouched():
+                item = next(reply.items, Stream)
+            if item is Stream:
+                return
+            yield item
+
+    return replace(reply, items=items()) if type(reply) is Stream else reply
+
+
+def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
+    """The whole reply of a command of a transaction, with all its steps, as the client's protocol spells it now."""
+    reply, pieces = _run_queued(client, spec, words), list[Piece]()
+    try:
+        encode(reply, client.protocol, pieces)
+    except Exception:
+        log.exception("%s failed between its steps; its transaction goes on", spec.name)
+        return [_failed(client, spec, ReplyError(_INTERNAL)).line]
+    return pieces
+
+
+def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
+    """Run a command that was admitted when it was queued, if the client has not lost the right to it since."""
+    try:
+        check_rights(client, spec, words)
+    except ReplyError as error:
+        client.server.stats.note_error(str(error))
+        code, reason = str(error).split(" ", 1)
+        return ReplyError(
+            f"{code} ACLs rules changed between the moment the transaction was accumulated and the EXEC call. {reason}"
+        )
+    try:
+        return run(client, spec, words)
+    except Postponed:
+        return ReplyError(f"ERR '{spec.name}' would have to wait, which nothing may inside a transaction")
+
+
+def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
+    """A reply in steps. A single one may end with the error that it cannot be done."""
+    assert spec.fetches or spec.needs is nothing, f"what {spec.name} needs may leave memory between its steps"
+    if reply.length is not None:
+        return reply
+
+    def items() -> Iterator[Reply]:
+        try:
+            yield from reply.items
+        except OverLimit as error:
+            yield _over_limit(client, spec, error)
+        except ReplyError as error:
+            yield _failed(client, spec, error)
+
+    return replace(reply, items=items())
+
+
+def _over_limit(client: Client, spec: Spec, error: OverLimit) -> ReplyError:
+    return _failed(client, spec, ReplyError(f"OOM {error}"))
+
+
+def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:
+    client.server.stats.calls[spec.name].failed += 1
+    client.server.stats.note_error(str(error))
+    return bare(error)

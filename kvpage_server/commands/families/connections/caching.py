@@ -1,0 +1,185 @@
+"""CLIENT's commands for client-side caching: TRACKING, TRACKINGINFO, CACHING, GETREDIR. See `tracking`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all, shorten
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.notifying.tracking import Mode
+from kvpage_server.commands.registry import command
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError
+
+_OWN = "noscript loading stale"
+_TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
+
+
+@command(
+    "client|tracking",
+    -3,
+    _OWN,
+    group="connection",
+    since="6.0.0",
+    usage="<ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] [OPTOUT] [NOLOOP]",
+    summary="Has the connection told when keys that it read change, for a cache on the client's side.",
+)
+def client_tracking(client: Client, args: list[Argument]) -> Reply:
+    """OK. In RESP2 another connection has to be told: the one with the id after REDIRECT, which listens to a channel,
+    `__redis__:invalidate`."""
+    state, *words = plain_all(args)
+    mode, prefixes = _mode(client, words)
+    if state.upper() == b"ON":
+        _check(client, mode, prefixes)
+        if mode.broadcast:
+            mode.prefixes = dict.fromkeys(prefixes or [b""])
+        client.server.events.track(client, mode)
+    elif state.upper() == b"OFF":
+        client.server.events.untrack(client)
+    else:
+        raise ReplyError(SYNTAX_ERROR)
+    return OK
+
+
+def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
+    """What the options say, and the prefixes. Raises ReplyError."""
+    mode, prefixes = Mode(), []
+    rest = iter(words)
+    for word in rest:
+        option = word.upper()
+        if option == b"BCAST":
+            mode.broadcast = True
+        elif option == b"OPTIN":
+            mode.opt_in = True
+        elif option == b"OPTOUT":
+            mode.opt_out = True
+        elif option == b"NOLOOP":
+            mode.no_loop = True
+        elif option in (b"REDIRECT", b"PREFIX") and (value := next(rest, None)) is not None:
+            if option == b"PREFIX":
+                prefixes.append(value)
+            else:
+                mode.redirect = _redirect(client, mode, value)
+        else:
+            raise ReplyError(SYNTAX_ERROR)
+    return mode, prefixes
+
+
+def _redirect(client: Client, mode: Mode, value: bytes) -> int:
+    """The id of a connection that the client may know of."""
+    if mode.redirect:
+        raise ReplyError("ERR A client can only redirect to a single other client")
+    number = integer(value)
+    other = client.server.clients.get(number)
+    if other is None or other.gone or not (client.sees_all or other.user is client.user):
+        raise ReplyError("ERR The client ID you want redirect to does not exist")
+    return number
+
+
+def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
+    """Raises ReplyError when options contradict each other, or what holds already."""
+    before = client.tracking
+    if prefixes and not mode.broadcast:
+        raise ReplyError("ERR PREFIX option requires BCAST mode to be enabled")
+    if before is not None and before.broadcast != mode.broadcast:
+        raise ReplyError(f"ERR You can't switch BCAST mode on/off {_TURN_OFF_FIRST}")
+    if mode.broadcast and (mode.opt_in or mode.opt_out):
+        raise ReplyError("ERR OPTIN and OPTOUT are not compatible with BCAST")
+    if mode.opt_in and mode.opt_out:
+        raise ReplyError("ERR You can't specify both OPTIN mode and OPTOUT mode")
+    if before is not None and ((mode.opt_in and before.opt_out) or (mode.opt_out and before.opt_in)):
+        raise ReplyError(f"ERR You can't switch OPTIN/OPTOUT mode {_TURN_OFF_FIRST}")
+    if mode.broadcast:
+        _check_overlaps(prefixes, list(before.prefixes) if before is not None else [])
+
+
+def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
+    overlapping = _overlapping([*prefixes, *existing])
+    for place, prefix in enumerate(prefixes):
+        if prefix not in overlapping:
+            continue
+        others = [(other, "an existing") for other in existing]
+        others += [(other, "another provided") for other in prefixes[place + 1 :]]
+        for other, which in others:
+            if prefix.startswith(other) or other.startswith(prefix):
+                shown, beside = shorten(prefix, len(prefix)), shorten(other, len(other))
+                raise ReplyError(
+                    f"ERR Prefix '{shown}' overlaps with {which} prefix '{beside}'. "
+                    "Prefixes for a single client must not overlap."
+                )
+
+
+def _overlapping(names: list[bytes]) -> set[bytes]:
+    """Those that another begins with, or that begin with another: in order, these come right behind it."""
+    found, openings = set[bytes](), list[bytes]()
+    for name in sorted(names):
+        while openings and not name.startswith(openings[-1]):
+            openings.pop()
+        found.update((name, openings[-1]) if openings else ())
+        openings.append(name)
+    return found
+
+
+@command(
+    "client|caching",
+    3,
+    _OWN,
+    group="connection",
+    since="6.0.0",
+    usage="<YES | NO>",
+    summary="Says whether the keys of the next command, or transaction, are tracked.",
+)
+def client_caching(client: Client, args: list[Argument]) -> Reply:
+    """OK; YES goes with OPTIN, NO with OPTOUT."""
+    mode, word = client.tracking, plain(args[0]).upper()
+    if mode is None:
+        raise ReplyError(
+            "ERR CLIENT CACHING can be called only when the client is in tracking mode with OPTIN or OPTOUT mode "
+            "enabled"
+        )
+    if word not in (b"YES", b"NO"):
+        raise ReplyError(SYNTAX_ERROR)
+    wanted = "OPTIN" if word == b"YES" else "OPTOUT"
+    if not (mode.opt_in if word == b"YES" else mode.opt_out):
+        raise ReplyError(f"ERR CLIENT CACHING {word.decode()} is only valid when tracking is enabled in {wanted} mode.")
+    mode.asked = True
+    return OK
+
+
+@command(
+    "client|getredir",
+    2,
+    _OWN,
+    group="connection",
+    since="6.0.0",
+    summary="Returns the id of the connection that is told what this one tracks.",
+)
+def client_getredir(client: Client, args: list[Argument]) -> Reply:
+    """0 when it is told itself, -1 when it does not track."""
+    return client.redirection
+
+
+@command(
+    "client|trackinginfo", 2, _OWN, group="connection", since="6.2.0", summary="Tells how the connection tracks keys."
+)
+def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
+    """A map: flags, redirect, prefixes."""
+    mode = client.tracking
+    told: dict[str, Any] = {"flags": dict.fromkeys(_flags(mode)).keys(), "redirect": client.redirection}
+    return told | {"prefixes": sorted(mode.prefixes) if mode is not None else []}
+
+
+def _flags(mode: Mode | None) -> list[str]:
+    if mode is None:
+        return ["off"]
+    flags = {
+        "on": True,
+        "bcast": mode.broadcast,
+        "optin": mode.opt_in,
+        "caching-yes": mode.opt_in and mode.asked,
+        "optout": mode.opt_out,
+        "caching-no": mode.opt_out and mode.asked,
+        "noloop": mode.no_loop,
+        "broken_redirect": mode.broken,
+    }
+    return [flag for flag, is_set in flags.items() if is_set]

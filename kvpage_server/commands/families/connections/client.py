@@ -1,0 +1,339 @@
+"""CLIENT: the connections, one's own and those one may know of."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
+from kvpage_server.commands.context import Client, Pause
+from kvpage_server.commands.families.connections.connection import checked_name, is_printable
+from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.steps import STEP, Steps, each, stepwise
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
+
+_OWN = "noscript loading stale"
+_OTHERS = "admin noscript loading stale"
+_TYPES = (b"normal", b"master", b"replica", b"slave", b"pubsub")
+
+Chosen = Callable[[Client], bool]
+
+container("client", group="connection", since="2.4.0", summary="A container for commands about connections.")
+
+
+@command("client|id", 2, _OWN, group="connection", since="5.0.0", summary="Returns the connection's id.")
+def client_id(client: Client, args: list[Argument]) -> Reply:
+    """Unique, growing."""
+    return client.id
+
+
+@command("client|getname", 2, _OWN, group="connection", since="2.6.9", summary="Returns the connection's name.")
+def client_getname(client: Client, args: list[Argument]) -> Reply:
+    """Null when none was set."""
+    return client.name or None
+
+
+@command(
+    "client|setname",
+    3,
+    _OWN,
+    group="connection",
+    since="2.6.9",
+    usage="connection-name",
+    summary="Names the connection.",
+)
+def client_setname(client: Client, args: list[Argument]) -> Reply:
+    """An empty name takes it away."""
+    client.name = checked_name(plain(args[0]))
+    return OK
+
+
+@command(
+    "client|setinfo",
+    4,
+    _OWN,
+    group="connection",
+    since="7.2.0",
+    usage="<LIB-NAME libname | LIB-VER libver>",
+    summary="Tells which client library is talking.",
+)
+def client_setinfo(client: Client, args: list[Argument]) -> Reply:
+    """Shown by CLIENT LIST."""
+    option, value = plain_all(args)
+    what = option.lower()
+    if what not in (b"lib-name", b"lib-ver"):
+        raise ReplyError(f"ERR Unrecognized option '{option.decode('ascii', 'backslashreplace')}'")
+    if not is_printable(value):
+        raise ReplyError(f"ERR {what.decode()} cannot contain spaces, newlines or special characters.")
+    if what == b"lib-name":
+        client.lib_name = value
+    else:
+        client.lib_version = value
+    return OK
+
+
+@command("client|info", 2, _OWN, group="connection", since="6.2.0", summary="Describes the connection.")
+def client_info(client: Client, args: list[Argument]) -> Reply:
+    """As a line of CLIENT LIST."""
+    return Verbatim(_line(client))
+
+
+@command(
+    "client|list",
+    -2,
+    _OTHERS + " filtered",
+    group="connection",
+    since="2.4.0",
+    usage="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
+    summary="Lists connections.",
+)
+def client_list(client: Client, args: list[Argument]) -> Reply:
+    """A line each. Who may not read every key is shown the connections of its own user."""
+    words = plain_all(args)
+    option = words[0].upper() if words else b""
+    chosen: Chosen
+    if not words:
+        chosen = _everyone
+    elif option == b"TYPE" and len(words) == 2:
+        chosen = _of_type(words[1])
+    elif option == b"ID" and len(words) > 1:
+        ids = set(map(as_integer, words[1:]))
+        if not all(ids):
+            raise ReplyError("ERR Invalid client ID")
+        chosen = lambda other: other.id in ids  # noqa: E731
+    else:
+        raise ReplyError(SYNTAX_ERROR)
+    peers = list(client.peers())
+
+    def steps() -> Steps[Reply]:
+        lines = yield from each(
+            peers, lambda some: [_line(other) for other in some if not other.gone and chosen(other)]
+        )
+        return Verbatim(b"".join(lines))
+
+    return stepwise(steps(), small=len(peers) <= STEP)
+
+
+def _line(other: Client) -> bytes:
+    return str(other).encode("utf-8", "surrogateescape") + b"\n"
+
+
+def _everyone(other: Client) -> bool:
+    return True
+
+
+def _of_type(word: bytes) -> Chosen:
+    kind = word.lower()
+    if kind not in _TYPES:
+        raise ReplyError(f"ERR Unknown client type '{word.decode('ascii', 'backslashreplace')}'")
+    if kind in (b"normal", b"pubsub"):
+        return lambda other: bool(other.channels or other.patterns) == (kind == b"pubsub")
+    return lambda other: False
+
+
+@command(
+    "client|kill",
+    -3,
+    _OTHERS + " filtered",
+    group="connection",
+    since="2.4.0",
+    usage="<ip:port | [ID client-id] [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [USER username] [ADDR ip:port] "
+    "[LADDR ip:port] [SKIPME <YES | NO>] [MAXAGE seconds]>",
+    summary="Ends connections.",
+)
+def client_kill(client: Client, args: list[Argument]) -> Reply:
+    """How many were ended; OK for the old form with an address. Among those that CLIENT LIST shows."""
+    words = plain_all(args)
+    if len(words) == 1:
+        chosen, skip_me = [_of_address(words[0])], False
+    else:
+        chosen, skip_me = _filters(client, words)
+    peers = [other for other in client.peers() if not (skip_me and other is client)]
+    at_once = max(STEP // len(chosen), 1) if chosen else STEP
+
+    def steps() -> Steps[Reply]:
+        killed = yield from each(
+            peers, lambda some: [_end(client, other) for other in some if _is(other, chosen)], at_once=at_once
+        )
+        if len(words) == 1 and not killed:
+            raise ReplyError("ERR No such client")
+        return OK if len(words) == 1 else len(killed)
+
+    return stepwise(steps(), small=len(peers) <= at_once)
+
+
+def _is(other: Client, chosen: list[Chosen]) -> bool:
+    return not other.gone and all(is_chosen(other) for is_chosen in chosen)
+
+
+def _end(client: Client, other: Client) -> Client:
+    """End a connection; one's own once this is answered."""
+    if other is client:
+        asyncio.get_running_loop().call_soon(client.close)
+    else:
+        other.connection.abort()
+    return other
+
+
+def _of_address(word: bytes) -> Chosen:
+    address = word.decode("utf-8", "surrogateescape")
+    return lambda other: other.address == address
+
+
+def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
+    """What every connection to be ended must be, and whether one's own is left out."""
+    if len(words) % 2:
+        raise ReplyError(SYNTAX_ERROR)
+    chosen: list[Chosen] = []
+    skip_me = True
+    for option, value in zip(words[::2], words[1::2], strict=True):
+        what = option.upper()
+        if what == b"SKIPME" and value.upper() in (b"YES", b"NO"):
+            skip_me = value.upper() == b"YES"
+        elif what in (b"ID", b"MAXAGE"):
+            chosen.append(_of_number(what, value))
+        elif what == b"TYPE":
+            chosen.append(_of_type(value))
+        elif what == b"USER":
+            chosen.append(_of_user(client, value))
+        elif what == b"ADDR":
+            chosen.append(_of_address(value))
+        elif what == b"LADDR":
+            local = value.decode("utf-8", "surrogateescape")
+            chosen.append(lambda other, local=local: other.local_address == local)  # type: ignore[misc]
+        else:
+            raise ReplyError(SYNTAX_ERROR)
+    return chosen, skip_me
+
+
+def _of_number(what: bytes, value: bytes) -> Chosen:
+    number = as_integer(value)
+    if number is None or number <= 0:
+        name = "client-id" if what == b"ID" else "maxage"
+        raise ReplyError(f"ERR {name} should be greater than 0")
+    if what == b"ID":
+        return lambda other: other.id == number
+    return lambda other: time.monotonic() - other.connected >= number
+
+
+def _of_user(client: Client, name: bytes) -> Chosen:
+    user = client.server.users.by_name.get(name)
+    if user is None or not (client.sees_all or user is client.user):
+        raise ReplyError(f"ERR No such user '{name.decode('utf-8', 'backslashreplace')}'")
+    return lambda other: other.user is user
+
+
+@command(
+    "client|pause",
+    -3,
+    _OTHERS,
+    group="connection",
+    since="3.0.0",
+    usage="timeout [WRITE | ALL]",
+    summary="Makes every client's commands, or writes, wait for some milliseconds.",
+)
+def client_pause(client: Client, args: list[Argument]) -> Reply:
+    """A pause is never cut short by another."""
+    timeout, *mode = plain_all(args)
+    if len(mode) > 1 or (mode and mode[0].upper() not in (b"WRITE", b"ALL")):
+        raise ReplyError(SYNTAX_ERROR)
+    milliseconds = as_integer(timeout)
+    if milliseconds is None:
+        raise ReplyError("ERR timeout is not an integer or out of range")
+    if milliseconds < 0:
+        raise ReplyError("ERR timeout is negative")
+    new = Pause(time.monotonic() + milliseconds / 1000, bool(mode) and mode[0].upper() == b"WRITE")
+    old = client.server.pause
+    if old is not None:
+        new = Pause(max(old.ends, new.ends), old.only_writes and new.only_writes)
+    client.server.begin_pause(new)
+    return OK
+
+
+@command("client|unpause", 2, _OTHERS, group="connection", since="6.2.0", summary="Ends a pause.")
+def client_unpause(client: Client, args: list[Argument]) -> Reply:
+    """Those who wait go on."""
+    client.server.end_pause()
+    return OK
+
+
+@command(
+    "client|unblock",
+    -3,
+    _OTHERS,
+    group="connection",
+    since="5.0.0",
+    usage="client-id [TIMEOUT | ERROR]",
+    most=4,
+    summary="Ends the wait of a connection within a blocking command, of which there are none.",
+)
+def client_unblock(client: Client, args: list[Argument]) -> Reply:
+    """0: nobody waited."""
+    number, *reason = plain_all(args)
+    if reason and reason[0].upper() not in (b"TIMEOUT", b"ERROR"):
+        raise ReplyError("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
+    integer(number)
+    return 0
+
+
+def _on_or_off(args: list[Argument]) -> bool:
+    word = plain(args[0]).upper()
+    if word not in (b"ON", b"OFF"):
+        raise ReplyError(SYNTAX_ERROR)
+    return word == b"ON"
+
+
+@command(
+    "client|no-evict",
+    3,
+    _OTHERS,
+    group="connection",
+    since="7.0.0",
+    usage="<ON | OFF>",
+    summary="Spares the connection when all of them hold too much memory.",
+)
+def client_no_evict(client: Client, args: list[Argument]) -> Reply:
+    """See maxmemory-clients."""
+    client.spared = _on_or_off(args)
+    return OK
+
+
+@command(
+    "client|no-touch",
+    3,
+    _OWN,
+    group="connection",
+    since="7.2.0",
+    usage="<ON | OFF>",
+    summary="Lets the connection's reads not count as a use of keys.",
+)
+def client_no_touch(client: Client, args: list[Argument]) -> Reply:
+    """So that a backup does not change what eviction takes for hot."""
+    client.touches = not _on_or_off(args)
+    client.settle()
+    return OK
+
+
+@command(
+    "client|reply",
+    3,
+    _OWN,
+    group="connection",
+    since="3.2.0",
+    usage="<ON | OFF | SKIP>",
+    summary="Turns replies on or off, or leaves out the next one.",
+)
+def client_reply(client: Client, args: list[Argument]) -> Reply:
+    """OK for ON; the others are silent at once."""
+    word = plain(args[0]).upper()
+    if word not in (b"ON", b"OFF", b"SKIP"):
+        raise ReplyError(SYNTAX_ERROR)
+    if word == b"ON":
+        client.silence = 0
+    elif word == b"OFF":
+        client.silence = -1
+    elif client.silence >= 0:
+        client.silence = 2  # this one and the next
+    return OK

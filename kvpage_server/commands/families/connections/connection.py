@@ -1,0 +1,208 @@
+"""The connection family: who is talking, and how."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from functools import partial
+
+from kvpage_server import __version__
+from kvpage_server.commands.access.guesses import TooMany
+from kvpage_server.commands.access.users import DEFAULT
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.disk import Postponed
+from kvpage_server.commands.families.server.info import REDIS_VERSION
+from kvpage_server.commands.registry import command
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import OK, PONG, Push, Reply, ReplyError, Wait, simple
+
+_PRINTABLE = re.compile(rb"[!-~]*\Z")
+_AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
+
+
+def checked_name(name: bytes) -> bytes:
+    """A client's name, when it is one. Raises ReplyError."""
+    if not _PRINTABLE.match(name):
+        raise ReplyError("ERR Client names cannot contain spaces, newlines or special characters.")
+    return name
+
+
+def is_printable(value: bytes) -> bool:
+    """Whether it may stand in a line of CLIENT LIST."""
+    return bool(_PRINTABLE.match(value))
+
+
+@command("ping", -1, "fast", group="connection", usage="[message]", summary="Says that the server lives.")
+def ping(client: Client, args: list[Argument]) -> Reply:
+    """PONG, or the message; while it listens in RESP2, in the form of a message."""
+    if len(args) > 1:
+        raise ReplyError("ERR wrong number of arguments for 'ping' command")
+    if client.protocol == 2 and (client.channels or client.patterns):
+        return Push([b"pong", plain(args[0]) if args else b""])
+    return plain(args[0]) if args else PONG
+
+
+@command("echo", 2, "loading stale fast", group="connection", usage="message", summary="Returns the message.")
+def echo(client: Client, args: list[Argument]) -> Reply:
+    """The message."""
+    return plain(args[0])
+
+
+@command(
+    "select",
+    2,
+    "loading stale fast",
+    group="connection",
+    usage="index",
+    summary="Chooses the database; the only one is 0.",
+)
+def select(client: Client, args: list[Argument]) -> Reply:
+    """OK for 0."""
+    index = integer(args[0])
+    if not -(2**31) <= index < 2**31:
+        raise ReplyError("ERR value is out of range, value must between -2147483648 and 2147483647")
+    if index != 0:
+        raise ReplyError("ERR DB index is out of range")
+    return OK
+
+
+@command("quit", -1, _AT_HAND, group="connection", summary="Ends the connection once the reply is sent.")
+def quit_(client: Client, args: list[Argument]) -> Reply:
+    """OK, the last word."""
+    client.close()
+    return OK
+
+
+@command("reset", 1, _AT_HAND, group="connection", since="6.2.0", summary="Makes the connection as it was at first.")
+def reset(client: Client, args: list[Argument]) -> Reply:
+    """It listens to nothing, has queued nothing, has no name, talks RESP2 and is the default user, if that needs no
+    password."""
+    client.end_transaction()
+    client.server.channels.forget(client)
+    client.server.monitors.pop(client, None)
+    client.server.events.untrack(client)
+    client.protocol, client.name, client.silence = 2, b"", 0
+    client.spared, client.touches = False, True
+    default = client.server.users.default
+    client.become(default if default.no_password and default.enabled else None)
+    return simple("RESET")
+
+
+@command(
+    "auth",
+    -2,
+    _AT_HAND,
+    group="connection",
+    usage="[username] password",
+    summary="Says who is talking, and proves it.",
+)
+def auth(client: Client, args: list[Argument]) -> Reply:
+    """OK; a name that is not given is `default`."""
+    if len(args) > 2:
+        raise ReplyError(SYNTAX_ERROR)
+    words = plain_all(args)
+    if len(words) == 1 and client.server.users.default.no_password:
+        raise ReplyError(
+            "ERR AUTH <password> called without any password configured for the default user. "
+            "Are you sure your configuration is correct?"
+        )
+    _authenticate(client, words[0] if len(words) == 2 else DEFAULT, words[-1])
+    return OK
+
+
+def _authenticate(client: Client, name: bytes, password: bytes) -> None:
+    _wait_for_its_turn(client)
+    user = client.server.users.authenticate(name, password)
+    if user is None:
+        client.server.guesses.note(client.address)
+        client.server.refuse(client, "auth", b"AUTH", name)
+        raise ReplyError("WRONGPASS invalid username-password pair or user is disabled.")
+    client.become(user)
+
+
+def _wait_for_its_turn(client: Client) -> None:
+    """Raises Postponed where the client's address has sent too many wrong passwords, ReplyError if it is in a hurry."""
+    if client.waited_to_authenticate:
+        client.waited_to_authenticate = False
+        return
+    try:
+        seconds = client.server.guesses.take_turn(client.address)
+    except TooMany as error:
+        raise ReplyError(f"ERR {error}") from None
+    if seconds:
+        client.waited_to_authenticate = True
+        raise Postponed(Wait(partial(asyncio.get_running_loop().call_later, seconds)))
+
+
+@command(
+    "hello",
+    -1,
+    _AT_HAND,
+    group="connection",
+    since="6.0.0",
+    usage="[protover [AUTH username password] [SETNAME clientname]]",
+    summary="Greets the server and chooses RESP2 or RESP3.",
+)
+def hello(client: Client, args: list[Argument]) -> Reply:
+    """A map of who the server is."""
+    words = plain_all(args)
+    protocol = _protocol(words[0]) if words else client.protocol
+    name, credentials = client.name, None
+    rest = words[1:]
+    while rest:
+        option = rest[0].upper()
+        if option == b"AUTH" and len(rest) >= 3:
+            credentials, rest = rest[1:3], rest[3:]
+        elif option == b"SETNAME" and len(rest) >= 2:
+            name, rest = checked_name(rest[1]), rest[2:]
+        else:
+            shown = rest[0].decode("ascii", "backslashreplace")
+            raise ReplyError(f"ERR Syntax error in HELLO option '{shown}'")
+    if credentials is not None:
+        _authenticate(client, *credentials)
+    if client.user is None:
+        raise ReplyError(
+            "NOAUTH HELLO must be called with the client already authenticated, otherwise the HELLO <proto> AUTH "
+            "<user> <pass> option can be used to authenticate the client and select the RESP protocol version at the "
+            "same time"
+        )
+    client.protocol, client.name = protocol, name
+    return {
+        "server": "redis",
+        "version": REDIS_VERSION,
+        "proto": protocol,
+        "id": client.id,
+        "mode": "standalone",
+        "role": "master",
+        "modules": [],
+        "kvpage": __version__,
+    }
+
+
+def _protocol(word: bytes) -> int:
+    chosen = as_integer(word)
+    if chosen is None:
+        raise ReplyError("ERR Protocol version is not an integer or out of range")
+    if chosen not in (2, 3):
+        raise ReplyError("NOPROTO unsupported protocol version")
+    return chosen
+
+
+@command(
+    "readonly",
+    1,
+    "loading stale fast",
+    group="connection",
+    since="3.0.0",
+    summary="Has no effect here.",
+)
+def readonly(client: Client, args: list[Argument]) -> Reply:
+    """OK: replicas, which it is meant for, do not exist here."""
+    return OK
+
+
+@command("readwrite", 1, "loading stale fast", group="connection", since="3.0.0", summary="Has no effect here.")
+def readwrite(client: Client, args: list[Argument]) -> Reply:
+    """OK, as for READONLY."""
+    return OK

@@ -1,0 +1,111 @@
+"""The transaction family: commands queued and run as one, unless a watched key changed."""
+
+from __future__ import annotations
+
+from kvpage_server.commands.arguments import plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.run import run_queued
+from kvpage_server.commands.index_key import refuse_to_watch
+from kvpage_server.commands.queued import Transaction
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import NULL_ARRAY, OK, Piece, Reply, ReplyError
+
+MOST_WATCHED = 8192  # keys of a client
+
+
+@command("multi", 1, "noscript loading stale fast allow_busy", group="transactions", summary="Starts a transaction.")
+def multi(client: Client, args: list[Argument]) -> Reply:
+    """Commands are queued from now on."""
+    if client.transaction is not None:
+        raise ReplyError("ERR MULTI calls can not be nested")
+    client.transaction = Transaction()
+    client.settle()
+    return OK
+
+
+@command(
+    "exec",
+    1,
+    "noscript loading stale skip_slowlog",
+    group="transactions",
+    since="1.2.0",
+    summary="Runs what was queued.",
+)
+def exec_(client: Client, args: list[Argument]) -> Reply:
+    """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
+
+    Each reply is encoded as its command ends: HELLO may change the protocol under way, and a streamed reply must be
+    complete before the next command changes what it tells.
+    """
+    transaction = client.transaction
+    if transaction is None:
+        raise ReplyError("ERR EXEC without MULTI")
+    for key in client.watching:
+        client.keyspace.find(key)  # one that is overdue changes now
+    changed = client.watched_changed
+    client.end_transaction()
+    if transaction.refused:
+        raise ReplyError("EXECABORT Transaction discarded because of previous errors.")
+    if changed:
+        return NULL_ARRAY
+    pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
+    for spec, words in transaction.commands:
+        pieces += run_queued(client, spec, words)
+    return tuple(pieces)
+
+
+@command(
+    "discard",
+    1,
+    "noscript loading stale fast allow_busy",
+    group="transactions",
+    since="2.0.0",
+    summary="Forgets what was queued.",
+)
+def discard(client: Client, args: list[Argument]) -> Reply:
+    """Watched keys are forgotten too."""
+    if client.transaction is None:
+        raise ReplyError("ERR DISCARD without MULTI")
+    client.end_transaction()
+    return OK
+
+
+@command(
+    "watch",
+    -2,
+    "noscript loading stale fast allow_busy",
+    keys=(1, -1, 1),
+    needs=nothing,
+    group="transactions",
+    since="2.2.0",
+    usage="key [key ...]",
+    parts=Parts(joined="last"),
+    summary="Lets the next transaction run only if some keys do not change before.",
+)
+def watch(client: Client, args: list[Argument]) -> Reply:
+    """A key that expires or is evicted changes."""
+    if client.transaction is not None:
+        raise ReplyError("ERR WATCH inside MULTI is not allowed")
+    for key in plain_all(args):
+        refuse_to_watch(key)
+        if len(client.watching) >= MOST_WATCHED:
+            raise ReplyError(f"ERR a client watches at most {MOST_WATCHED} keys: EXEC looks at all of them")
+        client.keyspace.find(key)  # one that is overdue goes before it is watched
+        client.server.events.watch(client, key)
+    return OK
+
+
+@command(
+    "unwatch",
+    1,
+    "noscript loading stale fast allow_busy",
+    group="transactions",
+    since="2.2.0",
+    summary="Forgets what is watched.",
+)
+def unwatch(client: Client, args: list[Argument]) -> Reply:
+    """What happened to the keys so far is forgiven."""
+    client.server.events.unwatch(client)
+    return OK

@@ -1,0 +1,189 @@
+"""Time to live, of any key. Expiries are unix milliseconds inside, whatever the command counts in."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvpage_server.commands.arguments import I64, integer, plain, plain_all, shorten
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import lists_pages
+from kvpage_server.commands.registry import command
+from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.core import Argument
+from kvpage_server.page import unix_ms
+from kvpage_server.resp.reply import Reply, ReplyError
+
+_CONDITIONS = (b"NX", b"XX", b"GT", b"LT")
+
+
+def _conditions(words: list[bytes]) -> set[bytes]:
+    found = set()
+    for word in words:
+        if word.upper() not in _CONDITIONS:
+            raise ReplyError(f"ERR Unsupported option {shorten(word, 1024)}")
+        found.add(word.upper())
+    if b"NX" in found and len(found) > 1:
+        raise ReplyError("ERR NX and XX, GT or LT options at the same time are not compatible")
+    if {b"GT", b"LT"} <= found:
+        raise ReplyError("ERR GT and LT options at the same time are not compatible")
+    return found
+
+
+def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
+    """Whether the conditions allow it; a key without expiry counts as living for ever."""
+    refused = (
+        (b"NX" in conditions and old)
+        or (b"XX" in conditions and not old)
+        or (b"GT" in conditions and (not old or new <= old))
+        or (b"LT" in conditions and old and new >= old)
+    )
+    return not refused
+
+
+def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time: str, summary: str) -> None:
+    """An EXPIRE command: `unit` milliseconds a count, counted from `base`."""
+
+    @command(
+        name,
+        -3,
+        "write fast",
+        keys=(1, 1, 1),
+        needs=extents,
+        group="generic",
+        since=since,
+        usage=f"key {time} [NX | XX | GT | LT]",
+        summary=summary,
+    )
+    def expire(client: Client, args: list[Argument]) -> Reply:
+        conditions = _conditions(plain_all(args[2:]))
+        start = base()
+        expires = integer(args[1]) * unit + start
+        if not I64[0] <= expires - start <= expires <= I64[1]:
+            raise ReplyError(f"ERR invalid expire time in '{name}' command")
+        key, keyspace = plain(args[0]), client.server.keyspace
+        entry = keyspace.find(key)
+        if entry is None or not _may_change(conditions, entry.expires, expires):
+            return 0
+        keyspace.set_expiry(key, max(expires, 1))
+        return 1
+
+
+def _epoch() -> int:
+    return 0
+
+
+_declare("expire", 1000, unix_ms, since="1.0.0", time="seconds", summary="Sets a key's time to live in seconds.")
+_declare("pexpire", 1, unix_ms, since="2.6.0", time="milliseconds", summary="Sets a key's time to live in ms.")
+_declare(
+    "expireat", 1000, _epoch, since="1.2.0", time="unix-time-seconds", summary="Sets the second at which a key expires."
+)
+_declare(
+    "pexpireat",
+    1,
+    _epoch,
+    since="2.6.0",
+    time="unix-time-milliseconds",
+    summary="Sets the millisecond at which a key expires.",
+)
+
+
+def _expiry(client: Client, raw: Argument) -> int:
+    """The unix milliseconds at which a key expires; -1 for never, -2 when it does not exist."""
+    key, keyspace = plain(raw), client.server.keyspace
+    entry = keyspace.look(key)
+    if entry is None:
+        return -1 if lists_pages(keyspace, key) else -2
+    return entry.expires or -1
+
+
+def _seconds(milliseconds: int) -> int:
+    return milliseconds if milliseconds < 0 else (milliseconds + 500) // 1000
+
+
+def _left(client: Client, raw: Argument) -> int:
+    expires = _expiry(client, raw)
+    return expires if expires < 0 else max(expires - unix_ms(), 0)
+
+
+@command(
+    "ttl",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="generic",
+    usage="key",
+    summary="Returns seconds to live.",
+    needs=nothing,
+)
+def ttl(client: Client, args: list[Argument]) -> Reply:
+    """Seconds, rounded; -1 for ever, -2 for no such key."""
+    return _seconds(_left(client, args[0]))
+
+
+@command(
+    "pttl",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="generic",
+    since="2.6.0",
+    usage="key",
+    summary="Returns milliseconds to live.",
+)
+def pttl(client: Client, args: list[Argument]) -> Reply:
+    """Milliseconds; -1 for ever, -2 for no such key."""
+    return _left(client, args[0])
+
+
+@command(
+    "expiretime",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="generic",
+    since="7.0.0",
+    usage="key",
+    summary="Returns the unix second at which a key expires.",
+)
+def expiretime(client: Client, args: list[Argument]) -> Reply:
+    """Seconds, rounded; -1 for never, -2 for no such key."""
+    return _seconds(_expiry(client, args[0]))
+
+
+@command(
+    "pexpiretime",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="generic",
+    since="7.0.0",
+    usage="key",
+    summary="Returns the unix millisecond at which a key expires.",
+)
+def pexpiretime(client: Client, args: list[Argument]) -> Reply:
+    """Milliseconds; -1 for never, -2 for no such key."""
+    return _expiry(client, args[0])
+
+
+@command(
+    "persist",
+    2,
+    "write fast",
+    keys=(1, 1, 1),
+    needs=extents,
+    group="generic",
+    since="2.2.0",
+    usage="key",
+    summary="Lets a key live for ever.",
+)
+def persist(client: Client, args: list[Argument]) -> Reply:
+    """1 when it had a time to live."""
+    key, keyspace = plain(args[0]), client.server.keyspace
+    entry = keyspace.find(key)
+    if entry is None or not entry.expires:
+        return 0
+    keyspace.set_expiry(key, 0)
+    return 1

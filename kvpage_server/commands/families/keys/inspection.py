@@ -1,0 +1,169 @@
+"""OBJECT and MEMORY: how a value is kept, and where the memory goes."""
+
+from __future__ import annotations
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.server.info import human, resident_memory
+from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+
+_LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
+
+container("object", group="generic", summary="A container for how values are kept.")
+
+
+@command(
+    "object|encoding",
+    3,
+    "readonly keyspace",
+    keys=(2, 2, 1),
+    needs=nothing,
+    group="generic",
+    since="2.2.3",
+    usage="key",
+    summary="Names a value's encoding as Redis would.",
+)
+def object_encoding(client: Client, args: list[Argument]) -> Reply:
+    """int, embstr or raw; null when there is no such key."""
+    entry = client.server.keyspace.find(plain(args[0]))
+    if entry is None:
+        return None
+    if not isinstance(entry, Text) or (entry.size > _LONGEST_EMBEDDED):
+        return b"raw"
+    return b"embstr" if as_integer(entry.data) is None else b"int"
+
+
+@command(
+    "object|refcount",
+    3,
+    "readonly keyspace",
+    keys=(2, 2, 1),
+    needs=nothing,
+    group="generic",
+    since="2.2.3",
+    usage="key",
+    summary="Counts the references to a value.",
+)
+def object_refcount(client: Client, args: list[Argument]) -> Reply:
+    """1: values are not shared. Null when there is no such key."""
+    return None if client.server.keyspace.find(plain(args[0])) is None else 1
+
+
+@command(
+    "object|idletime",
+    3,
+    "readonly keyspace",
+    keys=(2, 2, 1),
+    needs=nothing,
+    group="generic",
+    since="2.2.3",
+    usage="key",
+    summary="Returns the seconds since a value was used.",
+)
+def object_idletime(client: Client, args: list[Argument]) -> Reply:
+    """A page is used when any page of its block is. Null when there is no such key."""
+    key, keyspace = plain(args[0]), client.server.keyspace
+    return None if keyspace.find(key) is None else keyspace.idle(key)
+
+
+@command(
+    "object|freq",
+    3,
+    "readonly keyspace",
+    keys=(2, 2, 1),
+    needs=nothing,
+    group="generic",
+    since="4.0.0",
+    usage="key",
+    summary="Returns how often a value was used, under an LFU policy.",
+)
+def object_freq(client: Client, args: list[Argument]) -> Reply:
+    """There is no LFU policy here. Null when there is no such key."""
+    if client.server.keyspace.find(plain(args[0])) is None:
+        return None
+    raise ReplyError(
+        "ERR An LFU maxmemory policy is not selected, access frequency not tracked. Please note that when switching "
+        "between policies at runtime LRU and LFU data will take some time to adjust."
+    )
+
+
+container("memory", group="server", summary="A container for where memory goes.")
+
+
+def _usage(key: bytes, entry: Entry) -> int:
+    """Bytes that a key and its value occupy."""
+    return len(key) + (entry.size + TEXT_OVERHEAD if isinstance(entry, Text) else entry.footprint)
+
+
+@command(
+    "memory|usage",
+    -3,
+    "readonly",
+    keys=(2, 2, 1),
+    needs=nothing,
+    group="server",
+    since="4.0.0",
+    usage="key [SAMPLES count]",
+    summary="Returns the bytes that a key and its value occupy.",
+)
+def memory_usage(client: Client, args: list[Argument]) -> Reply:
+    """Null when there is no such key. A value is one piece here: SAMPLES changes nothing."""
+    options = plain_all(args[1:])
+    while options:
+        if options[0].upper() != b"SAMPLES" or len(options) < 2:
+            raise ReplyError(SYNTAX_ERROR)
+        if integer(options[1]) < 0:
+            raise ReplyError(SYNTAX_ERROR)
+        del options[:2]
+    key = plain(args[0])
+    entry = client.server.keyspace.find(key)
+    return None if entry is None else _usage(key, entry)
+
+
+def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
+    """How much of the arena is not in use: held a byte used, and the difference in bytes."""
+    used, held = keyspace.arena.used, keyspace.arena.held
+    return (held / used if used else 1.0), held - used
+
+
+@command("memory|stats", 2, "allkeys", group="server", since="4.0.0", summary="Tells where the memory goes.")
+def memory_stats(client: Client, args: list[Argument]) -> Reply:
+    """Redis's names for what exists here: in bytes, but for the ratios and percentages."""
+    keyspace = client.server.keyspace
+    keys, dataset, resident = len(keyspace), keyspace.used_memory, resident_memory()
+    ratio, unused = _fragmentation(keyspace)
+    return {
+        "total.allocated": dataset,
+        "keys.count": keys,
+        "keys.bytes-per-key": dataset // keys if keys else 0,
+        "dataset.bytes": dataset,
+        "dataset.percentage": 100.0 * dataset / resident,
+        "allocator.allocated": keyspace.arena.used,
+        "allocator.active": keyspace.arena.held,
+        "allocator.resident": resident,
+        "allocator-fragmentation.ratio": ratio,
+        "allocator-fragmentation.bytes": unused,
+    }
+
+
+@command("memory|doctor", 2, "allkeys", group="server", since="4.0.0", summary="Says what is wrong with the memory.")
+def memory_doctor(client: Client, args: list[Argument]) -> Reply:
+    """Text for people."""
+    keyspace = client.server.keyspace
+    ratio, unused = _fragmentation(keyspace)
+    found = []
+    if not keyspace.maxmemory:
+        found.append("There is no maxmemory: pages are kept until the machine has no memory left. Set one.")
+    elif keyspace.policy == "noeviction" and keyspace.used_memory > 0.9 * keyspace.maxmemory:
+        found.append(f"{human(keyspace.used_memory)} of {human(keyspace.maxmemory)} are used; writes will be refused.")
+    if unused > 64 * 1024**2 and ratio > 1.5:
+        found.append(f"{human(unused)} of the arena hold nothing: values of other sizes were deleted. They are reused.")
+    if keyspace.counters.evicted > keyspace.counters.hits > 0:
+        found.append("More keys were evicted than read: maxmemory is small for what is written.")
+    report = "\n".join(f" * {line}" for line in found) or "The memory is in order."
+    return Verbatim(f"{report}\n".encode())

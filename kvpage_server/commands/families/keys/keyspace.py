@@ -1,0 +1,338 @@
+"""The keyspace family: what holds for every key, page or string."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator
+from itertools import zip_longest
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.index_key import lists_pages
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.core import Argument
+from kvpage_server.glob import Matches, PatternTooLong, glob
+from kvpage_server.page import index_key
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
+from kvpage_server.store.keyspace import Keyspace
+
+_CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
+_U64_MAX = 2**64 - 1
+_EACH_KEY = Parts(joined="sum")
+MOST_SCANNED = 1000  # keys that a call of SCAN returns, or those of one block: COUNT is a hint
+_PLACES = 5  # of keys, some of which may be blocks of a thousand, that are looked at together
+_STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
+
+
+@command(
+    "del",
+    -2,
+    "write",
+    keys=(1, -1, 1),
+    group="generic",
+    usage="key [key ...]",
+    needs=extents,
+    parts=_EACH_KEY,
+    summary="Deletes keys.",
+)
+def del_(client: Client, args: list[Argument]) -> Reply:
+    """How many were there."""
+    delete = client.server.keyspace.delete
+    return sum(delete(key) for key in plain_all(args))
+
+
+@command(
+    "unlink",
+    -2,
+    "write fast",
+    keys=(1, -1, 1),
+    needs=extents,
+    group="generic",
+    since="4.0.0",
+    usage="key [key ...]",
+    parts=_EACH_KEY,
+    summary="Deletes keys; deleting is quick here anyway.",
+)
+def unlink(client: Client, args: list[Argument]) -> Reply:
+    """How many were there."""
+    return del_(client, args)
+
+
+@command(
+    "exists",
+    -2,
+    "readonly fast",
+    keys=(1, -1, 1),
+    needs=nothing,
+    group="generic",
+    usage="key [key ...]",
+    parts=_EACH_KEY,
+    summary="Counts the keys that exist.",
+)
+def exists(client: Client, args: list[Argument]) -> Reply:
+    """How many are there, a key named twice counted twice."""
+    keyspace = client.server.keyspace
+    return sum(_is_there(keyspace, key) for key in plain_all(args))
+
+
+def _is_there(keyspace: Keyspace, key: bytes) -> bool:
+    entry = keyspace.look(key)
+    if entry is None:
+        return lists_pages(keyspace, key)
+    keyspace.promise(key, entry)
+    return True
+
+
+@command(
+    "touch",
+    -2,
+    "readonly fast",
+    keys=(1, -1, 1),
+    needs=nothing,
+    group="generic",
+    since="3.2.1",
+    usage="key [key ...]",
+    parts=_EACH_KEY,
+    summary="Counts the keys that exist, and uses them.",
+)
+def touch(client: Client, args: list[Argument]) -> Reply:
+    """How many are there, a key named twice counted twice."""
+    read = client.server.keyspace.read
+    return sum(read(key) is not None for key in plain_all(args))
+
+
+@command(
+    "type",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="generic",
+    usage="key",
+    summary="Names a value's type.",
+    needs=nothing,
+)
+def type_(client: Client, args: list[Argument]) -> Reply:
+    """string or none; set for an index key."""
+    key, keyspace = plain(args[0]), client.server.keyspace
+    if keyspace.look(key) is not None:
+        return simple("string")
+    return simple("set" if lists_pages(keyspace, key) else "none")
+
+
+def matcher(pattern: bytes) -> Matches | None:
+    """What tells whether a key matches, None when every key does. Raises ReplyError."""
+    try:
+        return None if pattern == b"*" else glob(pattern)
+    except PatternTooLong as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+@command(
+    "keys",
+    2,
+    "readonly dangerous filtered",
+    group="generic",
+    usage="pattern",
+    summary="Returns the keys that match a pattern, all at once.",
+)
+def keys(client: Client, args: list[Argument]) -> Reply:
+    """Those that the user may read, in no particular order. Found and encoded in steps: there may be millions."""
+    matches = matcher(plain(args[0]))
+
+    def steps() -> Iterator[Reply]:
+        found: list[bytes] = []
+        for some in _visible_keys(client):
+            found += some if matches is None else filter(matches, some)
+            yield ()
+        yield from _spelt(found)
+
+    return Stream(None, steps())
+
+
+def _visible_keys(client: Client) -> Iterator[list[bytes]]:
+    """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
+    keyspace = client.server.keyspace
+    places, some, step = keyspace.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
+    for start in range(0, len(places), _PLACES):
+        some += keyspace.living(places[start : start + _PLACES])
+        while len(some) >= step:
+            yield client.visible(some[:step])
+            del some[:step]
+    yield client.visible(some)
+
+
+@command(
+    "scan",
+    -2,
+    "readonly filtered",
+    group="generic",
+    since="2.8.0",
+    usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    summary="Returns some keys, and the cursor to go on with.",
+)
+def scan(client: Client, args: list[Argument]) -> Reply:
+    """Cursor and keys; the cursor is 0 at the end. A key that is there from the first call to the last is returned.
+
+    Index keys are sets, and the only ones: they are listed by TYPE set alone. Who may not read every key is returned
+    all of theirs at once: a cursor would tell how many others there are.
+    """
+    keyspace = client.server.keyspace
+    cursor = scan_cursor(plain(args[0]))
+    matches, count, wanted_type = scan_options(plain_all(args[1:]))
+    if not client.sees_all:
+        return _scan_all(client, matches, wanted_type)
+    found: list[bytes] = []
+    count = min(count, MOST_SCANNED)
+    if wanted_type == b"set":
+        cursor, requests = keyspace.scan_requests(cursor, count)
+        found = list(map(index_key, requests))
+    else:
+        cursor, keys = keyspace.scan(cursor, count)
+        found = keys if wanted_type == b"string" else []
+    return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
+
+
+def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Reply:
+    """A scan that is over with its first reply, of what the user may read."""
+
+    def steps() -> Iterator[Reply]:
+        found: list[bytes] = []
+        scanned: Iterator[list[bytes]] = iter(())
+        if wanted_type == b"set":
+            scanned = _visible_requests(client)
+        elif wanted_type == b"string":
+            scanned = _visible_keys(client)
+        for some in scanned:
+            found += some if matches is None else filter(matches, some)
+            yield ()
+        yield Raw(b"*2\r\n$1\r\n0\r\n")
+        yield from _spelt(found)
+
+    return Stream(None, steps())
+
+
+def _visible_requests(client: Client) -> Iterator[list[bytes]]:
+    """The index keys that the client may know of, a step's worth of them looked at at a time."""
+    keyspace, cursor = client.keyspace, 0
+    while True:
+        cursor, requests = keyspace.scan_requests(cursor, _PLACES)
+        yield client.visible(map(index_key, requests))
+        if not cursor:
+            return
+
+
+def _spelt(keys: list[bytes]) -> Iterator[Reply]:
+    """An array of keys, in steps."""
+    yield Raw(b"*%d\r\n" % len(keys))
+    for start in range(0, len(keys), _STEP):
+        yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys[start : start + _STEP]),)
+
+
+def scan_cursor(word: bytes) -> int:
+    """A cursor of SCAN or SSCAN. Raises ReplyError."""
+    word = word.partition(b"\0")[0]  # where C's strings end
+    value = int(word or b"0") if _CURSOR.match(word) else _U64_MAX + 1
+    if abs(value) > _U64_MAX:
+        raise ReplyError("ERR invalid cursor")
+    return value & _U64_MAX
+
+
+def scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
+    """MATCH (None: every key), COUNT and TYPE, or what holds without them. Raises ReplyError."""
+    matches, count, wanted_type = None, 10, b"string"
+    for option, value in zip_longest(words[::2], words[1::2]):
+        if value is None:
+            raise ReplyError(SYNTAX_ERROR)
+        if option.upper() == b"COUNT":
+            count = _scan_count(value)
+        elif option.upper() == b"MATCH":
+            matches = matcher(value)
+        elif option.upper() == b"TYPE":
+            wanted_type = value.lower()
+        else:
+            raise ReplyError(SYNTAX_ERROR)
+    return matches, count, wanted_type
+
+
+def _scan_count(word: bytes) -> int:
+    count = integer(word)
+    if count < 1:
+        raise ReplyError(SYNTAX_ERROR)
+    return count
+
+
+@command(
+    "randomkey",
+    1,
+    "readonly filtered",
+    group="generic",
+    summary="Returns a random key.",
+)
+def randomkey(client: Client, args: list[Argument]) -> Reply:
+    """Null when there is none; of those that the user may read."""
+    if client.sees_all:
+        return client.server.keyspace.random_key()
+
+    def steps() -> Iterator[Reply]:
+        keys: list[bytes] = []
+        for some in _visible_keys(client):
+            keys += some
+            yield ()
+        yield random.choice(keys) if keys else None
+
+    return Stream(None, steps())
+
+
+@command("dbsize", 1, "readonly fast keyspace filtered", group="server", summary="Returns the number of keys.")
+def dbsize(client: Client, args: list[Argument]) -> Reply:
+    """Those that the user may read; of all, those overdue but not yet swept too."""
+    if client.sees_all:
+        return len(client.server.keyspace)
+
+    def steps() -> Iterator[Reply]:
+        count = 0
+        for some in _visible_keys(client):
+            count += len(some)
+            yield ()
+        yield count
+
+    return Stream(None, steps())
+
+
+@command(
+    "flushall",
+    -1,
+    "write keyspace dangerous allkeys",
+    group="server",
+    usage="[ASYNC | SYNC]",
+    summary="Removes every key.",
+)
+def flushall(client: Client, args: list[Argument]) -> Reply:
+    """Every key is gone at once, for everybody; OK once their memory is free, or before it when ASYNC is given."""
+    options = [word.upper() for word in plain_all(args)]
+    if options not in ([], [b"ASYNC"], [b"SYNC"]):
+        raise ReplyError(SYNTAX_ERROR)
+    fallen = client.server.keyspace.flush()
+
+    def steps() -> Iterator[Reply]:
+        if options == [b"ASYNC"]:
+            yield OK
+        for _ in range(0, len(fallen), _STEP):
+            fallen.free(_STEP)
+            yield ()
+        if options != [b"ASYNC"]:
+            yield OK
+
+    return Stream(None, steps())
+
+
+command(
+    "flushdb",
+    -1,
+    "write keyspace dangerous allkeys",
+    group="server",
+    usage="[ASYNC | SYNC]",
+    summary="Removes every key; there is one database.",
+)(flushall)

@@ -1,0 +1,125 @@
+"""The set family, for index keys alone: SMEMBERS, SCARD, SISMEMBER, SSCAN of `kv:{req}:index`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cursor, scan_options
+from kvpage_server.commands.families.pages.request import are_few, blocks_of
+from kvpage_server.commands.index_key import request_of
+from kvpage_server.commands.registry import command
+from kvpage_server.commands.steps import STEP, Steps, stepwise
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.store.memory.entry import is_page
+
+
+def _request(client: Client, raw: Argument) -> bytes:
+    """The request that an index key lists, empty for another key. Raises ReplyError for a key that holds a string."""
+    key = plain(raw)
+    req_id = request_of(key)
+    if req_id is None and client.keyspace.find(key) is not None:
+        raise ReplyError(WRONG_TYPE)
+    return req_id or b""
+
+
+@command(
+    "smembers",
+    2,
+    "readonly",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="set",
+    usage="key",
+    summary="Returns the page keys of a request, given its index key.",
+)
+def smembers(client: Client, args: list[Argument]) -> Reply:
+    """A set, gathered in steps."""
+    req_id = _request(client, args[0])
+
+    def steps() -> Iterator[Reply]:
+        keys: list[bytes] = []
+        for block in (yield from blocks_of(client, req_id)):
+            names = block.page_keys()  # as they are now, whatever happens to the block meanwhile
+            while some := list(islice(names, STEP)):
+                keys += some
+                yield ()
+        yield Raw(b"%b%d\r\n" % (b"~" if client.protocol == 3 else b"*", len(keys)))
+        yield from keys
+
+    return Stream(None, steps())
+
+
+@command(
+    "scard",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="set",
+    usage="key",
+    summary="Counts the pages of a request, given its index key.",
+)
+def scard(client: Client, args: list[Argument]) -> Reply:
+    """0 when there is no such request."""
+    req_id = _request(client, args[0])
+
+    def steps() -> Steps[int]:
+        return sum(block.pages for block in (yield from blocks_of(client, req_id)))
+
+    return stepwise(steps(), small=are_few(client, req_id))
+
+
+@command(
+    "sismember",
+    3,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="set",
+    usage="key member",
+    summary="Says whether a page key is one of a request's, given its index key.",
+)
+def sismember(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0."""
+    index, member = plain(args[0]), plain(args[1])
+    if not client.keyspace.has_pages(_request(client, index)):
+        return 0
+    of_request = member.startswith(index.removesuffix(b"index"))
+    return int(of_request and is_page(client.keyspace.find(member)))
+
+
+@command(
+    "sscan",
+    -3,
+    "readonly",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="set",
+    since="2.8.0",
+    usage="key cursor [MATCH pattern] [COUNT count]",
+    summary="Goes through the page keys of a request, given its index key, a few at a time.",
+)
+def sscan(client: Client, args: list[Argument]) -> Reply:
+    """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
+    start = scan_cursor(plain(args[1]))
+    req_id, keyspace = _request(client, args[0]), client.keyspace
+    if not keyspace.has_pages(req_id):
+        return [b"0", []]
+    options = plain_all(args[2:])
+    matches, wanted, _ = scan_options(options)
+    if b"TYPE" in (word.upper() for word in options[::2]):
+        raise ReplyError(SYNTAX_ERROR)
+    cursor = 0
+    found: list[bytes] = []
+    for page in keyspace.index.pages_from(req_id, start - 1):
+        if len(found) >= min(wanted, MOST_SCANNED):
+            cursor = page + 1
+            break
+        if block := keyspace.block(req_id, page):
+            found += block.page_keys()
+    return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]

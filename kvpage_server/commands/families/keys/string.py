@@ -1,0 +1,360 @@
+"""The string family: plain values, and page blobs seen as the strings they are.
+
+No command here changes a value in its middle: a page's bytes and its header always agree.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
+from kvpage_server.commands.index_key import refuse_as_string
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.table.keys import READ, WRITE, key_of_set
+from kvpage_server.commands.table.needs import as_used, extents, nothing, values
+from kvpage_server.core import Argument
+from kvpage_server.page import unix_ms
+from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.store.memory.entry import Entry
+
+_UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
+
+
+@dataclass(slots=True)
+class Options:
+    """What follows the key and value of SET, or the key of GETEX."""
+
+    timing: bytes = b""  # one of `_UNIT`, KEEPTTL or PERSIST
+    time: Argument = b""
+    only_if: bytes = b""  # NX or XX
+    get: bool = False
+
+    def expires(self, name: str) -> int:
+        """Unix milliseconds, 0 when no time was given. Raises ReplyError."""
+        return expiry(name, self.timing, self.time) if self.timing in _UNIT else 0
+
+
+def expiry(name: str, unit: bytes, raw: Argument) -> int:
+    """The unix milliseconds that a time in EX, PX, EXAT or PXAT means. Raises ReplyError naming the command."""
+    count = integer(raw)
+    expires = count * _UNIT[unit] + (0 if unit.endswith(b"AT") else unix_ms())
+    if count <= 0 or expires > I64[1]:
+        raise ReplyError(f"ERR invalid expire time in '{name}' command")
+    return expires
+
+
+def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
+    """The options, of which `words` are allowed beside those of `_UNIT`. Each may be repeated, no two contradict."""
+    options, position = Options(), 0
+    while position < len(args):
+        word = plain(args[position]).upper()
+        position += 1
+        if word in _UNIT and position < len(args) and options.timing in (b"", word):
+            options.timing, options.time = word, args[position]
+            position += 1
+        elif word not in words:
+            raise ReplyError(SYNTAX_ERROR)
+        elif word in (b"KEEPTTL", b"PERSIST") and options.timing in (b"", word):
+            options.timing = word
+        elif word in (b"NX", b"XX") and options.only_if in (b"", word):
+            options.only_if = word
+        elif word == b"GET":
+            options.get = True
+        else:
+            raise ReplyError(SYNTAX_ERROR)
+    return options
+
+
+@command(
+    "set",
+    -3,
+    "write denyoom",
+    keys=(1, 1, 1),
+    uses=key_of_set,
+    needs=as_used,
+    group="string",
+    usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
+    "PXAT unix-time-milliseconds | KEEPTTL]",
+    summary="Sets the string value of a key; a page blob under its own key becomes that page.",
+)
+def set_(client: Client, args: list[Argument]) -> Reply:
+    """Write a value, under conditions, with an expiry."""
+    key = plain(args[0])
+    if len(args) == 2:
+        store(client, key, args[1])
+        return OK
+    options = _options(args[2:], words=(b"NX", b"XX", b"GET", b"KEEPTTL"))
+    expires = options.expires("set")
+    keyspace = client.server.keyspace
+    old = keyspace.read(key) if options.get else keyspace.find(key)
+    reply = string_of(old) if options.get else OK
+    if options.only_if == (b"XX" if old is None else b"NX"):
+        return reply if options.get else None
+    if options.timing == b"KEEPTTL":
+        expires = keyspace.expires_of(key)
+    store(client, key, args[1], expires)
+    return reply
+
+
+@command(
+    "get",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    group="string",
+    usage="key",
+    summary="Returns the value of a key.",
+    needs=values,
+)
+def get(client: Client, args: list[Argument]) -> Reply:
+    """A value, a page as its blob."""
+    return string_of(_read(client, args[0]))
+
+
+def _read(client: Client, raw: Argument) -> Entry | None:
+    """A key's value. Raises ReplyError for an index key, which is a set."""
+    key = plain(raw)
+    entry = client.server.keyspace.read(key)
+    if entry is None:
+        refuse_as_string(client.server.keyspace, key)
+    return entry
+
+
+def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) -> Reply:
+    key, time, value = plain(args[0]), args[1], args[2]
+    store(client, key, value, expiry(name, unit, time))
+    return OK
+
+
+@command(
+    "setex",
+    4,
+    "write denyoom",
+    keys=(1, 1, 1),
+    needs=extents,
+    group="string",
+    since="2.0.0",
+    usage="key seconds value",
+    summary="Sets a value with a time to live in seconds.",
+)
+def setex(client: Client, args: list[Argument]) -> Reply:
+    """SET with EX."""
+    return _set_expiring(client, args, "setex", b"EX")
+
+
+@command(
+    "psetex",
+    4,
+    "write denyoom",
+    keys=(1, 1, 1),
+    needs=extents,
+    group="string",
+    since="2.6.0",
+    usage="key milliseconds value",
+    summary="Sets a value with a time to live in milliseconds.",
+)
+def psetex(client: Client, args: list[Argument]) -> Reply:
+    """SET with PX."""
+    return _set_expiring(client, args, "psetex", b"PX")
+
+
+@command(
+    "setnx",
+    3,
+    "write denyoom fast",
+    keys=(1, 1, 1),
+    needs=extents,
+    group="string",
+    usage="key value",
+    summary="Sets a value if its key does not exist.",
+)
+def setnx(client: Client, args: list[Argument]) -> Reply:
+    """1 when it was set."""
+    key = plain(args[0])
+    if client.server.keyspace.find(key) is not None:
+        return 0
+    store(client, key, args[1])
+    return 1
+
+
+@command(
+    "getset",
+    3,
+    "write denyoom fast",
+    keys=(1, 1, 1),
+    access=READ | WRITE,
+    group="string",
+    usage="key value",
+    summary="Sets a value and returns the old one.",
+)
+def getset(client: Client, args: list[Argument]) -> Reply:
+    """Null when there was none."""
+    key = plain(args[0])
+    reply = string_of(client.server.keyspace.read(key))
+    store(client, key, args[1])
+    return reply
+
+
+@command(
+    "getdel",
+    2,
+    "write fast",
+    keys=(1, 1, 1),
+    access=READ | WRITE,
+    group="string",
+    since="6.2.0",
+    usage="key",
+    summary="Returns a value and deletes it.",
+)
+def getdel(client: Client, args: list[Argument]) -> Reply:
+    """Null when there was none."""
+    key = plain(args[0])
+    reply = string_of(client.server.keyspace.read(key))
+    client.server.keyspace.delete(key)
+    return reply
+
+
+@command(
+    "getex",
+    -2,
+    "write fast",
+    keys=(1, 1, 1),
+    access=READ | WRITE,
+    group="string",
+    since="6.2.0",
+    usage="key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
+    summary="Returns a value and changes its time to live.",
+)
+def getex(client: Client, args: list[Argument]) -> Reply:
+    """Null when there is none."""
+    key, options, keyspace = plain(args[0]), _options(args[1:], words=(b"PERSIST",)), client.server.keyspace
+    entry = keyspace.read(key)
+    if entry is None:
+        return None
+    expires = options.expires("getex")
+    if expires or (options.timing == b"PERSIST" and entry.expires):
+        keyspace.set_expiry(key, expires)
+    return string_of(entry)
+
+
+@command(
+    "mget",
+    -2,
+    "readonly fast",
+    keys=(1, -1, 1),
+    needs=values,
+    group="string",
+    usage="key [key ...]",
+    parts=Parts(joined="array"),
+    summary="Returns the values of keys.",
+)
+def mget(client: Client, args: list[Argument]) -> Reply:
+    """Null for each that does not exist."""
+    keyspace = client.server.keyspace
+    return [string_of(keyspace.read(key)) for key in plain_all(args)]
+
+
+def _mset(client: Client, args: list[Argument]) -> None:
+    """All values or, when one is a damaged page, none."""
+    keys, values = plain_all(args[::2]), args[1::2]
+    pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
+    admit(client, zip(keys, values, pages, strict=True))
+    for key, value, page in zip(keys, values, pages, strict=True):
+        put(client, key, value, page)
+
+
+@command(
+    "mset",
+    -3,
+    "write denyoom",
+    keys=(1, -1, 2),
+    needs=extents,
+    group="string",
+    since="1.0.1",
+    usage="key value [key value ...]",
+    parts=Parts(width=2, joined="last"),
+    summary="Sets the values of keys.",
+)
+def mset(client: Client, args: list[Argument]) -> Reply:
+    """Always OK."""
+    if len(args) % 2:
+        raise ReplyError("ERR wrong number of arguments for 'mset' command")
+    _mset(client, args)
+    return OK
+
+
+@command(
+    "msetnx",
+    -3,
+    "write denyoom",
+    keys=(1, -1, 2),
+    needs=extents,
+    group="string",
+    since="1.0.1",
+    usage="key value [key value ...]",
+    summary="Sets the values of keys if none of them exists.",
+)
+def msetnx(client: Client, args: list[Argument]) -> Reply:
+    """1 when they were set."""
+    if len(args) % 2:
+        raise ReplyError("ERR wrong number of arguments for 'msetnx' command")
+    if any(client.server.keyspace.find(key) is not None for key in plain_all(args[::2])):
+        return 0
+    _mset(client, args)
+    return 1
+
+
+@command(
+    "strlen",
+    2,
+    "readonly fast",
+    keys=(1, 1, 1),
+    needs=nothing,
+    group="string",
+    since="2.2.0",
+    usage="key",
+    summary="Returns the length of a value.",
+)
+def strlen(client: Client, args: list[Argument]) -> Reply:
+    """Bytes; a page's header counts. 0 when there is none."""
+    entry = _read(client, args[0])
+    return 0 if entry is None else length_of(entry)
+
+
+@command(
+    "getrange",
+    4,
+    "readonly",
+    keys=(1, 1, 1),
+    needs=values,
+    group="string",
+    since="2.4.0",
+    usage="key start end",
+    summary="Returns a part of a value.",
+)
+def getrange(client: Client, args: list[Argument]) -> Reply:
+    """Bytes from start to end, both included and counted from the end when negative; empty when there are none."""
+    start, end = integer(args[1]), integer(args[2])
+    entry = _read(client, args[0])
+    if entry is None:
+        return b""
+    size = length_of(entry)
+    first = max(start + size, 0) if start < 0 else start
+    last = max(end + size, 0) if end < 0 else min(end, size - 1)
+    if first > last or (start < 0 and end < 0 and start > end) or not size:
+        return b""
+    return part_of(entry, first, last + 1)
+
+
+command(
+    "substr",
+    4,
+    "readonly",
+    keys=(1, 1, 1),
+    needs=values,
+    group="string",
+    usage="key start end",
+    summary="Returns a part of a value; the old name of GETRANGE.",
+)(getrange)

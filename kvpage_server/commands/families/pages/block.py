@@ -1,0 +1,195 @@
+"""The block family: all pages of one (req_id, page_id) in one body. KVBLOCKSET, KVBLOCKGET, KVBLOCKMGET, KVBLOCKEXISTS.
+
+The body's order is layer, plane, head, token, dim. A block and its pages are the same data: a block that was set whole
+is read page by page too, and pages that were set one by one are read as a block once it is complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+
+from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.disk import Ahead
+from kvpage_server.commands.families.pages.misses import block_missed
+from kvpage_server.commands.families.pages.request import block_names, chained, hash_in_steps, page_id, request_name
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.steps import Steps, each, stepwise
+from kvpage_server.commands.table.keys import requests
+from kvpage_server.commands.table.needs import blocks, nothing
+from kvpage_server.core import Argument, Slot
+from kvpage_server.page import (
+    MAX_HEAD,
+    MAX_KV_TYPE,
+    MAX_LAYER,
+    MAX_TTL,
+    MAX_U32,
+    BlockShape,
+    PageError,
+    Plane,
+    check_dtype,
+    unix_ms,
+)
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
+from kvpage_server.store.blocks import AT_ONCE, has_block, read_block
+from kvpage_server.store.fetching import Lent
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.tiered import Tiered
+
+_PLANE = 3  # type dtype head_dim
+
+
+@command(
+    "kvblockset",
+    -12,
+    "write denyoom",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
+    summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
+)
+def kvblockset(client: Client, args: list[Argument]) -> Reply:
+    """OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
+    page_size x head_dim elements."""
+    req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
+    shape = _read_shape(*plain_all([*args[2:5], *args[6:-1]]))
+    keyspace, body = client.keyspace, args[-1]
+    slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
+    if slot.size != shape.nbytes:
+        raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {slot.size}")
+
+    def store() -> Iterator[Reply]:
+        """Hash some of it a step; then it becomes visible at once."""
+        digest = 0
+        if client.server.config.page_checksums:
+            digest = slot.digest or (yield from hash_in_steps(slot.body))
+        slot.digest = 0
+        keyspace.set_block(req_id, page, Extent(shape, slot, digest, unix_ms(), ttl))
+        yield OK
+
+    return Stream(None, store())
+
+
+@lru_cache(maxsize=256)  # the blocks of a model share theirs
+def _read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
+    """The shape that KVBLOCKSET's arguments describe. Raises ReplyError saying what is wrong with it."""
+    counts = (
+        integer_in("layers", layers, 1, MAX_LAYER + 1),
+        integer_in("heads", heads, 1, MAX_HEAD + 1),
+        integer_in("page_size", page_size, 1, MAX_U32),
+    )
+    count = integer_in("P", planes, 1, MAX_KV_TYPE + 1)
+    if len(numbers) != count * _PLANE:
+        raise ReplyError(
+            f"ERR KVBLOCKSET with P = {count} takes {count * _PLANE} arguments between P and the body, "
+            f"{_PLANE} a plane, got {len(numbers)}"
+        )
+    try:
+        return BlockShape(*counts, tuple(_read_plane(*numbers[i : i + _PLANE]) for i in range(0, len(numbers), _PLANE)))
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
+    return Plane(
+        kv_type=integer_in("kv_type", kv_type, 0, MAX_KV_TYPE),
+        dtype=check_dtype(integer_in("dtype", dtype, 0, 255)),
+        head_dim=integer_in("head_dim", head_dim, 1, MAX_U32),
+    )
+
+
+def _cold_of(tiered: Tiered, name: tuple[bytes, int]) -> list[Cold]:
+    return tiered.cold_of_block(*name)
+
+
+def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Steps[Reply]:
+    block = yield from read_block(client.keyspace, client.keyspace.block(req_id, page), lent)
+    if block is None:
+        block_missed(client, req_id, page)
+    return block
+
+
+def _is_small(client: Client, req_id: bytes, page: int) -> bool:
+    """Whether a block may be looked at at once: it is in memory, and has few pages or was stored whole."""
+    block, tiered = client.keyspace.block(req_id, page), client.server.tiered
+    if block is None:
+        return True
+    if tiered is not None and tiered.any_cold and tiered.cold_of_block(req_id, page):
+        return False
+    return block.extent is not None or block.pages <= AT_ONCE
+
+
+@command(
+    "kvblockget",
+    3,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    needs=blocks(0),
+    fetches=True,
+    usage="req page",
+    summary="Returns a block's bytes, null unless it is complete.",
+)
+def kvblockget(client: Client, args: list[Argument]) -> Reply:
+    """One bulk string: layer by layer, in it plane by plane, in it head by head."""
+    name = request_name(args[0]), page_id(args[1])
+
+    def body() -> Steps[Reply]:
+        ahead = Ahead(client, _cold_of, [name], of_pages=False)
+        yield from ahead.next()
+        return (yield from _read(client, *name, ahead.lent))
+
+    return stepwise(body(), small=_is_small(client, *name))
+
+
+@command(
+    "kvblockmget",
+    -4,
+    "readonly",
+    group="page",
+    uses=requests(1, 2),
+    needs=blocks(1),
+    fetches=True,
+    usage="N req page [req page ...]",
+    parts=Parts(1, 2),
+    summary="Returns N blocks' bytes, null for those that are not complete.",
+)
+def kvblockmget(client: Client, args: list[Argument]) -> Reply:
+    """Bulk strings, each block looked up as the reply comes to it; each is taken to extend the one before it."""
+    check_batch("KVBLOCKMGET", args, 2, "block")
+    index = client.keyspace.index
+
+    def bodies() -> Iterator[Reply]:
+        names = yield from each(args[1:], block_names, 2)
+        found = yield from each(names, lambda some: [index.block(*name) for name in some])
+        yield from chained(client.keyspace, [block for block in found if block])
+        yield Raw(b"*%d\r\n" % len(names))
+        ahead = Ahead(client, _cold_of, names, of_pages=False)
+        for req_id, page in names:
+            yield from ahead.next()
+            yield (yield from _read(client, req_id, page, ahead.lent))
+
+    return Stream(None, bodies())
+
+
+@command(
+    "kvblockexists",
+    3,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req page",
+    summary="Says whether a block is there and complete.",
+)
+def kvblockexists(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0."""
+    name = request_name(args[0]), page_id(args[1])
+
+    def answer() -> Steps[Reply]:
+        return int((yield from has_block(client.keyspace, client.keyspace.block(*name))))
+
+    return stepwise(answer(), small=_is_small(client, *name))

@@ -1,0 +1,176 @@
+"""The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
+
+What is leased or pinned is spared by eviction, by nothing else: what expires or is deleted goes. Leases and pins of the
+blocks of a quota may take half of it together, those of blocks without one half of what quotas leave of maxmemory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpage_server.commands.arguments import check_batch, integer_in
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.pages.misses import HOLE, block_missed, count_miss
+from kvpage_server.commands.families.pages.request import are_few, block_names, chained, named_blocks
+from kvpage_server.commands.registry import AT_ONCE, Parts, command
+from kvpage_server.commands.steps import STEP, Steps, each, stepwise
+from kvpage_server.commands.table.keys import requests
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Argument
+from kvpage_server.page import MAX_U32, unix_ms
+from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.store.eviction.leases import LONGEST_LEASE
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.index import Block
+
+
+def _lease(keyspace: Keyspace, block: Block, milliseconds: int) -> bool:
+    until = unix_ms() + milliseconds
+    return keyspace.guards.lease(block, block.footprint, until, keyspace.guardable(block))
+
+
+def _of_what(keyspace: Keyspace) -> str:
+    return "the quota, or of what quotas leave of maxmemory" if keyspace.quotas else "maxmemory"
+
+
+@command(
+    "kvpageprefix",
+    -6,
+    "readonly",
+    group="page",
+    uses=requests(3, 2),
+    needs=nothing,
+    usage="pages_per_block lease_ms N req page [req page ...]",
+    parts=Parts(3, 2),
+    summary="Counts the complete blocks from the first on, and leases exactly those.",
+)
+def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
+    """How many blocks from the first on have `pages_per_block` pages; they are leased for `lease_ms`, 0 for not at all.
+
+    A block that can't be leased, because too much already is, ends the run: what is counted can be relied upon.
+    """
+    keyspace = client.keyspace
+    pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
+    milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
+    check_batch("KVPAGEPREFIX", args[2:], 2, "block")
+
+    def steps() -> Steps[int]:
+        names = yield from each(args[3:], block_names, 2)
+        keyspace.guards.settle(unix_ms())
+        found: list[Block] = []
+        for at, (req_id, page) in enumerate(names):
+            block = keyspace.block(req_id, page)
+            if block is None or block.pages != pages_per_block:
+                yield from _count_misses(client, names[at:], pages_per_block)
+                break
+            if milliseconds and not _lease(keyspace, block, milliseconds):
+                break
+            found.append(block)
+            if at % STEP == 0:
+                yield ()
+        yield from chained(keyspace, found)
+        return len(found)
+
+    return stepwise(steps(), small=len(args) <= AT_ONCE)
+
+
+def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:
+    """Count the first block of a broken run as missed, and those behind it that are there as lost to the hole."""
+    block_missed(client, *names[0])
+
+    def lost(some: Sequence[tuple[bytes, int]]) -> list[bool]:
+        blocks = (client.keyspace.block(*name) for name in some)
+        return [block is not None and block.pages == pages_per_block for block in blocks]
+
+    count_miss(client, HOLE, sum((yield from each(names[1:], lost))))
+
+
+@command(
+    "kvpagelease",
+    -3,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req lease_ms [page ...]",
+    parts=Parts(2),
+    summary="Protects a request, or some of its blocks, from eviction for a while.",
+)
+def kvpagelease(client: Client, args: list[Argument]) -> Reply:
+    """How many blocks are leased: from the first on, as many as may be. A lease is only ever prolonged."""
+    keyspace = client.keyspace
+    milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
+
+    def steps() -> Steps[int]:
+        blocks = yield from named_blocks(client, args[0], args[2:])
+        keyspace.guards.settle(unix_ms())
+        for leased, block in enumerate(blocks):
+            if not _lease(keyspace, block, milliseconds):
+                return leased
+            if leased % STEP == STEP - 1:
+                yield ()
+        return len(blocks)
+
+    return stepwise(steps(), small=are_few(client, args[0], args[2:]))
+
+
+@command(
+    "kvpagepin",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req [page ...]",
+    parts=Parts(1),
+    summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
+)
+def kvpagepin(client: Client, args: list[Argument]) -> Reply:
+    """How many blocks are pinned: all that were named and exist, or none and an error when that would be too much."""
+    keyspace, guards = client.keyspace, client.keyspace.guards
+
+    def too_many(block: Block, wanted: int) -> ReplyError:
+        return ReplyError(
+            f"ERR leases and pins may take {keyspace.guardable(block)} bytes together, half of {_of_what(keyspace)}: "
+            f"{wanted} more would be too many"
+        )
+
+    def steps() -> Steps[int]:
+        blocks = yield from named_blocks(client, args[0], args[1:])
+        guards.settle(unix_ms())
+        sizes = yield from each(blocks, lambda some: [0 if guards.of(one).size else one.footprint for one in some])
+        if blocks and guards.beside(blocks[0]) + sum(sizes) > keyspace.guardable(blocks[0]):
+            raise too_many(blocks[0], sum(sizes))
+        new = [block for block in blocks if not guards.of(block).pinned]
+        for pinned, block in enumerate(new):
+            if not guards.pin(block, block.footprint, keyspace.guardable(block)):
+                for one in new[:pinned]:
+                    guards.unpin(one)  # somebody else took the room meanwhile
+                raise too_many(block, sum(sizes))
+            if pinned % STEP == STEP - 1:
+                yield ()
+        return len(blocks)
+
+    return stepwise(steps(), small=are_few(client, args[0], args[1:]))
+
+
+@command(
+    "kvpageunpin",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req [page ...]",
+    parts=Parts(1),
+    summary="Ends the pins of a request, or of some of its blocks.",
+)
+def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
+    """How many blocks were pinned until now."""
+    guards = client.keyspace.guards
+
+    def steps() -> Steps[int]:
+        blocks = yield from named_blocks(client, args[0], args[1:])
+        return sum((yield from each(blocks, lambda some: list(map(guards.unpin, some)))))
+
+    return stepwise(steps(), small=are_few(client, args[0], args[1:]))

@@ -1,0 +1,263 @@
+"""The page family: KVPAGESET, KVPAGEGET, their batches, KVPAGEEXISTS.
+
+The five arguments that name a page, joined, are its key. A batch is read and stored, or found and sent, in steps.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, cast
+
+from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.disk import Ahead, fetched
+from kvpage_server.commands.families.pages.misses import page_missed, pages_missed
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.steps import Steps
+from kvpage_server.commands.table.keys import pages
+from kvpage_server.commands.table.needs import extents_of_pages, nothing, values
+from kvpage_server.core import Argument, NewPages, PageNames, Slot
+from kvpage_server.core import arguments as core
+from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
+from kvpage_server.page import PageError, unix_ms
+from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
+from kvpage_server.store.known import Needed
+from kvpage_server.store.lookup import Found
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
+from kvpage_server.store.tiered import Tiered
+
+AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn
+FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
+_MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
+
+
+def page_name(args: Sequence[Argument]) -> PageName:
+    """The page that five arguments name. Raises ReplyError saying which of them is wrong."""
+    try:
+        return core.page_name(args)
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+def page_key(args: Sequence[Argument]) -> bytes:
+    """The key that five arguments spell, without looking at them: good enough to ask whether it is there."""
+    name: Sequence[Any] = args[:NAME_WORDS]
+    try:
+        return b":".join((b"kv", *name))
+    except TypeError:  # one of them is so long that it lies in the arena
+        return b":".join((b"kv", *plain_all(name)))
+
+
+def page_names(args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
+    """The names of a batch's pages, five arguments each after the first. Raises ReplyError."""
+    batches: list[PageNames] = []
+    for first in range(0, count, AT_ONCE):
+        try:
+            batches.append(PageNames(args, 1 + first * NAME_WORDS, AT_ONCE))
+        except PageError as error:
+            raise ReplyError(f"ERR {error}") from None
+        yield ()
+    return batches
+
+
+def _new_pages(client: Client, args: Sequence[Argument], first: int, most: int, now: int) -> NewPages:
+    """Some of the pages that arguments describe, ten each. Raises BadPage."""
+    config = client.server.config
+    strict, with_checksums = config.strict_page_shape, config.page_checksums
+    return NewPages(args, first, most, client.keyspace.arena, now, strict, with_checksums)
+
+
+def _page_or_none(client: Client, args: list[Argument], entry: Entry | None) -> Reply:
+    """A page's reply: its body; null when it is not there. Raises ReplyError for a bad name or a plain string."""
+    if entry is None:
+        page_missed(client, page_name(args))
+        return None
+    if not is_page(entry):
+        raise ReplyError(WRONG_TYPE)
+    return spell_page(entry)
+
+
+def spell_page(page: Page) -> tuple[Piece, ...]:
+    """A page's body as a bulk string: one borrowed piece when it lies in a slot of its own."""
+    if isinstance(page, Slot):
+        return (page,)
+    return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
+
+
+@command(
+    "kvpageset",
+    11,
+    "write denyoom page",
+    uses=pages(0),
+    needs=extents_of_pages(0),
+    group="page",
+    usage="req layer head page type dtype page_size head_dim ttl body",
+    summary="Stores a page; ttl is in seconds, 0 for none.",
+)
+def kvpageset(client: Client, args: list[Argument]) -> Reply:
+    """OK."""
+    try:
+        page = _new_pages(client, args, 0, 1, unix_ms())
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+    for _ in client.keyspace.admit_pages([page]):
+        pass
+    client.keyspace.set_pages(page)
+    return OK
+
+
+@command(
+    "kvpageget",
+    6,
+    "readonly fast page",
+    uses=pages(0),
+    needs=values,
+    group="page",
+    usage="req layer head page type",
+    summary="Returns a page's body, null when it is not there.",
+)
+def kvpageget(client: Client, args: list[Argument]) -> Reply:
+    """The body."""
+    return _page_or_none(client, args, client.keyspace.read(page_key(args)))
+
+
+@command(
+    "kvpagemset",
+    -12,
+    "write denyoom page",
+    uses=pages(1, PAGE_WORDS),
+    needs=extents_of_pages(1, PAGE_WORDS),
+    fetches=True,
+    group="page",
+    usage="N req layer head page type dtype page_size head_dim ttl body "
+    "[req layer head page type dtype page_size head_dim ttl body ...]",
+    parts=Parts(1, PAGE_WORDS),
+    summary="Stores N pages, all or none.",
+)
+def kvpagemset(client: Client, args: list[Argument]) -> Reply:
+    """OK; an error when one page is refused, and then none is stored."""
+    count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
+
+    def store() -> Iterator[Reply]:
+        """Read all of them, some a step; then they become visible, some a step."""
+        batches: deque[NewPages] = deque()
+        now, read = unix_ms(), 0
+        while read < count:
+            try:
+                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, AT_ONCE, now))
+            except BadPage as error:
+                raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
+            read += len(batches[-1])
+            yield ()
+        yield from client.keyspace.admit_pages(batches)
+        while batches:
+            yield from fetched(client, partial(_extents_of, batches[0]))
+            client.keyspace.set_pages(batches.popleft())
+            yield ()
+        yield OK
+
+    return Stream(None, store())
+
+
+def _extents_of(some: PageNames, tiered: Tiered) -> Iterable[Needed]:
+    return tiered.extents_at(dict.fromkeys(some.blocks()))
+
+
+class _Step(NamedTuple):
+    """Some pages of a batch, that are fetched together."""
+
+    names: PageNames
+    first: int
+    stop: int
+
+
+@command(
+    "kvpagemget",
+    -7,
+    "readonly page",
+    uses=pages(1, NAME_WORDS),
+    needs=values,
+    fetches=True,
+    group="page",
+    usage="N req layer head page type [req layer head page type ...]",
+    parts=Parts(1, NAME_WORDS),
+    summary="Returns N pages' bodies, null for those that are not there.",
+)
+def kvpagemget(client: Client, args: list[Argument]) -> Reply:
+    """An array of bodies, each looked up as the reply comes to it."""
+    count = check_batch("KVPAGEMGET", args, NAME_WORDS, "page")
+    tiered = client.server.tiered
+
+    def bodies() -> Iterator[Reply]:
+        batches = yield from page_names(args, count)
+        yield Raw(b"*%d\r\n" % count)
+        for i, names in enumerate(batches):
+            at = 0
+            while at < len(names):
+                if tiered is not None and tiered.any_cold and tiered.cold_of(names.keys[at:]):
+                    rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
+                    yield from _from_disk(client, rest)
+                    return
+                found = client.keyspace.read_pages(names, at, len(names), _MOST_BYTES)
+                pages_missed(client, names, found.missing)
+                yield _spelt(client, found, None)
+                at += len(found.entries)
+
+    return Stream(None, bodies())
+
+
+def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
+    """Steps of a reply with pages of which some are fetched for it."""
+    steps = [
+        _Step(names, at, min(at + FROM_DISK, stop))
+        for names, first, stop in batches
+        for at in range(first, stop, FROM_DISK)
+    ]
+    ahead = Ahead(client, _cold_in, steps, of_pages=True)
+    for names, first, stop in steps:
+        yield from ahead.next()
+        found = client.keyspace.read_pages(names, first, stop)
+        pages_missed(client, names, found.missing)
+        yield ahead.loan_of(found.entries) or _spelt(client, found, ahead)
+
+
+def _cold_in(tiered: Tiered, step: _Step) -> Sequence[Cold]:
+    return tiered.cold_of(step.names.keys[step.first : step.stop])
+
+
+def _spelt(client: Client, found: Found, ahead: Ahead[_Step] | None) -> tuple[Piece, ...]:
+    """What was found, as it is sent: null for what is no page, or cannot be read from disk."""
+    absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
+    if not found.others:  # pages in slots are sent as they lie there
+        pages = cast("list[Piece | None]", found.entries)
+        return (*[absent if page is None else page for page in pages],)
+    pieces: list[Piece] = []
+    for entry in found.entries:
+        if not is_page(entry):
+            pieces.append(absent)
+        elif is_cold(entry):
+            pieces += (ahead.loan_of([entry]) if ahead is not None else None) or (absent,)
+        else:
+            pieces += spell_page(entry)
+    return (*pieces,)
+
+
+@command(
+    "kvpageexists",
+    6,
+    "readonly fast page",
+    uses=pages(0),
+    needs=nothing,
+    group="page",
+    usage="req layer head page type",
+    summary="Says whether a page is there, from the index alone.",
+)
+def kvpageexists(client: Client, args: list[Argument]) -> Reply:
+    """1 or 0."""
+    entry = client.keyspace.find(page_key(args))
+    if entry is None:
+        page_name(args)
+    return int(is_page(entry))

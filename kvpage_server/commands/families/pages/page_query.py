@@ -1,0 +1,81 @@
+"""The page family's questions about single pages: KVPAGEMEXISTS, KVPAGESTAT."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.commands.arguments import WRONG_TYPE, check_batch
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.pages.page import page_name, page_names
+from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.table.keys import pages
+from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.core import Argument
+from kvpage_server.core.arguments import NAME_WORDS
+from kvpage_server.page import unix_ms
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.store.memory.entry import header_of, is_cold, is_page
+
+
+@command(
+    "kvpagemexists",
+    -7,
+    "readonly",
+    group="page",
+    uses=pages(1, NAME_WORDS),
+    needs=nothing,
+    usage="N req layer head page type [req layer head page type ...]",
+    parts=Parts(1, NAME_WORDS),
+    summary="Says of N pages whether they are there, from the index alone.",
+)
+def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
+    """An array of 1 or 0, in order."""
+    count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
+
+    def steps() -> Iterator[Reply]:
+        batches = yield from page_names(args, count)
+        yield Raw(b"*%d\r\n" % count)
+        for names in batches:
+            entries = client.keyspace.find_pages(names)
+            yield (b":%d\r\n" * len(entries) % (*map(is_page, entries),),)
+
+    return Stream(None, steps())
+
+
+@command(
+    "kvpagestat",
+    6,
+    "readonly fast",
+    group="page",
+    uses=pages(0),
+    needs=extents,
+    usage="req layer head page type",
+    summary="Returns what is known of a page: its header, time to live, protection and tier.",
+)
+def kvpagestat(client: Client, args: list[Argument]) -> Reply:
+    """A map; null when the page is not there."""
+    name, keyspace = page_name(args), client.keyspace
+    page = keyspace.find(name.key)
+    if page is None:
+        return None
+    block = keyspace.block(name.req_id, name.page)
+    if not is_page(page) or block is None:
+        raise ReplyError(WRONG_TYPE)
+    header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
+    return {
+        "dtype": int(header.dtype),
+        "page_size": header.page_size,
+        "head_dim": header.head_dim,
+        "layer": header.layer,
+        "head": header.head,
+        "page": header.page,
+        "type": header.kv_type,
+        "bytes": header.body_size,
+        "checksum": f"{header.checksum:016x}",
+        "created_ms": header.created_ms,
+        "ttl": header.ttl,
+        "ttl_left_ms": page.expires - now if page.expires else -1,
+        "lease_left_ms": max(guard.until - now, 0),
+        "pinned": int(guard.pinned),
+        "tier": "disk" if is_cold(page) else "memory",
+    }

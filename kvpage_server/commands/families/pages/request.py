@@ -1,0 +1,271 @@
+"""The page family's commands about a request and its blocks: KVPAGEDEL, KVPAGEINDEX, KVPAGEVERIFY.
+
+A request may have any number of pages, so all of them work in steps, between which other clients are served. A block
+that comes or goes meanwhile is seen as it is when its turn comes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterable, Iterator, Sequence
+from functools import partial
+from heapq import merge
+
+import xxhash
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.disk import fetched
+from kvpage_server.commands.registry import AT_ONCE, Parts, command
+from kvpage_server.commands.steps import STEP, Steps
+from kvpage_server.commands.table.keys import requests
+from kvpage_server.commands.table.needs import blocks_of_request, nothing
+from kvpage_server.core import Argument
+from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
+from kvpage_server.store.blocks import gathered
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.known import Needed
+from kvpage_server.store.memory.entry import Page, header_of, is_page
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
+from kvpage_server.store.tiered import Tiered
+
+_SORTED = 4096  # page ids that are sorted in a step
+HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
+
+
+def request_name(raw: Argument) -> bytes:
+    """A req_id. Raises ReplyError saying what is allowed."""
+    try:
+        return check_req_id(plain(raw))
+    except PageError as error:
+        raise ReplyError(f"ERR {error}") from None
+
+
+def page_id(raw: Argument) -> int:
+    """A page_id. Raises ReplyError saying what is allowed."""
+    return integer_in("page_id", raw, 0, MAX_PAGE)
+
+
+def block_names(args: Sequence[Argument]) -> list[tuple[bytes, int]]:
+    """The blocks that arguments name, two each."""
+    return [(request_name(req), page_id(page)) for req, page in zip(args[::2], args[1::2], strict=True)]
+
+
+def chained(keyspace: Keyspace, blocks: list[Block]) -> Steps[None]:
+    """Say of blocks that each extends the one before it."""
+    for start in range(0, len(blocks), STEP):
+        keyspace.chain(blocks[start : start + STEP + 1])
+        yield ()
+
+
+def are_few(client: Client, req: Argument, pages: Sequence[Argument] = ()) -> bool:
+    """Whether what `req [page ...]` names may be looked at at once."""
+    return len(pages) < AT_ONCE and (len(pages) > 0 or client.keyspace.index.count(plain(req)) <= AT_ONCE)
+
+
+def named_blocks(client: Client, req: Argument, pages: Sequence[Argument]) -> Steps[list[Block]]:
+    """The living blocks that `req [page ...]` names: those pages, each once, or all of the request by page id."""
+    keyspace, req_id = client.keyspace, request_name(req)
+    if not pages:
+        return (yield from blocks_of(client, req_id))
+    found: dict[int, Block] = {}
+    for start in range(0, len(pages), STEP):
+        for page in map(page_id, pages[start : start + STEP]):
+            if page not in found and (block := keyspace.block(req_id, page)):
+                found[page] = block
+        yield ()
+    return [*found.values()]
+
+
+def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
+    """The blocks of a request with their living pages, by page id."""
+    keyspace, ids = client.keyspace, client.keyspace.index.page_ids(req_id)
+    sorted_ids: list[Iterable[int]] = []
+    for start in range(0, len(ids), _SORTED):
+        sorted_ids.append(sorted(ids[start : start + _SORTED]))
+        yield ()
+    found: list[Block] = []
+    for at, page in enumerate(merge(*sorted_ids)):
+        if block := keyspace.block(req_id, page):
+            found.append(block)
+        if at % STEP == STEP - 1:
+            yield ()
+    return found
+
+
+def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
+    """Those of the blocks that live when their turn comes."""
+    return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
+
+
+@command(
+    "kvpagedel",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req [page ...]",
+    parts=Parts(1),
+    summary="Deletes a request, or some of its blocks.",
+)
+def kvpagedel(client: Client, args: list[Argument]) -> Reply:
+    """How many pages went. Blocks go whole; the last goes first, so what is left is always a prefix."""
+    keyspace = client.keyspace
+
+    def steps() -> Iterator[Reply]:
+        blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
+        for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
+            removed += keyspace.remove_block(block, "del")
+            yield ()
+        yield removed
+
+    return Stream(None, steps())
+
+
+@command(
+    "kvpageindex",
+    -2,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req [WITHSIZES]",
+    summary="Lists a request's blocks and what each holds.",
+)
+def kvpageindex(client: Client, args: list[Argument]) -> Reply:
+    """A map a block, by page id: page, pages, layers, heads, planes, complete, and with WITHSIZES bytes and memory.
+
+    `layers` and `heads` are one more than the last there is, `bytes` counts bodies, `memory` all that they occupy.
+    """
+    keyspace, req_id = client.keyspace, request_name(args[0])
+    with_sizes = [plain(arg).upper() for arg in args[1:]]
+    if with_sizes not in ([], [b"WITHSIZES"]):
+        raise ReplyError(SYNTAX_ERROR)
+
+    def steps() -> Iterator[Reply]:
+        blocks, found = (yield from blocks_of(client, req_id)), []
+        for block in _still_there(keyspace, blocks):
+            found.append((yield from _describe(keyspace, block, bool(with_sizes))))
+            yield ()
+        yield Raw(b"*%d\r\n" % len(found))
+        yield from found
+
+    return Stream(None, steps())
+
+
+def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
+    pages, shape = yield from gathered(keyspace, block)
+    described: dict[str, Reply] = {
+        "page": block.page,
+        "pages": block.pages,
+        "layers": block.layers,
+        "heads": block.heads,
+        "planes": block.planes,
+        "complete": int(shape is not None),
+    }
+    if with_sizes:
+        extent = block.extent
+        described["bytes"] = extent.slot.size if extent else sum(page.size for page in pages)
+        described["memory"] = block.footprint
+    return described
+
+
+@command(
+    "kvpageverify",
+    -2,
+    "write",
+    group="page",
+    uses=requests(0),
+    needs=blocks_of_request,
+    fetches=True,
+    usage="req [page ...]",
+    parts=Parts(1),
+    summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
+)
+def kvpageverify(client: Client, args: list[Argument]) -> Reply:
+    """A map: pages checked, pages unchecked (written without a checksum), and the keys of the corrupt ones."""
+    keyspace = client.keyspace
+
+    def steps() -> Iterator[Reply]:
+        blocks, checked, unchecked = (yield from named_blocks(client, args[0], args[1:])), 0, 0
+        corrupt: list[bytes] = []
+        for block in _still_there(keyspace, blocks):
+            lost = yield from _fetch(client, block)
+            checked += len(lost)
+            corrupt += lost
+            if block.extent is not None:
+                intact = yield from _check_extent(block.extent)
+                checked += block.pages if intact is not None else 0
+                unchecked += block.pages if intact is None else 0
+                if intact is False and keyspace.block(block.req_id, block.page) is block and block.extent is not None:
+                    corrupt += block.page_keys()
+                    keyspace.remove_block(block, "del", "corrupt")
+                yield ()
+                continue
+            for key in list(block.page_keys()):
+                yield from fetched(client, partial(_value_of, key))
+                page = keyspace.find(key)
+                if not is_page(page):
+                    continue
+                intact = yield from _check(page)
+                if intact is None:
+                    unchecked += 1
+                    continue
+                checked += 1
+                if not intact and keyspace.find(key) is page:
+                    corrupt.append(key)
+                    keyspace.remove_corrupt(key)
+        yield {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
+
+    return Stream(None, steps())
+
+
+def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
+    """Have a block in memory, in steps; the keys of its pages that are not on disk what was stored."""
+    if client.server.tiered is None:
+        return []
+    keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
+    yield from fetched(client, lambda tiered: tiered.blocks_at([(block.req_id, block.page)]))
+    gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
+    ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
+    return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
+
+
+def _value_of(key: bytes, tiered: Tiered) -> Iterator[Needed]:
+    return tiered.values_of([key])
+
+
+def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
+    """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
+    if not extent.digest:
+        return None
+    slot = extent.slot  # keeps its memory, should the block be dropped from it meanwhile
+    return (yield from hash_in_steps(slot.body)) == extent.digest
+
+
+def _check(page: Page) -> Generator[Reply, None, bool | None]:
+    """Whether a page is as its header says, in steps; None when its header knows no checksum."""
+    try:
+        header = header_of(page)
+    except PageError:
+        return False
+    if header.body_size != page.size:
+        return False
+    if not header.checksum:
+        return None
+    body = page.part(0, page.size)  # keeps its memory, should the page be dropped from it meanwhile
+    return (yield from hash_in_steps(body.view)) == header.checksum
+
+
+def hash_in_steps(body: memoryview) -> Generator[Reply, None, int]:
+    """The XXH3-64 of some bytes; between its steps others are served."""
+    if len(body) <= HASHED_AT_ONCE:
+        yield ()
+        return checksum(body)
+    digest = xxhash.xxh3_64()
+    for start in range(0, len(body), HASHED_AT_ONCE):
+        digest.update(body[start : start + HASHED_AT_ONCE])
+        yield ()
+    return digest.intdigest()

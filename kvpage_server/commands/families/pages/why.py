@@ -1,0 +1,83 @@
+"""KVPAGEWHY: why a read of a request or a page would miss."""
+
+from __future__ import annotations
+
+from itertools import count
+
+from kvpage_server.commands.arguments import WRONG_TYPE
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.pages.misses import HOLE, INCOMPLETE, NEVER_STORED
+from kvpage_server.commands.families.pages.page import page_name
+from kvpage_server.commands.families.pages.request import are_few, blocks_of, request_name
+from kvpage_server.commands.registry import command
+from kvpage_server.commands.steps import STEP, Steps, stepwise
+from kvpage_server.commands.table.keys import requests
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.core import Argument
+from kvpage_server.core.arguments import NAME_WORDS
+from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.store.eviction.ghosts import Ghost
+from kvpage_server.store.holdings import OVER_QUOTA
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.entry import is_page
+
+STORED = "stored"
+
+
+@command(
+    "kvpagewhy",
+    -2,
+    "readonly",
+    group="page",
+    uses=requests(0),
+    needs=nothing,
+    usage="req [layer head page type]",
+    summary="Says why a read of a request, or of a page, would miss.",
+)
+def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
+    """A map. `reason`: stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
+
+    `at` is when it went (unix milliseconds), `policy` what evicted it, or `quota` the pattern of the one for which it
+    had to go. Of a request with a hole, `block` is the first
+    page id that is not there complete, and `cause` why. `since`: what went before then may have been forgotten.
+    """
+    keyspace = client.keyspace
+    if len(args) == 1:
+        return stepwise(_why_request(client, request_name(args[0])), small=are_few(client, args[0]))
+    if len(args) != NAME_WORDS:
+        raise ReplyError("ERR KVPAGEWHY takes a req, or the five arguments that name a page")
+    name = page_name(args)
+    entry = keyspace.find(name.key)
+    if entry is None:
+        ghost = keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
+        return _explain(keyspace, ghost)
+    if not is_page(entry):
+        raise ReplyError(WRONG_TYPE)
+    return {"reason": STORED}
+
+
+def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
+    """The first block that a reader from the request's start would miss."""
+    keyspace = client.keyspace
+    blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
+    if not blocks:
+        return _explain(keyspace, keyspace.ghosts.of_request(req_id))
+    for page in count():
+        block = blocks.get(page)
+        ghost = keyspace.ghosts.of_block(req_id, page, block.rows if block is not None else {})
+        if block is not None and block.is_full:
+            if page % STEP == 0:
+                yield ()
+            continue
+        if block is None and ghost is None and page > max(blocks):
+            return {"reason": STORED, "blocks": len(blocks)}
+        found = _explain(keyspace, ghost, NEVER_STORED if block is None else INCOMPLETE)
+        return {"reason": HOLE, "block": page, "cause": found.pop("reason"), **found}
+    raise AssertionError
+
+
+def _explain(keyspace: Keyspace, ghost: Ghost | None, otherwise: str = NEVER_STORED) -> dict[str, Reply]:
+    if ghost is None:
+        return {"reason": otherwise, "since": keyspace.ghosts.since}
+    by: dict[str, Reply] = {"quota" if ghost.reason == OVER_QUOTA else "policy": ghost.by} if ghost.by else {}
+    return {"reason": ghost.reason, "at": ghost.at, **by}

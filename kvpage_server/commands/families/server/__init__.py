@@ -1,0 +1,5 @@
+"""The families of the server: how it is doing, its parameters, its users, its commands, its disk."""
+
+from kvpage_server.commands.families.server import acl, command, config, diagnose, save, server
+
+__all__ = ["acl", "command", "config", "diagnose", "save", "server"]

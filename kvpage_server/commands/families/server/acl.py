@@ -1,0 +1,297 @@
+"""ACL: users, their rights, and who was turned away."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import Collection
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from kvpage_server.commands.access.user import RuleError, User, change_of
+from kvpage_server.commands.access.users import DEFAULT, Refusal, UserFileError, lines_of, save_file
+from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
+from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
+
+_OWN = "noscript loading stale"
+_FLAGS = "admin noscript loading stale"
+_NO_FILE = (
+    "ERR This instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER command "
+    "and then issue a CONFIG REWRITE (assuming you have a configuration file set) in order to store users in the "
+    "configuration."
+)
+
+_SHORT = 1024  # bytes of rules that are made ready at once
+_FEW = 8  # connections that are looked at more closely in a step
+
+container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
+
+
+@command("acl|whoami", 2, _OWN, group="server", since="6.0.0", summary="Returns the connection's user.")
+def acl_whoami(client: Client, args: list[Argument]) -> Reply:
+    """Its name."""
+    assert client.user is not None
+    return client.user.name
+
+
+@command("acl|users", 2, _FLAGS, group="server", since="6.0.0", summary="Lists the users' names.")
+def acl_users(client: Client, args: list[Argument]) -> Reply:
+    """In the order of their names."""
+    return sorted(client.server.users.by_name)
+
+
+@command("acl|list", 2, _FLAGS, group="server", since="6.0.0", summary="Lists users as lines of a configuration.")
+def acl_list(client: Client, args: list[Argument]) -> Reply:
+    """Passwords as they are kept: hashed."""
+    users = client.server.users.by_name
+    return Stream(len(users), map(bytes, [users[name] for name in sorted(users)]))
+
+
+def _lines(client: Client) -> Steps[list[bytes]]:
+    """A line of the configuration for every user."""
+    by_name = client.server.users.by_name
+    return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
+
+
+@command(
+    "acl|getuser", 3, _FLAGS, group="server", since="6.0.0", usage="username", summary="Describes a user's rights."
+)
+def acl_getuser(client: Client, args: list[Argument]) -> Reply:
+    """A map; null for nobody of that name."""
+    user = client.server.users.by_name.get(plain(args[0]))
+    return None if user is None else _describe(user)
+
+
+def _describe(user: User) -> dict[str, Any]:
+    return {
+        "flags": ["on" if user.enabled else "off", *(["nopass"] if user.no_password else [])],
+        "passwords": list(user.passwords),
+        "commands": user.command_rules,
+        "keys": user.key_rules,
+        "channels": user.channel_rules,
+        "selectors": [],
+    }
+
+
+@command(
+    "acl|setuser",
+    -3,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="username [rule [rule ...]]",
+    summary="Makes or changes a user.",
+)
+def acl_setuser(client: Client, args: list[Argument]) -> Reply:
+    """With all of the rules or none. Connections of the user feel it at once."""
+    name, *rules = plain_all(args)
+
+    def steps() -> Steps[Reply]:
+        changes = yield from each(rules, lambda some: [(rule, change_of(rule)) for rule in some], at_once=1)
+        try:
+            user = client.server.users.set(name, changes)
+        except RuleError as error:
+            raise ReplyError(f"ERR {error}") from None
+        yield from _settle(client, {user.name})
+        return OK
+
+    return stepwise(steps(), small=sum(map(len, rules)) <= _SHORT and _is_quiet(client))
+
+
+def _is_quiet(client: Client) -> bool:
+    return len(client.server.clients) <= STEP
+
+
+def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
+    """The rights of these users changed: find out what each connection of theirs may do, at once; then end those that
+    listen to what they may not, or that are nobody any more."""
+    users, left = client.server.users.by_name, list[Client]()
+    for other in client.server.clients.values():
+        if other.user is None or other.user.name not in changed:
+            continue
+        other.user = users.get(other.user.name)
+        other.settle()
+        if other is not client and (other.user is None or other.listens):
+            left.append(other)
+    for start in range(0, len(left), _FEW):
+        for other in left[start : start + _FEW]:
+            if _listens_too_much(other):
+                other.connection.abort()
+        yield ()
+    if client.user is None or _listens_too_much(client):
+        asyncio.get_running_loop().call_soon(client.close)  # once it has been answered
+
+
+def _listens_too_much(client: Client) -> bool:
+    """Whether it hears what its user, if it is still one, may not."""
+    if client in client.server.monitors and not client.sees_all:
+        return True
+    return not (client.user and all(map(client.hears, [*client.channels, *client.patterns])))
+
+
+@command(
+    "acl|deluser",
+    -3,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="username [username ...]",
+    summary="Removes users and ends their connections.",
+)
+def acl_deluser(client: Client, args: list[Argument]) -> Reply:
+    """How many there were."""
+    names = plain_all(args)
+    if DEFAULT in names:
+        raise ReplyError("ERR The 'default' user cannot be removed")
+    removed = [name for name in names if client.server.users.by_name.pop(name, None) is not None]
+
+    def steps() -> Steps[Reply]:
+        yield from _settle(client, set(removed))
+        return len(removed)
+
+    return stepwise(steps(), small=_is_quiet(client))
+
+
+@command(
+    "acl|cat",
+    -2,
+    _OWN,
+    group="server",
+    since="6.0.0",
+    usage="[category]",
+    most=3,
+    summary="Lists the categories of commands, or the commands of one.",
+)
+def acl_cat(client: Client, args: list[Argument]) -> Reply:
+    """Redis's categories and `page`."""
+    if not args:
+        return list(CATEGORIES)
+    category = plain(args[0]).decode("ascii", "backslashreplace")
+    if category.lower() not in CATEGORIES:
+        raise ReplyError(f"ERR Unknown category '{category}'")
+    return [spec.name for spec in TABLE.values() if category.lower() in spec.categories]
+
+
+@command(
+    "acl|dryrun",
+    -4,
+    _FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="username command [arg [arg ...]]",
+    summary="Says whether a user may run a command, without running it.",
+)
+def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
+    """OK, or why not."""
+    name, words = plain(args[0]), args[1:]
+    user = client.server.users.by_name.get(name)
+    if user is None:
+        raise ReplyError(f"ERR User '{name.decode('utf-8', 'backslashreplace')}' not found")
+    try:
+        spec = find(words)
+    except ReplyError as error:
+        if "unknown" in str(error):
+            raise ReplyError(f"ERR Command '{shorten(plain(words[0]), 1024)}' not found") from None
+        raise
+    denial = None if "no_auth" in spec.flags else user.denial(spec, words[spec.words :])
+    return OK if denial is None else denial.verbose
+
+
+@command(
+    "acl|log",
+    -2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="[count | RESET]",
+    most=3,
+    summary="Lists what was refused to whom.",
+)
+def acl_log(client: Client, args: list[Argument]) -> Reply:
+    """The newest first; 10 unless told."""
+    refusals = client.server.refusals
+    if args and plain(args[0]).upper() == b"RESET":
+        refusals.entries.clear()
+        return OK
+    count = as_integer(args[0]) if args else 10
+    if count is None or count < 0:
+        raise ReplyError("ERR value is out of range, must be positive")
+    chosen = list(islice(refusals.entries, count))
+    return Stream(len(chosen), map(_entry, chosen))
+
+
+def _entry(refusal: Refusal) -> dict[str, Any]:
+    return {
+        "count": refusal.count,
+        "reason": refusal.reason,
+        "context": refusal.context,
+        "object": refusal.what,
+        "username": refusal.user,
+        "age-seconds": round(time.monotonic() - refusal.updated, 3),
+        "client-info": refusal.client,
+        "entry-id": refusal.id,
+        "timestamp-created": refusal.created_ms,
+        "timestamp-last-updated": refusal.updated_ms,
+    }
+
+
+@command("acl|save", 2, _FLAGS, group="server", since="6.0.0", summary="Writes the users into the aclfile.")
+def acl_save(client: Client, args: list[Argument]) -> Reply:
+    """Whole or not at all."""
+    path = _file(client)
+
+    def steps() -> Steps[Reply]:
+        lines = yield from _lines(client)
+        try:
+            yield from in_thread(lambda: save_file(path, lines))
+        except OSError as error:
+            raise ReplyError(f"ERR There was an error trying to save the ACLs: {error.strerror}") from None
+        return OK
+
+    return stepwise(steps(), small=False)
+
+
+@command("acl|load", 2, _FLAGS, group="server", since="6.0.0", summary="Has the users of the aclfile instead.")
+def acl_load(client: Client, args: list[Argument]) -> Reply:
+    """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
+    path, users = _file(client), client.server.users
+
+    def steps() -> Steps[Reply]:
+        try:
+            lines = yield from in_thread(lambda: lines_of(path))
+            before = users.by_name.keys()
+            for _ in users.loading(lines):
+                yield ()
+        except UserFileError as error:
+            raise ReplyError(f"ERR {error}") from None
+        except OSError as error:
+            raise ReplyError(f"ERR The ACL file cannot be read: {error.strerror}") from None
+        users.warn_of_absent()
+        yield from _settle(client, before)
+        return OK
+
+    return stepwise(steps(), small=False)
+
+
+def _file(client: Client) -> Path:
+    if not client.server.config.aclfile:
+        raise ReplyError(_NO_FILE)
+    return Path(client.server.config.aclfile)
+
+
+@command("acl|genpass", -2, _OWN, group="server", since="6.0.0", usage="[bits]", most=3, summary="Makes up a password.")
+def acl_genpass(client: Client, args: list[Argument]) -> Reply:
+    """Random hexadecimal digits: 256 bits unless told."""
+    bits = integer(args[0]) if args else 256
+    if not 1 <= bits <= 4096:
+        raise ReplyError(
+            "ERR ACL GENPASS argument must be the number of bits for the output password, a positive number up to 4096"
+        )
+    digits = -(-bits // 4)
+    return secrets.token_hex((digits + 1) // 2)[:digits]

@@ -1,0 +1,217 @@
+"""COMMAND: the table, told to clients; redis-cli makes its hints from it, cluster clients ask it for keys."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.registry import SUBCOMMANDS, TABLE, Parts, Spec, command, help_of, subcommands, top_level
+from kvpage_server.commands.table.keys import READ, WRITE, Use
+from kvpage_server.commands.table.usage import arguments
+from kvpage_server.core import Argument
+from kvpage_server.glob import PatternTooLong, glob
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
+
+_FLAGS = "loading stale connection"
+
+
+def describe(spec: Spec) -> list[Any]:
+    """A command as COMMAND replies it."""
+    first, last, step = spec.keys
+    return [
+        spec.name,
+        spec.arity,
+        [simple(flag) for flag in sorted(spec.flags)],
+        first,
+        last,
+        step,
+        [simple(f"@{category}") for category in sorted(spec.categories)],
+        list(spec.tips),
+        _key_specs(spec),
+        [describe(sub) for sub in subcommands(spec.name)],
+    ]
+
+
+_KEY_FLAGS = {READ: ["RO", "access"], WRITE: ["OW", "update"], READ | WRITE: ["RW", "access", "update"]}
+
+
+def _key_specs(spec: Spec) -> list[Any]:
+    """Where the keys stand, in the form that Redis 7 tells it."""
+    flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
+    first, last, step = spec.keys
+    if spec.uses is not None and not first:
+        unknown = {"type": "unknown", "spec": {}}
+        return [{"flags": [*flags, simple("incomplete")], "begin_search": unknown, "find_keys": unknown}]
+    if not first:
+        return []
+    found = {"lastkey": last - first if last > 0 else last, "keystep": step, "limit": 0}
+    return [
+        {
+            "flags": flags,
+            "begin_search": {"type": "index", "spec": {"index": first}},
+            "find_keys": {"type": "range", "spec": found},
+        }
+    ]
+
+
+def document(spec: Spec) -> dict[str, Any]:
+    """A command as COMMAND DOCS replies it."""
+    docs: dict[str, Any] = {"summary": spec.summary, "since": spec.since, "group": spec.group}
+    if spec.usage:
+        docs["arguments"] = [_with_status_flags(argument) for argument in arguments(spec.usage)]
+    if subs := subcommands(spec.name):
+        docs["subcommands"] = {sub.name: document(sub) for sub in subs}
+    return docs
+
+
+def _with_status_flags(argument: dict[str, Any]) -> dict[str, Any]:
+    shown = dict(argument)
+    if "flags" in shown:
+        shown["flags"] = [simple(flag) for flag in shown["flags"]]
+    if "arguments" in shown:
+        shown["arguments"] = [_with_status_flags(inner) for inner in shown["arguments"]]
+    return shown
+
+
+def _named(args: list[Argument]) -> list[Spec | None]:
+    return [TABLE.get(word.lower().decode("ascii", "replace")) for word in plain_all(args)]
+
+
+@command("command", -1, _FLAGS, group="server", since="2.8.13", summary="Describes every command.")
+def command_(client: Client, args: list[Argument]) -> Reply:
+    """One entry a command."""
+    return _all_described(client.protocol)
+
+
+@cache
+def _all_described(protocol: int) -> Raw:
+    """What every redis-cli asks for at its start, encoded once."""
+    return _encoded([describe(spec) for spec in top_level()], protocol)
+
+
+@cache
+def _all_documented(protocol: int) -> Raw:
+    return _encoded({spec.name: document(spec) for spec in top_level()}, protocol)
+
+
+def _encoded(reply: Reply, protocol: int) -> Raw:
+    out: list[Any] = []
+    encode(reply, protocol, out)
+    return Raw(b"".join(out))
+
+
+@command("command|count", 2, _FLAGS, group="server", since="2.8.13", summary="Counts the commands.")
+def command_count(client: Client, args: list[Argument]) -> Reply:
+    """Subcommands are not counted."""
+    return len(top_level())
+
+
+@command(
+    "command|info",
+    -2,
+    _FLAGS,
+    group="server",
+    since="2.8.13",
+    usage="[command-name [command-name ...]]",
+    parts=Parts(joined="array"),
+    summary="Describes some commands.",
+)
+def command_info(client: Client, args: list[Argument]) -> Reply:
+    """Null for one that does not exist; all of them when none is named."""
+    if not args:
+        return command_(client, args)
+    return [describe(spec) if spec else None for spec in _named(args)]
+
+
+@command(
+    "command|docs",
+    -2,
+    _FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="[command-name [command-name ...]]",
+    summary="Documents commands.",
+)
+def command_docs(client: Client, args: list[Argument]) -> Reply:
+    """A map by name, without those that do not exist."""
+    if not args:
+        return _all_documented(client.protocol)
+    return {spec.name: document(spec) for spec in dict.fromkeys(_named(args)) if spec}
+
+
+@command(
+    "command|list",
+    -2,
+    _FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="[FILTERBY <MODULE module-name | ACLCAT category | PATTERN pattern>]",
+    summary="Names the commands.",
+)
+def command_list(client: Client, args: list[Argument]) -> Reply:
+    """Subcommands too when a filter is given, as Redis does."""
+    words = plain_all(args)
+    if not words:
+        return [spec.name for spec in top_level()]
+    if len(words) != 3 or words[0].upper() != b"FILTERBY":
+        raise ReplyError(SYNTAX_ERROR)
+    by, value = words[1].upper(), words[2]
+    if by == b"MODULE":
+        return []
+    if by == b"ACLCAT":
+        category = value.lower().decode("ascii", "replace")
+        return [spec.name for spec in TABLE.values() if category in spec.categories]
+    if by == b"PATTERN":
+        try:
+            matches = glob(value, ignore_case=True)
+        except PatternTooLong as error:
+            raise ReplyError(f"ERR {error}") from None
+        return [name for name in TABLE if matches(name.encode())]
+    raise ReplyError(SYNTAX_ERROR)
+
+
+def _uses(args: list[Argument]) -> list[Use]:
+    name = plain(args[0]).lower().decode("latin1")
+    if name in SUBCOMMANDS and len(args) > 1:
+        name += "|" + plain(args[1]).lower().decode("latin1")
+    spec = TABLE.get(name)
+    if spec is None:
+        raise ReplyError("ERR Invalid command specified")
+    if spec.uses is None and not spec.keys[0]:
+        raise ReplyError("ERR The command has no key arguments")
+    if not spec.fits(len(args)):
+        raise ReplyError("ERR Invalid number of arguments specified for command")
+    return list(spec.uses_of(args[spec.words :]))
+
+
+@command(
+    "command|getkeys",
+    -4,
+    _FLAGS,
+    group="server",
+    since="2.8.13",
+    usage="command [arg [arg ...]]",
+    summary="Returns the keys that a command with these arguments would use.",
+)
+def command_getkeys(client: Client, args: list[Argument]) -> Reply:
+    """Keys in order; `kv:{req}:` stands for every page of a request."""
+    return [bytes(key) for key, _ in _uses(args)]
+
+
+@command(
+    "command|getkeysandflags",
+    -4,
+    _FLAGS,
+    group="server",
+    since="7.0.0",
+    usage="command [arg [arg ...]]",
+    summary="Returns the keys that a command with these arguments would use, and what it does to them.",
+)
+def command_getkeysandflags(client: Client, args: list[Argument]) -> Reply:
+    """Pairs of a key and its flags."""
+    return [[bytes(key), {simple(flag) for flag in _KEY_FLAGS[access]}] for key, access in _uses(args)]
+
+
+help_of("command", group="server", since="5.0.0")

@@ -1,0 +1,201 @@
+"""CONFIG: parameters read, changed while the server runs, and written back into the file."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Iterable, Mapping, Sequence
+from copy import copy
+
+from kvpage_server.commands.access.users import Users
+from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
+from kvpage_server.commands.context import NEVER, Client, Server
+from kvpage_server.commands.measure import Stats
+from kvpage_server.commands.registry import command, container
+from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
+from kvpage_server.commands.totals import counted
+from kvpage_server.configuration import certificates, log
+from kvpage_server.configuration.config import Config, ConfigError
+from kvpage_server.configuration.rewrite import rewritten
+from kvpage_server.core import Argument
+from kvpage_server.glob import PatternTooLong, glob
+from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.store.eviction.quotas import Rule
+from kvpage_server.system.durable import replacing
+
+_FLAGS = "admin noscript loading stale"
+_SHORT = 1024  # bytes of patterns that are made ready at once
+
+
+def apply(server: Server, names: Iterable[str]) -> None:
+    """Let these parameters take effect where something depends on them besides the configuration itself."""
+    config = server.config
+    for name in names:
+        if name == "maxmemory":
+            server.keyspace.maxmemory = config.maxmemory
+        elif name == "maxmemory-policy":
+            server.keyspace.policy = config.maxmemory_policy
+        elif name == "quota":
+            limits = ((pattern.encode("utf-8", "surrogateescape"), limit) for pattern, limit in config.quota.items())
+            server.keyspace.set_quotas([Rule(pattern, limit, glob(pattern)) for pattern, limit in limits])
+        elif name == "notify-keyspace-events":
+            server.events.notify(config.notify_keyspace_events)
+        elif name == "requirepass":
+            server.users.require_password(config.requirepass)
+        elif name == "loglevel":
+            log.set_level(config.loglevel)
+        elif name in ("slowlog-log-slower-than", "latency-monitor-threshold"):
+            slow, late = config.slowlog_log_slower_than, config.latency_monitor_threshold
+            server.slow_from = min(slow * 1000 if slow >= 0 else NEVER, late * 1_000_000 if late else NEVER)
+
+
+container("config", group="server", since="2.0.0", summary="A container for configuration commands.")
+
+
+@command(
+    "config|get",
+    -3,
+    _FLAGS,
+    group="server",
+    since="2.0.0",
+    usage="parameter [parameter ...]",
+    summary="Returns parameters.",
+)
+def config_get(client: Client, args: list[Argument]) -> Reply:
+    """A map of those whose name matches one of the patterns. Each of these is made ready in a step of its own."""
+    config, words = client.server.config, plain_all(args)
+    names = [name for name in config.parameters() if not config.is_hidden(name)]
+
+    def matched(some: Sequence[bytes]) -> list[str]:
+        try:
+            patterns = [glob(word, ignore_case=True) for word in some]
+        except PatternTooLong as error:
+            raise ReplyError(f"ERR {error}") from None
+        return [name for name in names if any(matches(name.encode()) for matches in patterns)]
+
+    def steps() -> Steps[Reply]:
+        found = set((yield from each(words, matched, at_once=1)))
+        return {name: config.get(name) for name in names if name in found}
+
+    return stepwise(steps(), small=sum(map(len, words)) <= _SHORT)
+
+
+@command(
+    "config|set",
+    -4,
+    _FLAGS,
+    group="server",
+    since="2.0.0",
+    usage="parameter value [parameter value ...]",
+    summary="Changes parameters while the server runs.",
+)
+def config_set(client: Client, args: list[Argument]) -> Reply:
+    """All of them or none. Certificates are read by a thread."""
+    words = [word.decode("utf-8", "surrogateescape") for word in plain_all(args)]
+    if len(words) % 2:
+        raise ReplyError(SYNTAX_ERROR)
+    server, changes = client.server, {name.lower(): value for name, value in zip(words[::2], words[1::2], strict=True)}
+    _check_changeable(server.config, [name.lower() for name in words[::2]])
+    tls = next((name for name in changes if name in certificates.PARAMETERS), None)
+
+    def steps() -> Steps[Reply]:
+        if tls is not None and server.config.tls_port:
+            made = yield from _certificates(server.config, changes, tls)
+            _change_all(server.config, changes)
+            server.tls = made
+        else:
+            _change_all(server.config, changes)
+        apply(server, changes)
+        return OK
+
+    return stepwise(steps(), small=tls is None)
+
+
+def _check_changeable(config: Config, names: list[str]) -> None:
+    known = set[str]()
+    for name in names:
+        if name not in config.parameters():
+            shown = name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+            raise ReplyError(f"ERR Unknown option or number of arguments for CONFIG SET - '{shown}'")
+        if name in known:
+            raise _refused(name, "duplicate parameter")
+        if not config.is_mutable(name):
+            raise _refused(name, "can't set immutable config")
+        known.add(name)
+
+
+def _change_all(config: Config, changes: Mapping[str, str]) -> None:
+    """Raises ReplyError, and changes nothing, when one of the values is none."""
+    before = vars(config).copy()
+    try:
+        for name, value in changes.items():
+            config.change(name, value)
+    except ConfigError as error:
+        vars(config).update(before)
+        raise _refused(name, str(error).removeprefix(f"{name} ")) from None
+
+
+def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Steps[ssl.SSLContext | None]:
+    """What the certificates are after some changes, of which `name` is one. Raises ReplyError."""
+    while True:
+        before = {one: config.words(one) for one in certificates.PARAMETERS}
+        asked = copy(config)
+        _change_all(asked, changes)
+        try:
+            made = yield from in_thread(lambda asked=asked: certificates.load(asked))  # type: ignore[misc]
+        except certificates.CertificateError as error:
+            raise _refused(name, str(error)) from None
+        if before == {one: config.words(one) for one in certificates.PARAMETERS}:  # nobody else changed them meanwhile
+            return made
+
+
+def _refused(name: str, why: str) -> ReplyError:
+    return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
+
+
+@command("config|resetstat", 2, _FLAGS, group="server", since="2.0.0", summary="Begins the statistics anew.")
+def config_resetstat(client: Client, args: list[Argument]) -> Reply:
+    """What INFO counts; not the slow log."""
+    server = client.server
+
+    def steps() -> Steps[Reply]:
+        yield from counted(server)
+        fresh = Stats()
+        fresh.bytes_out = -server.totals.sent  # the connections go on counting
+        for name in Stats.__slots__:
+            setattr(server.stats, name, getattr(fresh, name))
+        server.refusals.forget_totals()
+        server.keyspace.counters = type(server.keyspace.counters)()
+        return OK
+
+    return stepwise(steps(), small=len(server.clients) <= STEP)
+
+
+@command("config|rewrite", 2, _FLAGS, group="server", since="2.8.0", summary="Writes the parameters into the file.")
+def config_rewrite(client: Client, args: list[Argument]) -> Reply:
+    """Whole or not at all; comments and order stay."""
+    server = client.server
+    path = server.config.file
+    if path is None:
+        raise ReplyError("ERR The server is running without a config file")
+    users = [] if server.config.aclfile else _users_beside(server)
+
+    def write(text: bytes) -> None:
+        with replacing(path, keep_group=True) as file:
+            file.write(text)
+
+    def steps() -> Steps[Reply]:
+        try:
+            text = rewritten((yield from in_thread(path.read_bytes)), server.config, users)
+            yield from in_thread(lambda: write(text))
+        except OSError as error:
+            raise ReplyError(f"ERR Rewriting config file: {error.strerror}") from None
+        return OK
+
+    return stepwise(steps(), small=False)
+
+
+def _users_beside(server: Server) -> list[bytes]:
+    """The lines of the users, but for a default one that is as requirepass makes it."""
+    usual = Users()
+    usual.require_password(server.config.requirepass)
+    return [line for line in server.users.lines() if line != bytes(usual.default)]

@@ -1,0 +1,322 @@
+"""INFO: sections of `name:value` lines, with the fields that Redis's clients and exporters read and some of our own."""
+
+from __future__ import annotations
+
+import os
+import platform
+import resource
+import sys
+from collections.abc import Callable
+
+from kvpage_server import __version__, core
+from kvpage_server.commands.context import Client, Server
+from kvpage_server.commands.families.pages.misses import REASONS
+from kvpage_server.page import unix_ms
+from kvpage_server.store.tiered import Tiered
+
+REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
+
+Fields = dict[str, object]
+
+
+def resident_memory() -> int:
+    """Bytes of the process that lie in memory."""
+    try:
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * resource.getpagesize()
+    except FileNotFoundError:  # macOS tells the peak only
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def human(size: float) -> str:
+    """Bytes as Redis shows them to people: 1.50M."""
+    for unit in "BKMGT":
+        if size < 1024 or unit == "T":
+            return f"{size:.0f}B" if unit == "B" else f"{size:.2f}{unit}"
+        size /= 1024
+    raise AssertionError
+
+
+def _server(server: Server) -> Fields:
+    uptime = (unix_ms() - server.started_ms) // 1000
+    return {
+        "redis_version": REDIS_VERSION,
+        "redis_git_sha1": "00000000",
+        "redis_git_dirty": 0,
+        "redis_build_id": 0,
+        "redis_mode": "standalone",
+        "kvpage_version": __version__,
+        "page_core": core.NAME,
+        "os": f"{platform.system()} {platform.release()} {platform.machine()}",
+        "arch_bits": 64,
+        "monotonic_clock": "POSIX clock_gettime",
+        "multiplexing_api": "epoll" if sys.platform == "linux" else "kqueue",
+        "python_version": platform.python_version(),
+        "process_id": os.getpid(),
+        "process_supervised": "no",
+        "run_id": server.run_id,
+        "tcp_port": server.port,
+        "server_time_usec": unix_ms() * 1000,
+        "uptime_in_seconds": uptime,
+        "uptime_in_days": uptime // 86400,
+        "executable": sys.executable,
+        "config_file": server.config.file or "",
+        "io_threads_active": 0,
+    }
+
+
+def _clients(server: Server) -> Fields:
+    totals = server.totals
+    return {
+        "connected_clients": totals.connections,
+        "cluster_connections": 0,
+        "maxclients": server.config.maxclients,
+        "client_recent_max_input_buffer": totals.most_incoming,
+        "client_recent_max_output_buffer": totals.most_outgoing,
+        "blocked_clients": totals.paused,
+        "tracking_clients": len(server.events.tracking.clients),
+        "pubsub_clients": totals.listening,
+        "watching_clients": totals.watching,
+        "clients_in_timeout_table": 0,
+        "total_watched_keys": totals.watched,
+    }
+
+
+def _memory(server: Server) -> Fields:
+    keyspace = server.keyspace
+    rss, used = resident_memory(), keyspace.used_memory
+    server.peak_memory = max(server.peak_memory, used)
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "used_memory": used,
+        "used_memory_human": human(used),
+        "used_memory_rss": rss,
+        "used_memory_rss_human": human(rss),
+        "used_memory_peak": server.peak_memory,
+        "used_memory_peak_human": human(server.peak_memory),
+        "used_memory_overhead": server.in_flight,
+        "used_memory_startup": 0,
+        "used_memory_dataset": max(used - server.in_flight, 0),
+        "total_system_memory": total,
+        "total_system_memory_human": human(total),
+        "maxmemory": keyspace.maxmemory,
+        "maxmemory_human": human(keyspace.maxmemory),
+        "maxmemory_policy": keyspace.policy,
+        "largest_command_bytes": server.config.largest_command,
+        "mem_fragmentation_ratio": f"{rss / used if used else 0:.2f}",
+        "mem_fragmentation_bytes": rss - used if used else 0,
+        "mem_clients_normal": server.in_flight,
+        "mem_allocator": "arena",
+        "arena_used": keyspace.arena.used,
+        "arena_held": keyspace.arena.held,
+    }
+
+
+def _maxmemory(server: Server) -> Fields:
+    """What a tenant may know of the memory."""
+    keyspace = server.keyspace
+    return {
+        "maxmemory": keyspace.maxmemory,
+        "maxmemory_human": human(keyspace.maxmemory),
+        "maxmemory_policy": keyspace.policy,
+        "largest_command_bytes": server.config.largest_command,
+    }
+
+
+def _persistence(server: Server) -> Fields:
+    tiered = server.tiered
+    fields: Fields = {"loading": 0, "async_loading": 0, "aof_enabled": 0}
+    if tiered is None:
+        return fields
+    behind = tiered.behind
+    return fields | {
+        "rdb_changes_since_last_save": tiered.unsaved,
+        "rdb_bgsave_in_progress": int(behind.busy),
+        "rdb_last_save_time": behind.last_commit // 1000,
+        "rdb_last_bgsave_status": "err" if behind.failing or tiered.left_out else "ok",
+        "rdb_saves": behind.commits,
+        "aof_last_write_status": "err" if behind.failing else "ok",
+    }
+
+
+def _disk(tiered: Tiered) -> Fields:
+    behind, counts = tiered.behind, tiered.counts
+    return {
+        "disk_values": tiered.values_on_disk,
+        "disk_bytes": tiered.used_disk,
+        "disk_file_bytes": tiered.disk.size,
+        "maxdisk": tiered.maxdisk,
+        "disk_waiting_bytes": behind.size,
+        "disk_commits": behind.commits,
+        "disk_write_errors": behind.errors,
+        "disk_failing": behind.failing,
+        "disk_fetched": counts.fetched,
+        "disk_dropped_from_memory": counts.dropped,
+        "disk_skipped": counts.skipped,
+        "disk_evicted": counts.evicted,
+        "disk_corrupt": counts.corrupt,
+        "disk_repaired": counts.repaired,
+        "disk_quarantined": tiered.disk.quarantined,
+        "scrubbed_bytes": tiered.scrubber.checked,
+        "scrub_rounds": tiered.scrubber.rounds,
+    }
+
+
+def _stats(server: Server) -> Fields:
+    stats, counters, refused = server.stats, server.keyspace.counters, server.refusals.total
+    tracking = server.events.tracking
+    ops, bytes_in, bytes_out = server.rates
+    return {
+        "total_connections_received": stats.connections,
+        "total_commands_processed": stats.commands,
+        "instantaneous_ops_per_sec": ops,
+        "total_net_input_bytes": stats.bytes_in,
+        "total_net_output_bytes": stats.bytes_out + server.totals.sent,
+        "instantaneous_input_kbps": f"{bytes_in / 1024:.2f}",
+        "instantaneous_output_kbps": f"{bytes_out / 1024:.2f}",
+        "rejected_connections": stats.rejected,
+        "sync_full": 0,
+        "sync_partial_ok": 0,
+        "sync_partial_err": 0,
+        "expired_keys": counters.expired,
+        "evicted_keys": counters.evicted,
+        "evicted_clients": stats.evicted_clients,
+        "keyspace_hits": counters.hits,
+        "keyspace_misses": counters.misses,
+        "pubsub_channels": len(server.channels.by_name),
+        "pubsub_patterns": len(server.channels.by_pattern),
+        "tracking_total_keys": tracking.keys,
+        "tracking_total_items": tracking.items,
+        "tracking_total_prefixes": tracking.prefixes,
+        "latest_fork_usec": 0,
+        "total_forks": 0,
+        "total_error_replies": stats.errors,
+        "client_query_buffer_limit_disconnections": stats.overflown_inputs,
+        "client_output_buffer_limit_disconnections": stats.overflown_outputs,
+        "idle_disconnections": stats.idle_closed,
+        **{f"acl_access_denied_{kind}": count for kind, count in refused.items()},
+    }
+
+
+def _replication(server: Server) -> Fields:
+    return {
+        "role": "master",
+        "connected_slaves": 0,
+        "master_failover_state": "no-failover",
+        "master_replid": server.run_id,
+        "master_repl_offset": 0,
+        "repl_backlog_active": 0,
+        "repl_backlog_size": 0,
+    }
+
+
+def _cpu(server: Server) -> Fields:
+    own, children = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    return {
+        "used_cpu_sys": f"{own.ru_stime:.6f}",
+        "used_cpu_user": f"{own.ru_utime:.6f}",
+        "used_cpu_sys_children": f"{children.ru_stime:.6f}",
+        "used_cpu_user_children": f"{children.ru_utime:.6f}",
+    }
+
+
+def _modules(server: Server) -> Fields:
+    return {}
+
+
+def _commandstats(server: Server) -> Fields:
+    return {
+        f"cmdstat_{name}": f"calls={calls.count},usec={calls.nanoseconds // 1000},"
+        f"usec_per_call={calls.nanoseconds / 1000 / max(calls.count, 1):.2f},"
+        f"rejected_calls={calls.rejected},failed_calls={calls.failed}"
+        for name, calls in server.stats.calls.items()
+    }
+
+
+def _errorstats(server: Server) -> Fields:
+    return {f"errorstat_{code}": f"count={count}" for code, count in server.stats.error_codes.items()}
+
+
+def _latencystats(server: Server) -> Fields:
+    return {
+        f"latency_percentiles_usec_{name}": ",".join(
+            f"p{100 * share:g}={calls.percentile(share):.3f}" for share in (0.5, 0.99, 0.999)
+        )
+        for name, calls in server.stats.calls.items()
+        if calls.count
+    }
+
+
+def _cluster(server: Server) -> Fields:
+    return {"cluster_enabled": 0}
+
+
+def _keyspace(server: Server) -> Fields:
+    keys = len(server.keyspace)
+    return {"db0": f"keys={keys},expires={server.keyspace.volatile},avg_ttl=0"} if keys else {}
+
+
+def _kvpage(server: Server) -> Fields:
+    index, guards, ghosts = server.keyspace.index, server.keyspace.guards, server.keyspace.ghosts
+    guards.settle(unix_ms())
+    misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses.get(reason, 0) for reason in REASONS}
+    return {
+        "requests": len(index),
+        "blocks": index.blocks,
+        "leased_or_pinned": len(guards),
+        "leased_or_pinned_bytes": guards.bytes,
+        "blocks_remembered": len(ghosts),
+        **misses,
+        **(_disk(server.tiered) if server.tiered is not None else {}),
+    }
+
+
+def _quotas(server: Server) -> Fields:
+    return {
+        f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
+        f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
+        for number, quota in enumerate(server.keyspace.quotas)
+    }
+
+
+SECTIONS: dict[str, Callable[[Server], Fields]] = {
+    "server": _server,
+    "clients": _clients,
+    "memory": _memory,
+    "persistence": _persistence,
+    "stats": _stats,
+    "replication": _replication,
+    "cpu": _cpu,
+    "modules": _modules,
+    "commandstats": _commandstats,
+    "errorstats": _errorstats,
+    "latencystats": _latencystats,
+    "cluster": _cluster,
+    "keyspace": _keyspace,
+    "kvpage": _kvpage,
+    "quotas": _quotas,
+}
+_DEFAULT = SECTIONS.keys() - {"commandstats", "latencystats"}
+
+# For whom not every key is: nothing that another's pages could change.
+_TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
+
+
+def info_text(client: Client, wanted: set[str]) -> str:
+    """The sections named, the usual ones when none is; those that do not exist are left out, as Redis does.
+
+    What it tells of all connections together is as they were when they were counted last: see `totals`.
+    """
+    chosen = set(wanted)
+    if not wanted or "default" in wanted:
+        chosen |= _DEFAULT
+    if wanted & {"all", "everything"}:
+        chosen |= SECTIONS.keys()
+    sections = []
+    for name, fields_of in (SECTIONS if client.sees_all else _TENANT).items():
+        if name in chosen:
+            fields = fields_of(client.server)
+            title = "CPU" if name == "cpu" else name.capitalize()
+            lines = [f"# {title}", *(f"{field}:{value}" for field, value in fields.items())]
+            sections.append("".join(f"{line}\r\n" for line in lines))
+    return "\r\n".join(sections)

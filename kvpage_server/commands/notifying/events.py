@@ -1,0 +1,132 @@
+"""What happens to keys, told to those who care: transactions that watch them, clients that keep what they read, and
+listeners to keyspace notifications.
+
+Redis's classes of events (`notify.c`), by which `notify-keyspace-events` chooses: g generic, $ string, x expired,
+e evicted, m a key that was missed, n a new key; l s h z t d concern types that do not exist here and are accepted.
+K and E choose the channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``; A is every class but m and n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, starmap
+from typing import TYPE_CHECKING
+
+from kvpage_server.commands.notifying.channels import Channels
+from kvpage_server.commands.notifying.tracking import Mode, Tracking
+from kvpage_server.store.keyspace import Keyspace
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.context import Client
+
+_CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", "decrby": "$"} | {
+    "expired": "x",
+    "evicted": "e",
+    "keymiss": "m",
+    "new": "n",
+}
+
+
+_BY_ITSELF = ("expired", "evicted")
+_NO_CHANGE = ("keymiss", "new")  # what comes to be is told of by what made it, too
+
+
+class KeyEvents:
+    """Listens to a keyspace, which is only asked to tell when somebody cares."""
+
+    def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
+        self.acting: Client | None = None  # whose commands are being run
+        self.tracking = tracking
+        self._keyspace = keyspace
+        self._channels = channels
+        self._watchers: dict[bytes, set[Client]] = {}
+        self._notified = ""  # the value of notify-keyspace-events: classes, K and E
+
+    def notify(self, flags: str) -> None:
+        """Publish the events that `flags` names from now on."""
+        self._notified = flags.replace("A", "g$lshzxetd")
+        self._listen()
+
+    def _listen(self) -> None:
+        wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
+        self._keyspace.on_event = self._happened if wanted else None
+        self._keyspace.on_block = self._happened_to_block if wanted else None
+
+    def watch(self, client: Client, key: bytes) -> None:
+        """The client's next transaction fails when something happens to `key`."""
+        if key not in client.watching:
+            client.watching.add(key)
+            self._watchers.setdefault(key, set()).add(client)
+            self._listen()
+
+    def unwatch(self, client: Client) -> None:
+        """The client watches nothing; what happened so far is forgiven."""
+        for key in client.watching:
+            watchers = self._watchers[key]
+            watchers.discard(client)
+            if not watchers:
+                del self._watchers[key]
+        if client.watching:
+            client.watching.clear()
+            self._listen()
+        client.watched_changed = False
+
+    def track(self, client: Client, mode: Mode) -> None:
+        """The client is told from now on when what it read changes."""
+        self.tracking.begin(client, mode)
+        self._listen()
+
+    def untrack(self, client: Client) -> None:
+        """It is told no more, if it was."""
+        self.tracking.end(client)
+        self._listen()
+
+    def forget(self, client: Client) -> None:
+        """The client is gone."""
+        self.unwatch(client)
+        self.tracking.forget(client)
+        self._listen()
+
+    def _happened(self, event: str, key: bytes) -> None:
+        if event == "flush":
+            self.tracking.flushed()
+            for watched in self._watchers:
+                if self._keyspace.find(watched) is not None:
+                    self._mark(watched)
+            return
+        if event != "keymiss":
+            self._mark(key)
+        if self.tracking and event not in _NO_CHANGE:
+            self.tracking.changed((key,), None if event in _BY_ITSELF else self.acting)
+        self._notify(event, key)
+
+    def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
+        """All at once: there may be thousands, of which nobody knows."""
+        if self._watchers:
+            for key in self._watchers.keys() & keys:
+                self._mark(key)
+        events = iter(events)
+        first = next(events, None)
+        if first is None:
+            return
+        if self.tracking:
+            self.tracking.changed(keys, None if first[0] in _BY_ITSELF else self.acting)
+        if self._notified:
+            self._channels.publish_all(chain.from_iterable(starmap(self._messages, chain([first], events))))
+
+    def _notify(self, event: str, key: bytes) -> None:
+        for channel, message, about in self._messages(event, key):
+            self._channels.publish(channel, message, about)
+
+    def _messages(self, event: str, key: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
+        """What is published of an event: channels, messages, and the key that they are about."""
+        if _CLASS.get(event, "") in self._notified:
+            name = event.encode()
+            if "K" in self._notified:
+                yield b"__keyspace@0__:" + key, name, key
+            if "E" in self._notified:
+                yield b"__keyevent@0__:" + name, key, key
+
+    def _mark(self, key: bytes) -> None:
+        for client in self._watchers.get(key, ()):
+            client.watched_changed = True

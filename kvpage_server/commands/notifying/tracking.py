@@ -1,0 +1,341 @@
+"""Client-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
+
+A tracking client's reads are noted: which client read which key. When the key changes, its readers are told, and the
+note is gone until they read it again. In broadcasting mode nothing is noted: a client is told of every change of keys
+that begin with one of its prefixes.
+
+What changed is told before anybody is sent anything else: who was answered that a key is set can rely on it that those
+who keep the old value have been sent word. A message names one key, as Redis's do (redis-py understands no others), in
+broadcasting mode all that changed.
+
+A command that names a request and no page of it, such as KVBLOCKGET, reads every key of that request: it is noted
+under `kv:{req}:`, as COMMAND GETKEYS tells, and so is a request's index under its key. Both change with any page.
+
+Costs: O(1) a key read, and a change O(clients told + lengths of prefixes). `most_keys` bounds the notes; beyond it the
+oldest are taken for changed. Nobody is told of a key that it may not read.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from kvpage_server.commands.table.keys import Prefix
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import Push, Raw
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.context import Client
+    from kvpage_server.commands.registry import Spec
+
+CHANNEL = b"__redis__:invalidate"  # on which RESP2 is told, by another connection
+_OPENING = {
+    2: b"*3\r\n$7\r\nmessage\r\n$%d\r\n%b\r\n" % (len(CHANNEL), CHANNEL),
+    3: b">2\r\n$10\r\ninvalidate\r\n",
+}
+_INDEX = b":index"
+_MANY = 1000  # keys of a block that are told one by one
+_STEP = 1000  # notes that are freed before others have their turn
+
+Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them; a dict is slow to give its first item
+
+
+@dataclass(slots=True, eq=False)
+class Mode:
+    """How a client tracks."""
+
+    redirect: int = 0  # the id of the connection that is told in its place; 0 is itself
+    broadcast: bool = False
+    opt_in: bool = False  # only what is read after CLIENT CACHING YES is noted
+    opt_out: bool = False  # all is, but for what is read after CLIENT CACHING NO
+    no_loop: bool = False  # its own changes are not told
+    prefixes: dict[bytes, None] = field(default_factory=dict)
+    asked: bool = False  # CLIENT CACHING was called for the next command
+    broken: bool = False  # whoever is to be told is gone
+
+    @property
+    def notes_reads(self) -> bool:
+        """Whether what is read now is noted."""
+        return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
+
+
+@dataclass(slots=True)
+class _Prefix:
+    """Those who are told of every key that begins so, and what changed that they are to be told, by whom if by one."""
+
+    clients: dict[Client, None] = field(default_factory=dict)
+    changed: dict[bytes, Client | None] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class _Due:
+    """What a client is to be told: that everything is gone, then keys."""
+
+    flushed: bool = False
+    keys: dict[bytes, None] = field(default_factory=dict)
+
+
+class Tracking:
+    """Who tracks, what they read, and what they are to be told. `clients` are all connections by their ids."""
+
+    def __init__(self, clients: Mapping[int, Client], most_keys: Callable[[], int]) -> None:
+        self.clients: dict[Client, None] = {}  # those that track
+        self.items = 0  # readers of all keys
+        self.is_due = False  # whether something is to be told
+        self._everybody = clients
+        self._most_keys = most_keys
+        self._notes: Notes = OrderedDict()
+        self._of_requests: dict[bytes, set[bytes]] = {}  # noted names that stand for a whole request, by `kv:{req}:`
+        self._prefixes: dict[bytes, _Prefix] = {}
+        self._lengths: list[int] = []  # of the prefixes, each once
+        self._due: dict[Client, _Due] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self.clients)
+
+    @property
+    def keys(self) -> int:
+        """How many keys somebody read."""
+        return len(self._notes)
+
+    @property
+    def prefixes(self) -> int:
+        """How many prefixes changes are told of."""
+        return len(self._prefixes)
+
+    # -- who tracks ------------------------------------------------------------------------------------------------
+
+    def begin(self, client: Client, mode: Mode) -> None:
+        """The client tracks from now on, or in another way. What it read so far stays noted, its prefixes are kept."""
+        if client.tracking is not None:
+            mode.prefixes = client.tracking.prefixes | mode.prefixes
+            mode.asked = client.tracking.asked
+        client.tracking = mode
+        client.settle()
+        self.clients[client] = None
+        for prefix in mode.prefixes:
+            self._prefixes.setdefault(prefix, _Prefix()).clients[client] = None
+        self._measure_prefixes()
+
+    def end(self, client: Client) -> None:
+        """The client does not track any more. What it read stays noted as long as it is there."""
+        mode, client.tracking = client.tracking, None
+        if mode is None:
+            return
+        client.settle()
+        self.clients.pop(client, None)
+        for name in mode.prefixes:
+            prefix = self._prefixes[name]
+            prefix.clients.pop(client, None)
+            if not prefix.clients:
+                del self._prefixes[name]
+        self._measure_prefixes()
+
+    def forget(self, client: Client) -> None:
+        """The client is gone. Its notes go with their keys, or with the last client that tracks."""
+        self.end(client)
+        if self._notes and not self.clients:
+            self._forget_notes()
+
+    def _measure_prefixes(self) -> None:
+        self._lengths = sorted(set(map(len, self._prefixes)))
+
+    # -- what was read ---------------------------------------------------------------------------------------------
+
+    def note(self, client: Client, spec: Spec, args: Sequence[Argument]) -> None:
+        """A client that tracks ran a command: remember what it read."""
+        if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
+            for key, _ in spec.uses_of(args):
+                self._note(client, key)
+
+    def _note(self, client: Client, key: bytes) -> None:
+        readers = self._notes.get(key)
+        if readers is None:
+            readers = self._notes[key] = set()
+            if request := _request_read(key):
+                self._of_requests.setdefault(request, set()).add(key)
+            if 0 < self._most_keys() < len(self._notes):
+                self._changed(next(iter(self._notes)), None)
+        elif len(readers) > 2 * len(self.clients):  # most of them are gone
+            self.items -= len(readers)
+            readers &= {tracking.id for tracking in self.clients}
+            self.items += len(readers)
+        self.items += client.id not in readers
+        readers.add(client.id)
+
+    # -- what changed ----------------------------------------------------------------------------------------------
+
+    def changed(self, keys: Sequence[bytes], by: Client | None) -> None:
+        """A key changed, or all pages of a block did, by a command of a client or by themselves."""
+        for length in self._lengths:
+            self._changed_prefixes(keys, length, by)
+        notes = self._notes
+        if notes:
+            noted = [key for key in keys if key in notes]
+            if len(noted) > _MANY:
+                self._changed_together(noted, by)
+            else:
+                for key in noted:
+                    self._changed(key, by)
+            first = keys[0]
+            if self._of_requests and first[:3] == b"kv:":
+                for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
+                    self._changed(name, by)
+
+    def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Client | None) -> None:
+        """Note which of the prefixes of that length changed."""
+        prefixes = self._prefixes
+        first = keys[0]
+        if len(keys) > 1 and length <= first.find(b":", 3) + 1:  # the pages of a block all begin with its request
+            prefix = prefixes.get(first[:length])
+            if prefix is not None:
+                prefix.changed.update(dict.fromkeys(keys, by))
+                self._tell_soon()
+            return
+        for key in keys:
+            prefix = prefixes.get(key[:length]) if len(key) >= length else None
+            if prefix is not None:
+                prefix.changed[key] = by
+                self._tell_soon()
+
+    def _changed(self, name: bytes, by: Client | None) -> None:
+        """Something noted changed: its readers are to be told, and the note is gone."""
+        readers = self._notes.pop(name)
+        self.items -= len(readers)
+        if request := _request_read(name):
+            names = self._of_requests[request]
+            names.discard(name)
+            if not names:
+                del self._of_requests[request]
+        for client in self._to_be_told(readers, by):
+            self._due_to(client).keys[name] = None
+
+    def _changed_together(self, names: Sequence[bytes], by: Client | None) -> None:
+        """Very many changed at once: who read one of them is told that everything is gone. The notes stay."""
+        for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
+            self._due_to(client).flushed = True
+
+    def _to_be_told(self, readers: Iterable[int], by: Client | None) -> Iterator[Client]:
+        for number in readers:
+            client = self._everybody.get(number)
+            mode = client.tracking if client is not None else None
+            if client is not None and mode is not None and not mode.broadcast and not (mode.no_loop and client is by):
+                yield client
+
+    def flushed(self) -> None:
+        """Every key is gone: all that track are told so."""
+        for client in self.clients:
+            due = self._due_to(client)
+            due.flushed = True
+            due.keys.clear()
+        for prefix in self._prefixes.values():
+            prefix.changed.clear()
+        self._forget_notes()
+
+    def _forget_notes(self) -> None:
+        notes, self._notes = self._notes, OrderedDict()
+        self._of_requests = {}
+        self.items = 0
+        _free(notes)
+
+    # -- telling ---------------------------------------------------------------------------------------------------
+
+    def _due_to(self, client: Client) -> _Due:
+        self._tell_soon()
+        return self._due.setdefault(client, _Due())
+
+    def _tell_soon(self) -> None:
+        if not self.is_due:
+            self.is_due = True
+            asyncio.get_running_loop().call_soon(self.tell)  # unless something is sent before
+
+    def tell(self) -> None:
+        """Tell what changed."""
+        self.is_due = False
+        everything_due, self._due = self._due, {}
+        for client, due in everything_due.items():
+            if client.tracking is None:
+                continue
+            messages: list[list[bytes] | None] = [None] if due.flushed else []
+            _send(client, [*messages, *([key] for key in due.keys)])
+        for prefix in self._prefixes.values():
+            changed, prefix.changed = prefix.changed, {}
+            if changed:
+                _broadcast(prefix.clients, changed)
+
+
+def _request_read(name: bytes) -> bytes:
+    """`kv:{req}:` if a noted name changes with every page of a request, nothing otherwise."""
+    if type(name) is Prefix:
+        return bytes(name)
+    return name[: -len(_INDEX) + 1] if name[:3] == b"kv:" and name.endswith(_INDEX) else b""
+
+
+def _broadcast(clients: Iterable[Client], changed: Mapping[bytes, Client | None]) -> None:
+    """Tell some clients of keys; the message to those who are told all of them is encoded once a protocol."""
+    encoded: dict[int, Raw] = {}
+    actors = set(changed.values())
+    for client in clients:
+        mode, to = client.tracking, _told(client)
+        if mode is None or to is None:
+            continue
+        if mode.no_loop and client in actors:
+            _send(client, [[key for key, by in changed.items() if by is not client]])
+        elif not (client.sees_all and to.sees_all):
+            _send(client, [list(changed)])
+        else:
+            protocol = to.protocol
+            if protocol not in encoded:
+                encoded[protocol] = _spelt([list(changed)], protocol)
+            to.push(encoded[protocol])
+
+
+def _send(client: Client, messages: Sequence[list[bytes] | None]) -> None:
+    """Tell a client, or who is told in its place, of keys that both may read; None: of all of them."""
+    to = _told(client)
+    if to is None:
+        return
+    if not (client.sees_all and to.sees_all):
+        seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
+        messages = [message for message in seen if message is None or message]
+    if messages:
+        to.push(_spelt(messages, to.protocol))
+
+
+def _told(client: Client) -> Client | None:
+    """Who is told what concerns a client; None when nobody can be."""
+    mode, to = client.tracking, client
+    assert mode is not None
+    if mode.redirect:
+        found = client.server.clients.get(mode.redirect)
+        if found is None or found.gone:
+            mode.broken = True
+            if client.protocol == 3:
+                client.push(Push([b"tracking-redir-broken", mode.redirect]))
+            return None
+        to = found
+    listens = mode.redirect and (to.channels or to.patterns)
+    return to if to.protocol == 3 or listens else None
+
+
+def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
+    """Messages that keys changed; to RESP2 they come as from a channel."""
+    opening = _OPENING[protocol]
+    return Raw(b"".join([opening + _spelt_keys(keys, protocol) for keys in messages]))
+
+
+def _spelt_keys(keys: list[bytes] | None, protocol: int) -> bytes:
+    if keys is None:
+        return b"_\r\n" if protocol == 3 else b"$-1\r\n"
+    return b"*%d\r\n" % len(keys) + b"".join([b"$%d\r\n%b\r\n" % (len(key), key) for key in keys])
+
+
+def _free(notes: Notes) -> None:
+    """Free notes piece by piece: there may be a million."""
+    for _ in range(min(_STEP, len(notes))):
+        notes.popitem()
+    if notes:
+        asyncio.get_running_loop().call_soon(_free, notes)

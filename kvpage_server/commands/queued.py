@@ -1,0 +1,40 @@
+"""The commands that a client has queued since MULTI."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from kvpage_server.core import Command
+from kvpage_server.resp.reply import QUEUED, Reply, ReplyError
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.registry import Spec
+
+MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
+
+
+def too_much_queued() -> ReplyError:
+    """The error for more than `MOST_QUEUED`."""
+    return ReplyError(f"ERR a transaction takes at most {MOST_QUEUED} words: EXEC runs it without a pause")
+
+
+class Transaction:
+    """What a client queued since MULTI. Long arguments wait in the memory they were received into."""
+
+    __slots__ = ("commands", "refused", "size", "words")
+
+    def __init__(self) -> None:
+        self.commands: list[tuple[Spec, Command]] = []
+        self.refused = False  # a command could not be queued: EXEC will run none
+        self.size = 0  # bytes of all arguments
+        self.words = 0  # how many these are, with the commands' names
+
+    def queue(self, spec: Spec, words: Command) -> Reply:
+        """Keep a command for EXEC."""
+        self.words += len(words)
+        if self.words > MOST_QUEUED:
+            self.refused = True
+            return too_much_queued()
+        self.commands.append((spec, words))
+        self.size += sum(len(word) if isinstance(word, bytes) else word.size for word in words)
+        return QUEUED

@@ -1,0 +1,91 @@
+"""What has to be in memory for a command to run, where values may lie on disk alone: `needs=` in its row of the table.
+
+A row that says nothing needs everything that its arguments name: its keys' values, the blocks that pages are written
+into, all blocks of its requests. So a new command may be slower than it could be, and is never wrong. What is named
+must not depend on what is there: then what a transaction's commands need can be found before the first of them runs,
+whatever those before them do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from kvpage_server.commands.arguments import plain
+from kvpage_server.commands.table.keys import READ, WRITE, Prefix
+from kvpage_server.core import Argument
+from kvpage_server.store.known import Needed
+from kvpage_server.store.tiered import Tiered
+
+if TYPE_CHECKING:
+    from kvpage_server.commands.registry import Spec
+
+Needs = Callable[[Tiered, "Spec", Sequence[Argument]], Iterable[Needed]]
+
+_LONGEST_PAGE = 10  # digits of a page id
+
+
+def everything(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """All that its arguments name."""
+    keys = [key for key, _ in spec.uses_of(args)]
+    named = [key for key in keys if not isinstance(key, Prefix)]
+    requests = [key.split(b":")[1] for key in keys if isinstance(key, Prefix)]
+    blocks = ((req_id, block.page) for req_id in requests for block in tiered.index.of(req_id))
+    return chain(tiered.values_of(named), tiered.extents_of(named), tiered.blocks_at(blocks))
+
+
+def nothing(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """The index alone answers it, or it replaces and removes what it need not know."""
+    return ()
+
+
+def values(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """What it reads: the values of its keys."""
+    return tiered.values_of([key for key, _ in spec.uses_of(args)])
+
+
+def extents(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """What it writes into: the blocks stored whole that its keys are pages of."""
+    return tiered.extents_of([key for key, _ in spec.uses_of(args)])
+
+
+def as_used(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """What it reads and writes into, as these arguments say."""
+    uses = list(spec.uses_of(args))
+    read = tiered.values_of(key for key, access in uses if access & READ)
+    return chain(read, tiered.extents_of(key for key, access in uses if access & WRITE))
+
+
+def extents_of_pages(first: int, step: int = 0) -> Needs:
+    """The same for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
+
+    def needs(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+        stop = len(args) if step else first + 1
+        reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
+        return tiered.extents_at(dict.fromkeys(_names(reqs, pages)))
+
+    return needs
+
+
+def blocks(first: int) -> Needs:
+    """The blocks that pairs of a request and a page id name, from `first` on."""
+
+    def needs(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+        return tiered.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
+
+    return needs
+
+
+def blocks_of_request(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    """The blocks that `req [page ...]` names."""
+    if len(args) == 1:
+        return everything(tiered, spec, args)
+    return tiered.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
+
+
+def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
+    """Blocks that are spelt as they should be; of the others the command will complain."""
+    for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
+        if page.isdigit() and len(page) <= _LONGEST_PAGE:
+            yield req_id, int(page)

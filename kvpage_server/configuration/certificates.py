@@ -1,0 +1,75 @@
+"""The certificates of the configuration, as what TLS connections begin with."""
+
+from __future__ import annotations
+
+import errno
+import os
+import ssl
+from pathlib import Path
+
+from kvpage_server.configuration.config import Config
+
+PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert-file", "tls-auth-clients")
+
+
+class CertificateError(ValueError):
+    """The configuration's certificates do not serve; the message says which, and why."""
+
+
+def load(config: Config) -> ssl.SSLContext | None:
+    """What the configuration's certificates allow; None where there is no TLS. Raises CertificateError."""
+    if not config.tls_port:
+        return None
+    if not config.tls_cert_file or not config.tls_key_file:
+        raise CertificateError("tls-port needs tls-cert-file and tls-key-file")
+    made = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    made.minimum_version = ssl.TLSVersion.TLSv1_2
+    try:
+        _load_own(made, config)
+    except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
+        files = f"tls-cert-file {config.tls_cert_file}, tls-key-file {config.tls_key_file}"
+        raise CertificateError(f"{files}: {_told(error)}") from error
+    if config.tls_auth_clients == "no":
+        return made
+    if not config.tls_ca_cert_file:
+        raise CertificateError(f"tls-auth-clients {config.tls_auth_clients} needs tls-ca-cert-file")
+    try:
+        _read(config.tls_ca_cert_file, "CERTIFICATE")
+        made.load_verify_locations(config.tls_ca_cert_file)
+    except (OSError, ValueError) as error:
+        raise CertificateError(f"tls-ca-cert-file {config.tls_ca_cert_file}: {_told(error)}") from error
+    made.verify_mode = ssl.CERT_REQUIRED if config.tls_auth_clients == "yes" else ssl.CERT_OPTIONAL
+    return made
+
+
+def _load_own(made: ssl.SSLContext, config: Config) -> None:
+    _read(config.tls_cert_file, "CERTIFICATE")
+    key = _read(config.tls_key_file, "PRIVATE KEY")
+    try:
+        made.load_cert_chain(config.tls_cert_file, config.tls_key_file, lambda: config.tls_key_file_pass)
+    except ssl.SSLError as error:
+        if error.reason == "KEY_VALUES_MISMATCH":
+            raise ValueError("the key is not that of the certificate; CONFIG SET takes both at once") from error
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_verify_locations(config.tls_cert_file)  # raises if it is the one
+        fault = "tls-key-file-pass does not open the key" if b"ENCRYPTED" in key else "the key is damaged"
+        raise ValueError(fault) from error
+
+
+def _read(path: str, label: str) -> bytes:
+    """A PEM file. Raises OSError or ValueError for what OpenSSL would wait for, or refuse without a reason."""
+    if not os.path.exists(path):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
+    if not os.path.isfile(path):
+        raise ValueError(f"{path} is not a file")
+    content = Path(path).read_bytes()
+    if f"{label}-----".encode() not in content:
+        raise ValueError(f"{path} holds no {label.lower()} in PEM")
+    return content
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ssl.SSLError):
+        return f"a certificate is damaged ({error.reason})"
+    if isinstance(error, OSError):
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,86 @@
+"""The log: lines for people, or an object a line for machines."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+import sys
+import time
+from io import TextIOWrapper
+from typing import TextIO
+
+from kvpage_server.configuration.config import Config
+from kvpage_server.system.durable import private, tighten
+
+LEVELS = {"debug": logging.DEBUG, "verbose": logging.DEBUG, "notice": logging.INFO, "warning": logging.WARNING}
+_NOBODY_READS = (errno.EIO, errno.EPIPE)  # of a terminal that is gone, and of a pipe
+
+
+def start(config: Config) -> None:
+    """Log as the configuration says. Raises OSError when the file cannot be written."""
+    logging.basicConfig(level=LEVELS[config.loglevel], handlers=[_handler(config)])
+
+
+def reopen(config: Config) -> None:
+    """Go on in a new file where somebody has moved the old one. Raises OSError, and then goes on in the old one."""
+    handler, root = _handler(config), logging.getLogger()
+    old = list(root.handlers)
+    root.handlers[:] = [handler]
+    for one in old:
+        one.close()
+
+
+def set_level(name: str) -> None:
+    """Log from a loglevel on."""
+    logging.getLogger().setLevel(LEVELS[name])
+
+
+def _handler(config: Config) -> logging.Handler:
+    handler = _File(config.logfile) if config.logfile else _StandardError(sys.stderr)
+    handler.setFormatter(JSONLines() if config.log_format == "json" else _for_people())
+    return handler
+
+
+class _File(logging.FileHandler):
+    """A file that its owner alone may read, and whatever group it has been given to."""
+
+    def _open(self) -> TextIOWrapper:
+        file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=private)  # noqa: SIM115
+        tighten(file.fileno(), leave=0o660)
+        return file
+
+
+class _StandardError(logging.StreamHandler[TextIO]):
+    """Standard error, while somebody reads it. A terminal that was closed, or the end of a pipe, stops no server."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Send what is said from now on, and what could not be said, nowhere."""
+        error = sys.exception()
+        if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
+            super().handleError(record)
+            return
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, self.stream.fileno())
+        os.close(nowhere)
+
+
+def _for_people() -> logging.Formatter:
+    return logging.Formatter("%(asctime)s.%(msecs)03d %(levelname).1s %(message)s", datefmt="%Y-%m-%d %H:%M:%S")
+
+
+class JSONLines(logging.Formatter):
+    """One object a line: time, level, message, and what a record carries as `extra={"facts": {...}}`."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        """The line of a record."""
+        told: dict[str, object] = {
+            "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
+            "level": record.levelname.lower(),
+            "message": record.getMessage(),
+            **getattr(record, "facts", {}),
+        }
+        if record.exc_info:
+            told["exception"] = self.formatException(record.exc_info)
+        return json.dumps(told)
