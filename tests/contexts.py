@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from engine_models import letter_tokenizer, tiny_llama
 
@@ -46,14 +45,6 @@ def is_true(context: AgentBlocks) -> bool:
                 return False
         start += block.tokens
     return True
-
-
-def eventually(holds: Callable[[], bool], within: float = 10.0) -> bool:
-    """Whether it comes to hold within so many seconds."""
-    deadline = time.monotonic() + within
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return holds()
 
 
 def _arrays(tokens: Sequence[int], start: int, end: int) -> Arrays:

@@ -222,7 +222,7 @@ class Harness:
             self._wait(process, port)
             self._check(port)
             process.terminate()
-            assert process.wait(30) == 0, self._log()
+            assert process.wait(60) == 0, self._log()
 
     def _check(self, port: int) -> None:
         with redis.Redis(port=port, **CLIENT_OPTIONS) as client:

@@ -35,7 +35,7 @@ def commands(document: str) -> Iterator[tuple[str, str]]:
 
 def run(command: list[str]) -> str:
     """What a command prints when it succeeds."""
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout.rstrip("\n")
 

@@ -20,9 +20,9 @@ import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 
-START_WITHIN = 20.0  # seconds
-STOP_WITHIN = 20.0
-CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 20, "retry": Retry(NoBackoff(), 0)}
+START_WITHIN = 60.0  # seconds
+STOP_WITHIN = 60.0
+CLIENT_OPTIONS: dict[str, Any] = {"host": "127.0.0.1", "socket_timeout": 60, "retry": Retry(NoBackoff(), 0)}
 
 
 @dataclass
@@ -51,7 +51,7 @@ class RunningServer:
 
     def connect(self) -> socket.socket:
         """A socket of one's own."""
-        return socket.create_connection(("127.0.0.1", self.port), timeout=30)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def rss(self) -> int:
         """Bytes of the process that lie in memory."""

@@ -455,7 +455,7 @@ class TestTheFile:
 def start_refused(*options: str) -> str:
     """What a server says that does not start."""
     command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--store", "memory", *options]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert ended.returncode == 1
     assert "Traceback" not in ended.stderr
     return ended.stderr
@@ -478,7 +478,7 @@ class TestProtectedMode:
         if address is None:
             pytest.skip("this machine has no address but the loopback's")
         with start_server("--bind", "127.0.0.1", address) as server, server.client() as here:
-            with socket.create_connection((address, server.port), timeout=10) as sock:
+            with socket.create_connection((address, server.port), timeout=60) as sock:
                 told = sock.makefile("rb").read()
             assert told.startswith(b"-DENIED kvpage-server is running in protected mode")
             assert here.info("stats")["rejected_connections"] == 1

@@ -10,6 +10,7 @@ from pathlib import Path
 from engine_models import tiny_llama
 from engine_process import EngineProcess, start_engines
 from servers import RunningServer, free_port, start_server
+from waiting import until
 
 # isort: split
 import mlx.core as mx
@@ -108,10 +109,7 @@ def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tm
         with start_server(port=port, directory=tmp_path, name="again") as server:
             history = [*prompt, *engine.answer(first)["tokens"], 5]
             assert engine.complete("alice", history)["tokens"] == greedy(history)
-            deadline = time.monotonic() + 20
-            while stored(server, "manifest:*") < 2:
-                assert time.monotonic() < deadline
-                time.sleep(0.05)
+            until(lambda: stored(server, "manifest:*") >= 2)
             engine.stop()
 
 

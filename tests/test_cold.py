@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import redis
-from health import until
 from servers import RunningServer, start_server
 from test_tiered import damage, disk_info, settle
+from waiting import until
 from wire import Wire, parse, spell
 
 from kvpage_server.store.disk.holds import Holds

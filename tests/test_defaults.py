@@ -47,13 +47,13 @@ class Home:
             with redis.Redis(**{**CLIENT_OPTIONS, "port": int(found[1])}, decode_responses=True) as client:
                 yield client, told
             process.terminate()
-            process.communicate(timeout=20)
+            process.communicate(timeout=100)
             assert process.returncode == 0
 
     def refused(self, *options: str, **environment: str) -> str:
         """What it says when it does not start."""
         with self._run(*options, **environment) as process:
-            _, told = process.communicate(timeout=20)
+            _, told = process.communicate(timeout=100)
         assert process.returncode == 1
         return told
 

@@ -7,16 +7,16 @@ import resource
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
 import redis
-from servers import RunningServer, start_server
+from servers import STOP_WITHIN, RunningServer, start_server
 from small_disks import small_disk
 from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
+from waiting import until
 
 from kvpage_server.store.disk.database import FILE
 
@@ -57,10 +57,7 @@ def try_to_set(server: RunningServer, names: range) -> tuple[list[int], set[str]
 
 
 def wait_until_it_works(client: redis.Redis) -> None:
-    until = time.monotonic() + 10
-    while client.info("persistence")["rdb_last_bgsave_status"] == "err":
-        assert time.monotonic() < until
-        time.sleep(0.05)
+    until(lambda: client.info("persistence")["rdb_last_bgsave_status"] != "err")
 
 
 @pytest.mark.parametrize("policy", ["allkeys-prefix", "noeviction"])
@@ -165,7 +162,7 @@ def with_values_that_wait(disk: Path) -> Iterator[tuple[RunningServer, redis.Red
             for i in range(20):
                 client.set(f"key:{i}", body(SIZE, i))
             yield server, client
-            assert server.process.wait(20) == 1
+            assert server.process.wait(STOP_WITHIN) == 1
         server.process.returncode = -signal.SIGKILL
 
 
@@ -180,7 +177,7 @@ def test_shutdown_is_refused_while_something_cannot_be_written_unless_it_is_forc
         assert client.dbsize() == 0
         client.set("key", "value")
         client.shutdown()
-        assert server.process.wait(20) == 0
+        assert server.process.wait(STOP_WITHIN) == 0
 
 
 def test_a_server_that_is_told_to_stop_ends_with_an_error_when_it_could_not_write_all(disk: Path) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 import redis
 from servers import RunningServer
+from waiting import PATIENCE
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
 from kvpage_server.commands.reference.document import reference
@@ -55,7 +56,7 @@ def sessions(example: str) -> Iterator[tuple[str, str]]:
 def test_the_examples_are_what_redis_cli_shows(server: RunningServer, client: redis.Redis, name: str) -> None:
     for typed, expected in sessions(EXAMPLES[name]):
         command = [REDIS_CLI, "--no-raw", "-p", str(server.port), *shlex.split(typed)]
-        answered = subprocess.run(command, check=True, capture_output=True, text=True, timeout=20).stdout.rstrip("\n")
+        answered = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.rstrip("\n")
         pattern = re.escape(expected).replace(re.escape("..."), ".+")
         assert re.fullmatch(pattern, answered), f"{typed} answered\n{answered}\nnot\n{expected}"
 
@@ -78,7 +79,7 @@ def interactive(port: int) -> Iterator[int]:
 
 def read_until(terminal: int, wanted: bytes) -> bytes:
     """What the terminal shows up to and with `wanted`."""
-    shown, deadline = b"", time.monotonic() + 5
+    shown, deadline = b"", time.monotonic() + PATIENCE
     while wanted not in shown:
         assert select.select([terminal], [], [], max(deadline - time.monotonic(), 0))[0], f"{wanted!r} not in {shown!r}"
         shown += os.read(terminal, 65536)

@@ -6,9 +6,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-from contexts import BLOCK, SPEC, eventually, is_true, made, some_tokens
+from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from engine_models import letter_tokenizer, tiny
 from servers import RunningServer, free_port
+from waiting import PATIENCE, eventually
 
 # isort: split
 import mlx.core as mx
@@ -166,7 +167,7 @@ def alone() -> Iterator[Claims]:
     claims.close()
 
 
-def ends(waiting: Claim, within: float = 5.0) -> str:
+def ends(waiting: Claim, within: float = PATIENCE) -> str:
     """What becomes of it."""
     over = threading.Event()
     waiting.add_done_callback(over.set)
@@ -252,13 +253,13 @@ def test_of_two_engines_one_computes_and_the_other_fetches(
 def test_a_claim_is_held_for_as_long_as_its_engine_lives(
     engines: Callable[[], Claims], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "LEASE", 1.0)
-    monkeypatch.setattr(claim, "RENEWAL", 0.2)
+    monkeypatch.setattr(claim, "LEASE", 2.0)
+    monkeypatch.setattr(claim, "RENEWAL", 0.1)
     here, there = engines(), engines()
     mine = here.begin("alice", TOKENS)
     assert ends(mine) == "mine"
     theirs = there.begin("bob", TOKENS)
-    time.sleep(1.6)
+    time.sleep(2.5)
     assert theirs.state == "wait"
     mine.release()
     assert ends(theirs) == "mine"

@@ -132,15 +132,15 @@ def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
     keys = Keyspace(policy="allkeys-prefix" if to != "allkeys-prefix" else "allkeys-lru")
     for number in range(50_000):
         keys.set_string(b"%d" % number, b"")
-    longest = 0.0
-    started = time.process_time()
+    took = []
+    started = time.thread_time()
     keys.policy = to
     while True:
-        longest = max(longest, time.process_time() - started)
-        started = time.process_time()
+        took.append(time.thread_time() - started)
+        started = time.thread_time()
         if keys.sweep(unix_ms(), 2000) < 2000:
             break
-    assert longest < 0.02
+    assert max(took) < max(0.05, sum(took) / 4), "a step does much of the work"
     keys.maxmemory = 1
     steps = 1
     while not keys.make_room():

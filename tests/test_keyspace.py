@@ -9,8 +9,10 @@ from collections.abc import Iterator
 
 import pytest
 import redis
+from health import PROMPT
 from random_commands import PATTERNS
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_server
+from waiting import until
 
 from kvpage_server.glob import LONGEST, PatternTooLong, glob
 from kvpage_server.store.memory.scan import REST_AFTER, ScanOrder
@@ -115,12 +117,14 @@ class TestRandomKey:
 class TestExpiry:
     def test_a_key_goes_when_its_time_has_come(self, client: redis.Redis) -> None:
         client.mset(dict.fromkeys(["a", "b", "c"], "1"))
-        client.pexpire("a", 150)
-        client.pexpireat("b", int(time.time() * 1000) + 150)
-        client.pexpire("c", 150)
-        client.persist("c")
-        assert client.exists("a", "b", "c") == 3
-        time.sleep(0.2)
+        with client.pipeline() as pipe:  # all of it at one time
+            pipe.pexpire("a", 150)
+            pipe.pexpireat("b", int(time.time() * 1000) + 1000)
+            pipe.pexpire("c", 150)
+            pipe.persist("c")
+            pipe.exists("a", "b", "c")
+            assert pipe.execute()[-1] == 3
+        time.sleep(1.05)
         assert client.exists("a", "b", "c") == 1
         assert client.ttl("c") == -1
 
@@ -129,10 +133,7 @@ class TestExpiry:
             for i in range(5000):
                 pipe.set(b"key:%d" % i, "1", px=50)
             pipe.execute()
-        deadline = time.monotonic() + 5
-        while client.dbsize() and time.monotonic() < deadline:
-            time.sleep(0.05)
-        assert client.dbsize() == 0
+        until(lambda: client.dbsize() == 0)
         assert client.info("memory")["used_memory"] == 0
 
     def test_the_times_told_agree_with_each_other(self, client: redis.Redis) -> None:
@@ -184,12 +185,12 @@ class TestGlob:
         assert not glob(b"MAX*")(b"maxmemory")
         assert glob(b"MAX[L-N]*\\Y", ignore_case=True)(b"maxmemory")
 
-    @pytest.mark.alone
     def test_a_hostile_pattern_costs_little(self) -> None:
-        started = time.perf_counter()
+        """It would take longer than there is time if it were tried in every way."""
+        started = time.thread_time()
         for pattern in (b"*a" * 500 + b"b", b"a*" * 500 + b"b", b"*" + b"?" * 1000 + b"b", b"*" + b"[ab]" * 250 + b"c"):
             assert not glob(pattern)(b"a" * 10_000)
-        assert time.perf_counter() - started < 1
+        assert time.thread_time() - started < 5
 
     def test_an_endless_pattern_is_refused(self, client: redis.Redis) -> None:
         with pytest.raises(PatternTooLong):
@@ -205,8 +206,8 @@ class TestInspection:
         time.sleep(1.5)
         assert client.touch("other") == 1
         assert client.exists("key") == 1  # a look is no use
-        assert client.object("idletime", "key") in (1, 2)
-        assert client.object("idletime", "other") == 0
+        assert client.object("idletime", "key") >= 1
+        assert client.object("idletime", "other") < client.object("idletime", "key")
 
     def test_a_page_is_used_when_its_block_is(self, client: redis.Redis) -> None:
         for head in (0, 1):
@@ -264,6 +265,6 @@ class TestFlush:
                 reply = connection.read_response()
                 client.connection_pool.release(connection)
                 assert answer is None or len(reply) == answer
-                assert worst < 0.1
+                assert worst < PROMPT
             assert client.dbsize() == 0
             assert client.info("memory")["used_memory"] == 0

@@ -18,6 +18,7 @@ import pexpect
 import pytest
 import redis
 from servers import RunningServer, can_be_interrupted, free_port, start_server
+from waiting import until
 
 from kvpage_server import __version__, core
 from kvpage_server.cli import main
@@ -195,7 +196,7 @@ def test_what_cannot_be_asked_is_said_in_one_line(redis_server: RunningServer, s
 def test_the_command_is_installed(server: RunningServer, client: redis.Redis) -> None:
     set_block(client, "r")
     command = [Path(sys.executable).with_name("kvpage"), "ls", "--url", server.url]
-    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+    shown = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout
     assert rows(shown)[1][0] == "r"
 
 
@@ -249,7 +250,7 @@ def test_a_wrong_password_and_a_missing_one_are_told_apart(
 
 def test_a_password_is_asked_for_at_the_terminal(guarded: RunningServer) -> None:
     command = Path(sys.executable).with_name("kvpage")
-    with pexpect.spawn(str(command), ["ls", "--url", guarded.url, "--user", "app", "--askpass"], timeout=30) as typed:
+    with pexpect.spawn(str(command), ["ls", "--url", guarded.url, "--user", "app", "--askpass"], timeout=100) as typed:
         typed.expect(f"Password for app at {guarded.url}: ")
         typed.sendline("word")
         typed.expect("app.chat")
@@ -288,7 +289,7 @@ def run_kvpage(*words: str, program: str = "kvpage", **environment: str) -> tupl
         [str(Path(sys.executable).with_name(program)), *words],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         stdin=subprocess.DEVNULL,
         env={**os.environ, **environment},
     )
@@ -306,27 +307,27 @@ def test_a_reader_that_goes_ends_it_without_a_word(server: RunningServer, client
         process.stdout.read(10)
         process.stdout.close()
         assert process.stderr.read() == b""
-        assert process.wait(30) == 141
+        assert process.wait(100) == 141
 
 
-def test_ctrl_c_ends_it_with_one_line(server: RunningServer) -> None:
-    command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "30"]
+def test_ctrl_c_ends_it_with_one_line(server: RunningServer, client: redis.Redis) -> None:
+    command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "60"]
     with subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=can_be_interrupted
     ) as process:
-        time.sleep(2)
+        until(client.dbsize, "its first page")
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=30)
+        _, said = process.communicate(timeout=100)
     assert (process.returncode, said.strip()) == (130, b"kvpage: interrupted")
 
 
 def test_a_server_that_goes_away_is_one_line() -> None:
-    with start_server(killed=True) as server:
-        command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "1"]
+    with start_server(killed=True) as server, server.client() as client:
+        command = [str(Path(sys.executable).with_name("kvpage")), "bench", "--url", server.url, "--seconds", "60"]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-            time.sleep(2)
+            until(client.dbsize, "its first page")
             server.process.kill()
-            _, said = process.communicate(timeout=30)
+            _, said = process.communicate(timeout=100)
     assert (process.returncode, said.count(b"\n")) == (2, 1)
     assert said.startswith(b"kvpage: cannot reach")
 
@@ -334,7 +335,7 @@ def test_a_server_that_goes_away_is_one_line() -> None:
 @pytest.mark.parametrize("missing", ["mlx", "mlx_lm", "pydantic", "uvicorn"])
 def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
     program = f"import sys; sys.modules['{missing}'] = None; from engine.cli import main; sys.exit(main(['serve']))"
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
     assert done.returncode == 1
     assert done.stderr.endswith(f"kvpage-engine: {missing} is not installed: pip install 'kvpage[engine]'\n")
     assert "Traceback" not in done.stderr
@@ -342,6 +343,6 @@ def test_an_extra_that_is_not_installed_is_named(missing: str) -> None:
 
 def test_the_server_is_a_module_too() -> None:
     done = subprocess.run(
-        [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=100
     )
     assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 import redis
-from health import MIB, until
+from health import MIB
 from servers import RunningServer, start_server
+from waiting import until
 from wire import spell
 
 SIZE = 16 * 1024

@@ -223,7 +223,7 @@ def test_work_on_a_large_request_is_done_in_small_steps(line: str) -> None:
         took.append(time.thread_time())
         steps += 1
     assert steps > 50
-    assert max(after - before for before, after in pairwise(took)) < 0.005  # seconds of this processor
+    assert max(after - before for before, after in pairwise(took)) < 0.05  # seconds of this processor
 
 
 def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
@@ -260,7 +260,7 @@ def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
     if order == "a block":
         took += [seconds for seconds, _ in steps_of(here, [b"KVBLOCKGET", b"r", b"0"])]
     took.sort()
-    assert took[-5] < 0.005  # a table of keys that grows takes a few milliseconds, now and then
+    assert took[-5] < 0.05  # a table of keys that grows takes a few milliseconds, now and then
 
 
 def test_a_block_that_changes_while_it_is_read_is_read_as_it_is_then() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from proxy import start_proxy
 from servers import RunningServer
+from waiting import until
 
 # isort: split
 import mlx.core as mx
@@ -402,6 +403,7 @@ def test_who_reads_while_another_saves_gets_one_whole_step(
         for step in range(1, steps):
             advance(run, 1)
             time.sleep(step % 4 / 50)  # a reader may come to its end, or be overtaken
+            until(lambda seen_by_now=step // 10: len(seen) >= seen_by_now, "a reader")
         mine.close()
 
     wanted = {}

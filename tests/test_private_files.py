@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 from keyspaces import block, set_block
 from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, free_port, start_server
+from waiting import until
 
 from kvpage_server.page import DType
 from kvpage_server.store.disk.database import Disk
@@ -80,7 +81,7 @@ def test_a_server_writes_nothing_that_others_may_see(tmp_path: Path) -> None:
         assert client.config_rewrite()
         (tmp_path / "log").rename(tmp_path / "log.1")
         server.process.send_signal(signal.SIGHUP)
-        time.sleep(0.2)
+        until((tmp_path / "log").exists, "a new log")
         there = rights(tmp_path)
         assert there.keys() == OF_THE_STORE | {"log", "log.1", "pid", "socket", "users.acl", "kvpage.conf"}
         assert there.pop("socket") == 0o700

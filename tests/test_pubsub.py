@@ -12,13 +12,14 @@ import pytest
 import redis
 import redis.asyncio
 from servers import RunningServer, start_server
+from waiting import PATIENCE, until
 from wire import Wire, items, parse, spell
 
 
 def heard(pubsub: redis.client.PubSub, count: int) -> list[dict[str, Any]]:
     """The next `count` messages, confirmations too."""
     found = []
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + PATIENCE
     while len(found) < count and time.monotonic() < deadline:
         message = pubsub.get_message(timeout=0.5)
         if message is not None:
@@ -89,10 +90,7 @@ class TestChannels:
             wire.ask(b"SUBSCRIBE", b"left")
             wire.ask(b"PSUBSCRIBE", b"le*")
             assert client.publish("left", "1") == 2
-        deadline = time.monotonic() + 5
-        while client.publish("left", "2") and time.monotonic() < deadline:
-            time.sleep(0.02)
-        assert client.publish("left", "3") == 0
+        until(lambda: client.publish("left", "2") == 0)
         assert client.pubsub_numpat() == 0
 
     def test_resp2_allows_little_else_while_it_listens(self, server: RunningServer) -> None:
@@ -150,7 +148,7 @@ class TestChannels:
                 await listener.subscribe("all")
                 await listener.get_message(timeout=1)
             assert await client.publish("all", b"x" * 100_000) == 40
-            told = await asyncio.gather(*(listener.get_message(timeout=5) for listener in listeners))
+            told = await asyncio.gather(*(listener.get_message(timeout=PATIENCE) for listener in listeners))
             assert [message["data"] for message in told] == [b"x" * 100_000] * 40
             for listener in listeners:
                 await listener.aclose()
@@ -177,7 +175,7 @@ class TestChannels:
                 told.add(client.publish("flood", message))
                 assert [got["data"] for got in heard(before, 1)] == [message]
                 assert [got["data"] for got in heard(after, 1)] == [message]
-            assert told == {2, 32}
+            assert (min(told), max(told)) == (2, 32)  # it may be told by some of its patterns when it is ended
             assert client.pubsub_numpat() == 2
 
     def test_who_watches_and_listens_may_end_while_what_it_watches_expires(self) -> None:
@@ -200,7 +198,7 @@ class TestChannels:
                 pipe.execute()
             time.sleep(0.6 - time.time() % 1)
             assert client.flushall()
-            assert len(client.client_list()) == 1
+            until(lambda: len(client.client_list()) == 1)
 
     def test_who_was_ended_is_listed_no_more(self, server: RunningServer, client: redis.Redis) -> None:
         with Wire(server.port) as wire:

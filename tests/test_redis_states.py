@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import pytest
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
+from waiting import until
 from wire import Wire, spell
 
 pytestmark = pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
@@ -84,10 +84,10 @@ def test_silence_keeps_back_replies_and_not_what_is_pushed(pair: Pair, words: li
 def test_who_waits_for_the_end_of_a_pause_is_blocked(pair: Pair) -> None:
     for server in pair:
         with server.client() as client, Wire(server.port) as wire:
-            client.execute_command("CLIENT", "PAUSE", 500, "WRITE")
+            client.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")
             wire.send(spell([b"SET", b"a", b"b"]))
-            time.sleep(0.1)
-            assert client.info("clients")["blocked_clients"] == 1
+            until(lambda: client.info("clients")["blocked_clients"] == 1)
             assert [(it["flags"], it["cmd"]) for it in client.client_list() if it["flags"] != "N"] == [("b", "set")]
+            client.execute_command("CLIENT", "UNPAUSE")
             assert wire.reply() == b"+OK\r\n"
             assert client.info("clients")["blocked_clients"] == 0

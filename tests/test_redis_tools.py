@@ -6,7 +6,6 @@ import json
 import re
 import shutil
 import subprocess
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +13,7 @@ import pexpect
 import pytest
 import redis
 from servers import RunningServer
+from waiting import until
 from wire import spell
 
 REDIS_CLI = shutil.which("redis-cli") or ""
@@ -40,7 +40,7 @@ class Cli:
         self.command = [REDIS_CLI, "-p", str(server.port)]
 
     def raw(self, *words: str, stdin: bytes = b"") -> bytes:
-        result = subprocess.run([*self.command, *words], input=stdin, capture_output=True, timeout=30)
+        result = subprocess.run([*self.command, *words], input=stdin, capture_output=True, timeout=100)
         assert result.returncode == 0, result.stderr + result.stdout
         return result.stdout
 
@@ -55,7 +55,7 @@ class Cli:
             yield process
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
             assert process.stdout
             process.stdout.close()
 
@@ -63,7 +63,7 @@ class Cli:
     def in_a_terminal(self, *words: str) -> Iterator[Terminal]:
         """In one wide enough for hints."""
         child = Terminal(
-            self.command[0], [*self.command[1:], *words], dimensions=(50, 250), timeout=10, encoding="utf-8"
+            self.command[0], [*self.command[1:], *words], dimensions=(50, 250), timeout=60, encoding="utf-8"
         )
         try:
             yield child
@@ -266,7 +266,7 @@ class TestPipe:
 
     def test_errors_are_counted_and_the_rest_is_run(self, cli: Cli, client: redis.Redis) -> None:
         commands = spell([b"SET", b"a", b"1"]) + spell([b"NOSUCH"]) + spell([b"SET", b"b", b"2"])
-        result = subprocess.run([*cli.command, "--pipe"], input=commands, capture_output=True, timeout=30)
+        result = subprocess.run([*cli.command, "--pipe"], input=commands, capture_output=True, timeout=100)
         assert b"errors: 1, replies: 3" in result.stdout
         assert client.mget("a", "b") == [b"1", b"2"]
 
@@ -305,7 +305,4 @@ class TestBenchmark:
 
 
 def test_the_tools_leave_no_connection_open(server: RunningServer, client: redis.Redis) -> None:
-    deadline = time.monotonic() + 10
-    while len(client.client_list()) > 5 and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert len(client.client_list()) <= 5
+    until(lambda: len(client.client_list()) <= 5)

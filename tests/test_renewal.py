@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 import redis
-from health import until
 from servers import RunningServer, free_port, start_server
 from test_tls import SecureServer, answers, certificates, files, issue, needs_openssl, run_openssl
+from waiting import until
 
 __all__ = ["certificates"]  # a fixture
 

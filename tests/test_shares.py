@@ -9,9 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 import redis
-from health import until
 from servers import RunningServer, start_server
 from stored_pages import held, set_block, set_page
+from waiting import until
 from wire import spell
 
 MIB = 1024**2

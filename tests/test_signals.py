@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 import redis
 from documents import ROOT
-from health import until
-from servers import START_WITHIN, RunningServer, answers, can_be_interrupted, free_port, start_server
+from servers import START_WITHIN, STOP_WITHIN, RunningServer, answers, can_be_interrupted, free_port, start_server
 from terminals import Terminal, terminal
+from waiting import until
 
 from kvpage_server.system import signals
 
@@ -68,7 +68,7 @@ class TestTerminal:
     def test_when_it_is_closed_everything_is_written(self, tmp_path: Path) -> None:
         with terminal() as place, at(place, tmp_path) as server:
             place.close()
-            assert server.process.wait(20) == 0
+            assert server.process.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
     def test_a_hangup_that_somebody_sends_is_one(self, tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ class TestTerminal:
             with RunningServer(process, port, tmp_path / "log").client() as client:
                 client.set("x", BODY)
             place.close()
-            assert process.wait(20) == 0
+            assert process.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
     @pytest.mark.skipif(not shutil.which("make"), reason="make is not installed")
@@ -100,7 +100,7 @@ class TestTerminal:
                 client.set("x", BODY)
             assert int(pidfile.read_text()) != shell.pid
             place.close()
-            assert shell.wait(20) == -signal.SIGHUP
+            assert shell.wait(STOP_WITHIN) == -signal.SIGHUP
             until(lambda: not pidfile.exists() and not answers(port))
         assert_kept(tmp_path)
 
@@ -121,7 +121,7 @@ class TestTerminal:
                 time.sleep(3)
                 assert answers(port)
                 os.kill(int(pidfile.read_text()), signal.SIGTERM)
-            assert first.wait(20) == 0
+            assert first.wait(STOP_WITHIN) == 0
         assert_kept(tmp_path)
 
     def test_who_ignored_it_before_goes_on_without_a_terminal(self, tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_a_log_that_nobody_reads_any_more_is_no_reason_to_stop(tmp_path: Path) -
     with RunningServer(process, port, tmp_path / "log").client() as client:
         assert client.set("x", BODY)
     process.terminate()
-    assert process.wait(20) == 0
+    assert process.wait(STOP_WITHIN) == 0
     assert_kept(tmp_path)
 
 
@@ -227,7 +227,7 @@ def test_ctrl_c_while_it_starts_leaves_no_traceback(tmp_path: Path) -> None:
     ) as process:
         writing = os.open(users, os.O_WRONLY)  # it reads
         process.send_signal(signal.SIGINT)
-        _, told = process.communicate(timeout=20)
+        _, told = process.communicate(timeout=60)
         os.close(writing)
     assert (process.returncode, told) == (-signal.SIGINT, b"")
 

@@ -256,7 +256,7 @@ def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
     for number in range(times):
         directory = tmp_path / str(number)
         process = subprocess.Popen([sys.executable, "-c", KILLED.format(server.url, str(directory))])
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while not directory.exists() or len(whole_files(directory)) < 1 + 4 * number % 9:
             assert time.monotonic() < deadline
         process.send_signal(signal.SIGKILL)
@@ -349,7 +349,7 @@ def test_a_full_disk_is_said_and_leaves_no_torn_file(
     client.set("long", random.Random(1).randbytes(3_000_000))
     limited = ["sh", "-c", 'ulimit -f 1000; exec "$@"', "sh"]  # blocks of 512 bytes or 1 KiB
     command = [sys.executable, "-m", "kvpage_server.cli", "dump", str(tmp_path), "--url", server.url]
-    done = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([*limited, *command], capture_output=True, text=True, timeout=100)
     assert (done.returncode, list(tmp_path.iterdir())) == (2, [])
     assert "File too large" in done.stderr
     assert done.stderr.count("\n") == 1

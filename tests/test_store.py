@@ -274,10 +274,10 @@ TestKeyspace.settings = settings(max_examples=40, stateful_step_count=40)
 
 def test_a_key_that_is_due_is_not_found_before_it_is_swept() -> None:
     keys = Keyspace()
-    set_page(keys, PageKey(b"r", 0, 0, 0, 0), b"page", expires=unix_ms() + 30)
-    keys.set_string(b"text", b"text", unix_ms() + 30)
+    set_page(keys, PageKey(b"r", 0, 0, 0, 0), b"page", expires=(soon := unix_ms() + 500))
+    keys.set_string(b"text", b"text", soon)
     assert len(keys.keys()) == 2
-    time.sleep(0.04)
+    time.sleep(0.51)
     assert len(keys) == 2
     assert keys.keys() == []
     assert keys.read(b"kv:r:0:0:0:0") is None

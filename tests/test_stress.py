@@ -135,7 +135,7 @@ def test_every_byte_read_is_of_a_version_that_was_written_whole(seconds: float, 
         with ThreadPoolExecutor(CLIENTS) as threads:
             for fight in [threads.submit(client.fight, until, over) for client in clients]:
                 fight.result()
-        assert sum(client.done for client in clients) > 100 * seconds
+        assert sum(client.done for client in clients) > 10 * seconds
         with server.client() as client:
             checked = [client.execute_command("KVPAGEVERIFY", req_id) for req_id in REQUESTS]
             assert list(itertools.chain(*(found[b"corrupt"] for found in checked))) == []

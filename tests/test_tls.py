@@ -17,9 +17,10 @@ from pathlib import Path
 
 import pytest
 import redis
-from health import MIB, assert_prompt, unharmed, until
+from health import MIB, assert_prompt, unharmed
 from servers import RunningServer, free_port, start_server
 from test_access import start_refused
+from waiting import until
 from wire import spell
 
 OPENSSL = shutil.which("openssl")
@@ -76,7 +77,7 @@ class SecureServer:
 
     def client(self) -> redis.Redis:
         own = {"ssl_certfile": str(self.at / "client.crt"), "ssl_keyfile": str(self.at / "client.key")}
-        return redis.Redis(port=self.port, ssl=True, ssl_ca_certs=str(self.at / "ca.crt"), **own, socket_timeout=30)
+        return redis.Redis(port=self.port, ssl=True, ssl_ca_certs=str(self.at / "ca.crt"), **own, socket_timeout=60)
 
     def connect(self, certificate: str | None = "client") -> ssl.SSLSocket:
         """A socket of one's own, encrypted."""
@@ -155,7 +156,7 @@ class TestTLS:
         """Plain commands, noise, silence and hanging up, on the encrypted port."""
         beginnings = (b"*1\r\n$4\r\nPING\r\n", bytes(range(256)), b"", b"\x16\x03\x01\x02\x00\x01")
         with unharmed(secure.plain):
-            socks = [socket.create_connection(("127.0.0.1", secure.port), timeout=10) for _ in range(40)]
+            socks = [socket.create_connection(("127.0.0.1", secure.port), timeout=60) for _ in range(40)]
             for i, sock in enumerate(socks):
                 sock.sendall(beginnings[i % len(beginnings)])
             with secure.client() as client:
@@ -236,7 +237,7 @@ class TestUnixSocket:
             with redis.Redis(unix_socket_path=str(path)) as client:
                 assert client.info("server")["tcp_port"] == 0
             process.send_signal(signal.SIGTERM)
-            _, told = process.communicate(timeout=20)
+            _, told = process.communicate(timeout=60)
         assert f"ready on unix {path}\n" in told
 
     def test_takes_the_place_of_one_left_behind_and_of_nothing_else(self, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import time
 import pytest
 import redis
 from servers import RunningServer, start_server
+from waiting import until
 from wire import Wire, items, parse
 
 from kvpage_server.page import DType, PageKey, encode_page
@@ -115,10 +116,7 @@ class TestTransactions:
             wire.ask(b"SET", b"gone", body)
             wire.close()  # what was queued goes with its client
             used = sum(client.memory_usage(name) for name in client.keys("*"))
-            deadline = time.monotonic() + 5
-            while client.info("memory")["used_memory"] > 1.1 * used and time.monotonic() < deadline:
-                time.sleep(0.05)
-            assert client.info("memory")["used_memory"] < 1.1 * used
+            until(lambda: client.info("memory")["used_memory"] < 1.1 * used)
 
     def test_the_protocol_may_change_under_way(self, server: RunningServer) -> None:
         with Wire(server.port) as wire:
@@ -171,13 +169,13 @@ class TestWatch:
         assert not self.changed(server, client, "FLUSHALL")
 
     def test_a_key_that_expires_has_changed(self, server: RunningServer, client: redis.Redis) -> None:
-        client.set("key", "1", px=100)
-        assert self.changed(server, client, wait=0.2)
+        client.set("key", "1", px=500)
+        assert self.changed(server, client, wait=0.6)
 
     def test_a_key_that_had_expired_before_has_not(self, server: RunningServer, client: redis.Redis) -> None:
         client.set("key", "1", px=1)
         time.sleep(0.01)
-        assert not self.changed(server, client, wait=0.2)
+        assert not self.changed(server, client, wait=0.1)
 
     def test_pages_are_watched_as_any_key(self, server: RunningServer, client: redis.Redis) -> None:
         page = "watched", 0, 0, 0, 0
