@@ -18,10 +18,14 @@ class Deadline:
 
     def left(self) -> float:
         """Seconds until then, more than 0. Raises DeadlineExceeded."""
-        left = self._end - time.monotonic()
+        left = self.seconds_left()
         if left <= 0:
             raise self.exceeded()
         return left
+
+    def seconds_left(self) -> float:
+        """The same without an error: not more than 0 when it has passed."""
+        return self._end - time.monotonic()
 
     def exceeded(self) -> DeadlineExceeded:
         """The error that says so."""

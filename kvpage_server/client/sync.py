@@ -13,10 +13,12 @@ from typing import Any, Self, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.plan import Timed
+from kvpage_server.client.cluster.store import ClusterStore, is_cluster
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.deadline import Deadline
-from kvpage_server.client.errors import Disconnected
+from kvpage_server.client.errors import Disconnected, Unsupported
 from kvpage_server.client.exchange import Request
 from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.client.questions import Question, Word, ask, commit, watch
@@ -52,8 +54,9 @@ class PageClient:
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
         Deadline(deadline)
-        self._calls = Calls(connections=connections, verify=verify)
-        self._pool = page_pool(url, redis_options)
+        self._cluster = ClusterStore(url, verify, redis_options) if is_cluster(url) else None
+        self._calls = self._cluster.calls if self._cluster else Calls(connections=connections, verify=verify)
+        self._pool = None if self._cluster else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._threads = ThreadPoolExecutor(connections, "kvpage-client")
@@ -74,7 +77,10 @@ class PageClient:
     def close(self) -> None:
         """Close the connections."""
         self._threads.shutdown()
-        self._pool.disconnect()
+        if self._cluster:
+            self._cluster.nodes.close()
+        if self._pool:
+            self._pool.disconnect()
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -223,8 +229,11 @@ class PageClient:
 
     # -- doing -----------------------------------------------------------------------------------------------------
 
-    def _do(self, call: Call[T], deadline: float | None) -> T:
+    def _do(self, call: Call[T] | Timed[T], deadline: float | None) -> T:
         end = Deadline(self._deadline if deadline is None else deadline)
+        if not isinstance(call, Call):
+            assert self._cluster
+            return self._cluster.nodes.do(call(end), end)
         if not call.parts:
             return call.read([])
         to = self._spoken(end)
@@ -256,6 +265,8 @@ class PageClient:
 
     @contextmanager
     def _lent(self) -> Iterator[PageConnection]:
+        if self._pool is None:
+            raise Unsupported("a cluster can't be asked anything but for pages and blocks")
         connection = lend(self._pool)
         try:
             yield connection

@@ -1,0 +1,165 @@
+"""A batch of commands taken to the nodes that have their keys, wherever these are by now.
+
+Redirections are followed, a map that is out of date is asked for anew, and what could not be done is tried again. A
+read that can't be answered is given up soon, as its pages can be computed; a write is tried until its deadline.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from kvpage_server.client.cluster.commands import Command, ask
+from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
+from kvpage_server.client.cluster.receiving import Answer
+from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_slots, redirection, slot_of
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Disconnected, PageClientError, Refused
+
+READ_TRIES = 3  # how often a read is asked that no node answers
+FOLLOWED = 8  # how many redirections one after the other
+_PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before each further try; the last one stays
+_AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})  # the cluster is changing
+
+
+@dataclass(slots=True)
+class _Way:
+    """How one command of a batch goes."""
+
+    to: Node | None = None  # where it was redirected to by ASK
+    tries: int = 0  # that came to nothing
+    followed: int = 0
+    from_replica: bool = False
+    answer: Answer | Failed = None
+    over: bool = False
+
+
+@dataclass
+class Router:
+    """Takes commands to the nodes of one cluster. Shared by all its plans."""
+
+    address: Address
+    read_from_replicas: bool
+    slots: SlotMap = field(default_factory=SlotMap)
+    outdated: bool = True  # whether the map is known not to be what it should
+    _turn: Any = field(default_factory=count)
+
+    def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
+        """The answers, Failed for each read that no node answered.
+
+        Raises what a refusal is, and what a write came to that couldn't be done until `end`."""
+        late = Failed(end.exceeded())
+        ways = [_Way(answer=late, from_replica=self.read_from_replicas and not one.writes) for one in commands]
+        slots = [slot_of(one.key) for one in commands]
+        left, pause = list(range(len(commands))), 0.0
+        if left and self.outdated:
+            yield from self._refresh()
+        while left and end.seconds_left() > 0:
+            groups, lost = self._by_node(left, slots, ways)
+            outcomes = yield Round([_errand(commands, group, to) for to, group in groups.items()], pause)
+            failures = len(lost)
+            for i in lost:
+                self._failed(commands[i], ways[i], Refused(f"CLUSTERDOWN nobody serves slot {slots[i]}"))
+            for group, outcome in zip(groups.values(), outcomes, strict=True):
+                if isinstance(outcome, Failed):
+                    failures += len(group)
+                    for i in group:
+                        self._failed(commands[i], ways[i], outcome.error)
+                    continue
+                for i, answer in zip(group, outcome, strict=True):
+                    failures += self._answered(commands[i], slots[i], ways[i], answer)
+            left = [i for i in left if not ways[i].over]
+            tries = max((ways[i].tries for i in left), default=0)
+            pause = _PAUSES[min(tries, len(_PAUSES)) - 1] if tries else 0.0
+            if pause >= end.seconds_left():
+                break
+            if left and failures:
+                yield from self._refresh()
+        for i in left:
+            self._give_up(commands[i], ways[i])
+        answers = [way.answer for way in ways]
+        if answers and all(isinstance(answer, Failed) for answer in answers):
+            raise answers[0].error
+        return answers
+
+    def _by_node(
+        self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Way]
+    ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
+        """Which are asked of which node, whether with ASKING, and whether as a replica; and which nobody serves."""
+        groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
+        lost, turn = [], next(self._turn)
+        for i in left:
+            way, shard = ways[i], self.slots.shard(slots[i])
+            if way.to:
+                groups[way.to, True, False].append(i)
+            elif shard is None:
+                lost.append(i)
+            elif way.from_replica and shard.replicas:
+                groups[shard.replicas[turn % len(shard.replicas)], False, True].append(i)
+            else:
+                groups[shard.primary, False, False].append(i)
+        return groups, lost
+
+    def _answered(self, command: Command, slot: int, way: _Way, answer: Answer) -> bool:
+        """Take an answer, or follow a redirection; whether it is a failure instead. Raises Refused."""
+        if not isinstance(answer, Refused):
+            if answer is None and way.from_replica and self._has_replicas(slot):
+                way.from_replica = False  # the replica may be behind
+            else:
+                way.answer, way.over = answer, True
+            return False
+        to = redirection(str(answer)) if answer.code in ("MOVED", "ASK") else None
+        if to is None and answer.code not in _AGAIN:
+            raise answer
+        if to is None or way.followed == FOLLOWED:
+            self._failed(command, way, answer)
+            return True
+        way.followed, way.from_replica, way.to = way.followed + 1, False, None
+        if answer.code == "ASK":
+            way.to = to[1]
+        else:
+            self.slots.moved(*to)
+            self.outdated = True  # the next call will ask; this one knows where to go
+        return False
+
+    def _failed(self, command: Command, way: _Way, error: PageClientError) -> None:
+        """It came to nothing this time."""
+        way.tries += 1
+        way.to, way.from_replica = None, False
+        way.answer = Failed(error)
+        way.over = not command.writes and way.tries >= READ_TRIES
+
+    def _give_up(self, command: Command, way: _Way) -> None:
+        if command.writes:
+            assert isinstance(way.answer, Failed)
+            raise way.answer.error
+
+    def _has_replicas(self, slot: int) -> bool:
+        shard = self.slots.shard(slot)
+        return bool(shard and shard.replicas)
+
+    # -- the map -----------------------------------------------------------------------------------------------------
+
+    def _refresh(self) -> Generator[Round, list[Any], None]:
+        """Ask the nodes in turn until one says who serves what. What was known stays if none does.
+
+        Raises what the last one's error was when nothing was known, and Refused where there is no cluster."""
+        error: PageClientError = Disconnected("the cluster's URL names no node")
+        for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
+            [outcome] = yield Round([Errand(node, ask_slots(node))])
+            if not isinstance(outcome, Failed):
+                self.slots, self.outdated = outcome, False
+                return
+            error = outcome.error
+            if isinstance(error, Refused) and error.code not in _AGAIN:
+                raise Refused(f"{error} (asked {node} which slots the nodes of the cluster serve)")
+        if not self.slots.nodes():
+            raise error
+
+
+def _errand(commands: Sequence[Command], group: Sequence[int], to: tuple[Node, bool, bool]) -> Errand:
+    node, asking, replica = to
+    return Errand(node, ask([commands[i] for i in group], asking=asking), replica)

@@ -1,0 +1,297 @@
+"""What each method of a client does on a cluster, as plans.
+
+A block is one string. Pages that are written by themselves are strings, too. Whoever writes a page takes the block
+away that it would belong to, and a block comes before pages, so what was written last is what is read.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from typing_extensions import Buffer
+
+from kvpage_server.client.buffers import places
+from kvpage_server.client.cluster import block_value, commands
+from kvpage_server.client.cluster.asking import Router
+from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.commands import Command, simple
+from kvpage_server.client.cluster.plan import Failed, Plan, timed
+from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Unsupported, WrongReply
+from kvpage_server.client.page import (
+    BlockBody,
+    BlockName,
+    Page,
+    check_block_sizes,
+    check_names,
+    pages_of_block,
+    sized,
+    sized_blocks,
+)
+from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
+
+GONE = "gone"  # the reason of a miss: no node answered
+
+
+def _memory(nbytes: int) -> memoryview:
+    return np.empty(nbytes, np.uint8).data
+
+
+@dataclass
+class ClusterCalls:
+    """The methods of a client. Misses are counted by reason."""
+
+    router: Router
+    verify: bool
+    misses: Counter[str]
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
+        """Store pages."""
+        sized(pages, ttl)
+        created = unix_ms()
+        written = [commands.set_page(page, ttl, created) for page in pages]
+        yield from self._all_ok(written, end)
+        names = dict.fromkeys((page.key.req_id, page.key.page) for page in pages)
+        yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
+
+    @timed
+    def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
+        """Receive pages into buffers."""
+        into = places(buffers, len(keys)).views()
+        missed = yield from self._read_pages(keys, [Place(_memory(HEADER_SIZE), body) for body in into], end)
+        return self._hits(missed)
+
+    @timed
+    def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
+        """Pages in memory of their own."""
+        sizes = yield from self.router.ask([simple(b"STRLEN", bytes(key)) for key in keys], end)
+        shapes = yield from self._shapes(dict.fromkeys((key.req_id, key.page) for key in keys), end)
+        rooms = []
+        for key, size in zip(keys, sizes, strict=True):
+            ranges = _ranges(key, shapes)
+            nbytes = ranges[1][1] + 1 - ranges[1][0] if ranges else size - HEADER_SIZE if isinstance(size, int) else 0
+            rooms.append(Place(_memory(HEADER_SIZE), _memory(max(nbytes, 0))))
+        missed = yield from self._read_pages(keys, rooms, end, shapes)
+        self._hits(missed)
+        found: list[Page | None] = []
+        for key, room, reason in zip(keys, rooms, missed, strict=True):
+            if reason:
+                found.append(None)
+                continue
+            header = PageHeader.parse(room.head)
+            found.append(Page(key, room.body, header.dtype, header.page_size, header.head_dim))
+        return found
+
+    @timed
+    def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
+        """Which pages are there."""
+        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
+        single = [simple(b"EXISTS", bytes(key)) for key in keys]
+        answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
+        shapes = _shapes(names, answers[len(keys) :])
+        return [
+            answer == 1 or _ranges(key, shapes) is not None
+            for key, answer in zip(keys, answers[: len(keys)], strict=True)
+        ]
+
+    @timed
+    def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
+        """Delete pages; how many there were. A block that one of them belongs to goes as a whole."""
+        there = yield from self.mexists(keys)(end)
+        gone = [simple(b"UNLINK", bytes(key), writes=True) for key in keys]
+        blocks = dict.fromkeys(block_key((key.req_id, key.page)) for key in keys)
+        yield from self._integers([*gone, *(simple(b"UNLINK", key, writes=True) for key in blocks)], end)
+        return sum(there)
+
+    @timed
+    def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
+        """Delete blocks of a request; how many pages they had."""
+        names = [(req_id, page) for page in pages]
+        check_names(names or [(req_id, 0)])
+        if not names:
+            raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+        shapes = yield from self._shapes(names, end)
+        gone = yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
+        return sum(shapes[name].pages for name, count in zip(names, gone, strict=True) if count and name in shapes)
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset_blocks(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
+    ) -> Plan[None]:
+        """Store blocks."""
+        found, created = sized_blocks(names, shape, bodies, ttl), unix_ms()
+        yield from self._all_ok(
+            [
+                commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
+                for name, body in zip(names, found, strict=True)
+            ],
+            end,
+        )
+
+    @timed
+    def mget_blocks_into(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
+    ) -> Plan[list[bool]]:
+        """Receive blocks into buffers. Those that are absent may be there as pages."""
+        check_names(names)
+        into = places(buffers, len(names))
+        check_block_sizes(into.sizes(), shape)
+        before = block_value.head_size(shape)
+        rooms = [Place(_memory(before), body) for body in into.views()]
+        answers = yield from self.router.ask(
+            [commands.get_block(name, room) for name, room in zip(names, rooms, strict=True)], end
+        )
+        missed = [
+            _reason(answer) or block_value.amiss(name[1], shape, room.head, room.body, verify=self.verify)
+            for name, room, answer in zip(names, rooms, answers, strict=True)
+        ]
+        absent = [i for i, reason in enumerate(missed) if reason == "absent"]
+        if absent:
+            yield from self._blocks_of_pages(absent, missed, names, shape, rooms, end)
+        return self._hits(missed)
+
+    @timed
+    def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
+        """How many blocks from the first on are there, as blocks. Whatever is there is kept from expiring."""
+        check_names(names)
+        asked = [commands.get_opening(name) for name in names]
+        leased = [_lease(name, lease_ms) for name in names] if lease_ms else []
+        answers = yield from self.router.ask([*asked, *leased], end)
+        shapes = _shapes(names, answers[: len(names)])
+        for i, name in enumerate(names):
+            if name not in shapes or shapes[name].pages != pages_per_block:
+                return i
+        return len(names)
+
+    @timed
+    def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
+        """Keep blocks from expiring for a while; how many there are."""
+        names = [(req_id, page) for page in pages]
+        check_names(names or [(req_id, 0)])
+        if not names:
+            raise Unsupported("a cluster does not know which blocks a request has: name their page ids")
+        touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
+        found = yield from self._integers([*touched, *(_lease(name, lease_ms) for name in names)], end)
+        return sum(found[: len(names)])
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _read_pages(
+        self,
+        keys: Sequence[PageKey],
+        rooms: Sequence[Place],
+        end: Deadline,
+        shapes: dict[BlockName, BlockShape] | None = None,
+    ) -> Plan[list[str | None]]:
+        """Receive pages; why each was missed. They are asked for by themselves, and what lies in blocks from those."""
+        single = [
+            Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
+            for key, room in zip(keys, rooms, strict=True)
+        ]
+        names = [] if shapes is not None else list(dict.fromkeys((key.req_id, key.page) for key in keys))
+        answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
+        if shapes is None:
+            shapes = _shapes(names, answers[len(keys) :])
+        missed = [_reason(answer) for answer in answers[: len(keys)]]
+        in_blocks = {i: ranges for i, key in enumerate(keys) if (ranges := _ranges(key, shapes))}
+        parts = []
+        for i, (header, body) in in_blocks.items():
+            key = block_key((keys[i].req_id, keys[i].page))
+            for part, memory in ((header, rooms[i].head), (body, rooms[i].body)):
+                parts.append(Command(key, commands.get_range(key, *part).pieces, Place(memory[:0], memory)))
+        found = iter((yield from self.router.ask(parts, end)))
+        for i in in_blocks:
+            missed[i] = _reason(next(found)) or _reason(next(found))
+        return [reason or _amiss(key, room, self.verify) for key, room, reason in zip(keys, rooms, missed, strict=True)]
+
+    def _blocks_of_pages(
+        self,
+        absent: Sequence[int],
+        missed: list[str | None],
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        rooms: Sequence[Place],
+        end: Deadline,
+    ) -> Plan[None]:
+        """Receive the absent blocks' pages, for those that were written page by page."""
+        wanted = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
+        found = yield from self._read_pages(
+            [key for _, key, _ in wanted], [Place(_memory(HEADER_SIZE), body) for *_, body in wanted], end, {}
+        )
+        for i in absent:
+            missed[i] = None
+        for (i, _, _), reason in zip(wanted, found, strict=True):
+            missed[i] = missed[i] or reason
+
+    def _shapes(self, names: Any, end: Deadline) -> Plan[dict[BlockName, BlockShape]]:
+        names = list(names)
+        return _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
+
+    def _all_ok(self, asked: Sequence[Command], end: Deadline) -> Plan[None]:
+        for answer in (yield from self.router.ask(asked, end)):
+            if answer != b"OK":
+                raise WrongReply(f"instead of OK came {answer!r:.80}")
+
+    def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
+        answers: list[Any] = yield from self.router.ask(asked, end)
+        for answer in answers:
+            if not isinstance(answer, int):
+                raise WrongReply(f"instead of a number came {answer!r:.80}")
+        return answers
+
+    def _hits(self, missed: Sequence[str | None]) -> list[bool]:
+        self.misses.update(reason for reason in missed if reason)
+        return [reason is None for reason in missed]
+
+
+def _lease(name: BlockName, lease_ms: int) -> Command:
+    """What expires sooner than that does not."""
+    return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", writes=True)
+
+
+def _reason(answer: Answer | Failed) -> str | None:
+    """Why a string did not come to its place. Raises WrongReply for what is no answer to a read."""
+    if answer is ARRIVED:
+        return None
+    if answer is None:
+        return "absent"
+    if answer is OTHER_SIZE:
+        return "size"
+    if isinstance(answer, Failed):
+        return GONE
+    raise WrongReply(f"instead of a string came {answer!r:.80}")
+
+
+def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
+    """Of the blocks that are there."""
+    found = {}
+    for name, opening in zip(names, answers, strict=True):
+        if isinstance(opening, memoryview) and (shape := block_value.shape_of(opening)):
+            found[name] = shape
+    return found
+
+
+def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[int, int], tuple[int, int]] | None:
+    shape = shapes.get((key.req_id, key.page))
+    return block_value.ranges_of_page(key, shape) if shape else None
+
+
+def _amiss(key: PageKey, room: Place, verify: bool) -> str | None:
+    """What is wrong with the blob that was found under a page's key."""
+    try:
+        header = PageHeader.parse(room.head)
+    except PageError:
+        return "header"
+    if not header.names(key) or header.body_size != len(room.body):
+        return "header"
+    return "checksum" if verify and header.checksum and checksum(room.body) != header.checksum else None

@@ -1,0 +1,106 @@
+"""One command for one key: what a cluster is asked, whichever node the key is on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage_server.client.cluster import block_value
+from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.receiving import Answer, Answers, Place
+from kvpage_server.client.errors import Refused
+from kvpage_server.client.exchange import Piece, Request
+from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.words import command, word
+from kvpage_server.core import Chunk, SentPages
+from kvpage_server.page import BlockShape
+
+_ASKING = command(b"ASKING")
+
+
+@dataclass(frozen=True, slots=True)
+class Command:
+    """A command, and the place where its answer belongs if that is a long string. Can be sent again."""
+
+    key: bytes
+    pieces: Callable[[], Iterator[Piece | Chunk]]
+    place: Place | None = None
+    writes: bool = False
+
+
+def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
+    """Several at once. With `asking` the node answers for slots that are only just moving to it."""
+
+    def pieces() -> Iterator[Piece | Chunk]:
+        for one in commands:
+            if asking:
+                yield _ASKING
+            yield from one.pieces()
+
+    def read(answers: list[Answer]) -> list[Answer]:
+        if not asking:
+            return answers
+        return [first if isinstance(first, Refused) else second for first, second in _pairs(answers)]
+
+    places = [place for one in commands for place in ([None, one.place] if asking else [one.place])]
+    return Request(pieces, lambda: Answers(places), read)
+
+
+def _pairs(answers: list[Any]) -> Iterator[tuple[Any, Any]]:
+    return zip(answers[::2], answers[1::2], strict=True)
+
+
+def simple(*words: bytes | int, writes: bool = False) -> Command:
+    """A command in a few words, of which the second is its key."""
+    text = command(*words)
+    return Command(bytes(words[1]) if isinstance(words[1], bytes) else b"", lambda: iter((text,)), None, writes)
+
+
+def get_block(name: BlockName, place: Place) -> Command:
+    """A whole block into its place."""
+    text = command(b"GET", block_key(name))
+    return Command(block_key(name), lambda: iter((text,)), place)
+
+
+def get_opening(name: BlockName) -> Command:
+    """What a block is."""
+    return get_range(block_key(name), 0, block_value.OPENING_SIZE - 1)
+
+
+def get_range(key: bytes, first: int, last: int) -> Command:
+    """Some bytes of a string."""
+    return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last)
+
+
+def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
+    """Write a block. Its digests are computed when it is sent."""
+    key = block_key(name)
+    opening, ending = _set(key, block_value.head_size(shape) + shape.nbytes, ttl)
+
+    def pieces() -> Iterator[Piece]:
+        yield opening + block_value.head(name[1], shape, body, ttl, created_ms)
+        yield from body
+        yield ending
+
+    return Command(key, pieces, writes=True)
+
+
+def set_page(page: Page, ttl: int, created_ms: int) -> Command:
+    """Write a page."""
+    sent = SentPages([page])
+    before, after = _around(ttl)
+    return Command(bytes(page.key), lambda: iter((sent.as_blobs(0, before, after, ttl, created_ms),)), writes=True)
+
+
+def _around(ttl: int) -> tuple[bytes, bytes]:
+    """What stands before the key and after the value of a SET."""
+    if ttl:
+        return b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)
+    return b"*3\r\n" + word(b"SET"), b"\r\n"
+
+
+def _set(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
+    """What stands before and after a value of so many bytes."""
+    before, after = _around(ttl)
+    return b"%b%b$%d\r\n" % (before, word(key), nbytes), after

@@ -1,0 +1,54 @@
+"""What a method asks of which nodes, without asking: a generator that yields rounds and is sent what came of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from kvpage_server.client.cluster.topology import Node
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import PageClientError
+from kvpage_server.client.exchange import Request
+
+T = TypeVar("T")
+Self = TypeVar("Self")
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Errand:
+    """One question, which may be of many commands, to one node."""
+
+    node: Node
+    request: Request[Any]
+    replica: bool = False  # whether it is asked as a replica, which then answers reads
+
+
+@dataclass(frozen=True, slots=True)
+class Round:
+    """Errands that are done at the same time, after a pause in seconds."""
+
+    errands: list[Errand]
+    pause: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """An errand that came to nothing."""
+
+    error: PageClientError
+
+
+Outcome = Any | Failed
+Plan = Generator[Round, list[Outcome], T]
+Timed = Callable[[Deadline], Plan[T]]  # a plan that waits for its deadline
+
+
+def timed(method: Callable[Concatenate[Self, Deadline, P], Plan[T]]) -> Callable[Concatenate[Self, P], Timed[T]]:
+    """A method that is called without the deadline; what it gives is called with that."""
+
+    def without(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
+        return lambda end: method(self, end, *args, **kwargs)
+
+    return without

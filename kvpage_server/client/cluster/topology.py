@@ -1,0 +1,129 @@
+"""Who serves which of a cluster's slots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+from urllib.parse import urlsplit
+
+from redis.crc import key_slot
+
+from kvpage_server.client.errors import WrongReply
+from kvpage_server.client.exchange import Request
+from kvpage_server.client.reply import Values, only
+from kvpage_server.client.words import command
+
+SLOTS = 16384
+SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}
+slot_of = key_slot  # of a key as bytes: the CRC of what stands in its first braces, or of all of it
+
+
+class Node(NamedTuple):
+    """Where a server of the cluster listens."""
+
+    host: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """The servers that have the same slots."""
+
+    primary: Node
+    replicas: tuple[Node, ...] = ()
+
+
+class SlotMap:
+    """The shard of each slot, as far as it is known. Is changed only by `moved`; a new map takes its place."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int, Shard]] = ()) -> None:
+        """Each range has a first and a last slot."""
+        self._shards: list[Shard | None] = [None] * SLOTS
+        for first, last, shard in ranges:
+            self._shards[first : last + 1] = [shard] * (last + 1 - first)
+
+    def shard(self, slot: int) -> Shard | None:
+        """Who serves a slot; None where that is not known."""
+        return self._shards[slot]
+
+    def moved(self, slot: int, to: Node) -> None:
+        """A node said that another serves this slot."""
+        shard = self._shards[slot]
+        if shard is None or shard.primary != to:
+            self._shards[slot] = Shard(to)
+
+    def nodes(self) -> list[Node]:
+        """All of them, primaries first."""
+        shards = dict.fromkeys(shard for shard in self._shards if shard)
+        return [*dict.fromkeys([*(s.primary for s in shards), *(node for s in shards for node in s.replicas)])]
+
+
+def ask_slots(of: Node) -> Request[SlotMap]:
+    """The map as a node knows it."""
+    text = command(b"CLUSTER", b"SLOTS")
+    return Request(lambda: iter((text,)), Values, lambda values: SlotMap(_ranges(only(values), of)))
+
+
+def _ranges(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
+    """Raises WrongReply."""
+    if not isinstance(value, list):
+        raise WrongReply(f"instead of the cluster's slots came {value!r:.80}")
+    for entry in value:
+        try:
+            first, last, *nodes = entry
+            primary, *replicas = [
+                Node(bytes(host).decode() if host else asked.host, int(port)) for host, port, *_ in nodes
+            ]
+            if not 0 <= first <= last < SLOTS:
+                raise ValueError(f"there are no slots {first} to {last}")
+        except (TypeError, ValueError) as error:
+            raise WrongReply(f"a range of slots makes no sense ({error}): {entry!r:.80}") from None
+        yield first, last, Shard(primary, tuple(replicas))
+
+
+def redirection(line: str) -> tuple[int, Node] | None:
+    """Where MOVED or ASK point to: a slot and a node. None when the line makes no sense."""
+    _, _, rest = line.partition(" ")
+    slot, _, address = rest.partition(" ")
+    host, _, port = address.rpartition(":")
+    if not (slot.isascii() and slot.isdigit() and int(slot) < SLOTS):
+        return None
+    if not (host and port.isascii() and port.isdigit() and 0 < int(port) < 65536):
+        return None
+    return int(slot), Node(host.strip("[]"), int(port))
+
+
+class Address:
+    """A cluster's URL: some of its nodes, and how to talk to each of them."""
+
+    def __init__(self, url: str) -> None:
+        """Raises ValueError."""
+        parts = urlsplit(url)
+        wanted = "a cluster's URL is valkey-cluster://host:port,host:port (or redis-cluster://, rediss-cluster://)"
+        if parts.scheme not in SCHEMES or not parts.netloc:
+            raise ValueError(f"{wanted}, got {parts.scheme or url}")
+        if parts.path not in ("", "/", "/0") or parts.fragment:
+            raise ValueError(f"{wanted}; a cluster has one database, 0, got {parts.path!r}")
+        user, _, hosts = parts.netloc.rpartition("@")
+        self._scheme, self._user = SCHEMES[parts.scheme], f"{user}@" if user else ""
+        self._query = f"?{parts.query}" if parts.query else ""
+        self.seeds = [_node(host, wanted) for host in hosts.split(",")]
+
+    def url(self, node: Node) -> str:
+        """Of one of the cluster's servers."""
+        return f"{self._scheme}://{self._user}{node}{self._query}"
+
+
+def _node(text: str, wanted: str) -> Node:
+    found = urlsplit(f"//{text}")
+    try:
+        host, port = found.hostname, found.port
+    except ValueError as error:
+        raise ValueError(f"{wanted}; {text!r}: {error}") from None
+    if not host:
+        raise ValueError(f"{wanted}; {text!r} has no host")
+    return Node(host, 6379 if port is None else port)
