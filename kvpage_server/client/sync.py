@@ -49,6 +49,9 @@ class PageClient:
         that name none. `verify` checks the checksum of every page that is received; pages then travel with their
         headers. Blocks have no checksum of their own.
 
+        A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
+        Its options are `node_deadline`, the seconds for which a node may be silent, and `read_from_replicas`.
+
         Raises ValueError for a URL or an option that isn't one.
         """
         if connections < 1:

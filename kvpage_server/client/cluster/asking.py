@@ -65,6 +65,8 @@ class Router:
                 self._failed(commands[i], ways[i], Refused(f"CLUSTERDOWN nobody serves slot {slots[i]}"))
             for group, outcome in zip(groups.values(), outcomes, strict=True):
                 if isinstance(outcome, Failed):
+                    if isinstance(outcome.error, Refused) and outcome.error.code not in _AGAIN:
+                        raise outcome.error
                     failures += len(group)
                     for i in group:
                         self._failed(commands[i], ways[i], outcome.error)

@@ -37,7 +37,7 @@ class Nodes:
         self._url_of, self._options, self._silence = url_of, options, silence
         self._pools: dict[tuple[Node, bool], ConnectionPool] = {}
         self._lock = threading.Lock()
-        self._shunned: dict[Node, tuple[float, float]] = {}  # until when, and for how long
+        self._shunned: dict[Node, tuple[float, float, str]] = {}  # until when, for how long, and why
         self.round_trips = 0  # that were begun
 
     def close(self) -> None:
@@ -75,9 +75,9 @@ class Nodes:
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
         """Connect, if need be, and send what can be sent without waiting."""
         node = talk.errand.node
-        until, _ = self._shunned.get(node, (0.0, 0.0))
+        until, _, why = self._shunned.get(node, (0.0, 0.0, ""))
         if until > time.monotonic():
-            talk.fail(Disconnected(f"{node} did not answer a moment ago"))
+            talk.fail(Disconnected(f"{node} is left alone for a while: {why}"))
             return
         try:
             pool = self._pool(node, talk.errand.replica)
@@ -129,10 +129,10 @@ class Nodes:
         if not isinstance(failure, DeadlineExceeded | Disconnected):
             self._shunned.pop(node, None)
             return
-        until, pause = self._shunned.get(node, (0.0, 0.0))
+        until, pause, _ = self._shunned.get(node, (0.0, 0.0, ""))
         if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
             pause = min(max(2 * pause, _SHUNNED[0]), _SHUNNED[1])
-            self._shunned[node] = time.monotonic() + pause, pause
+            self._shunned[node] = time.monotonic() + pause, pause, str(failure)
 
 
 def _as_replica(connection: PageConnection) -> None:

@@ -1,0 +1,239 @@
+"""PageClient on a cluster that fails: nodes that die, hang or lie, slots that nobody serves, doors that are shut.
+
+Never wrong bytes, no error but the documented ones, no wait past the deadline, and what survives is found.
+"""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from page_batches import NO_RETRY, SHAPE, block_body
+from proxy import Weather, start_proxy
+from servers import NO_REDIS, REDIS_SERVER, free_port, start_redis, start_server
+from test_tls import issue, needs_openssl
+from waiting import eventually, until
+
+from benchmarks import valkey_cluster
+from benchmarks.valkey_cluster import SLOTS, Cluster, Node
+from kvpage_server.client import PageClient, PageClientError, Refused
+from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.topology import slot_of
+
+NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
+BODIES = [block_body(i) for i in range(len(NAMES))]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    """One of its own for a test that does it harm."""
+    with valkey_cluster.run() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def masters() -> Iterator[Cluster]:
+    """Three masters without replicas, that are whole again when a test is over."""
+    with valkey_cluster.run(replicas=False) as cluster:
+        yield cluster
+
+
+def empty() -> list[Any]:
+    return [np.zeros(SHAPE.nbytes, np.uint8) for _ in NAMES]
+
+
+def read(pages: PageClient, deadline: float = 30) -> list[bool]:
+    """Which blocks were found. Each has the right bytes."""
+    into = empty()
+    found = pages.mget_blocks_into(NAMES, SHAPE, into, deadline=deadline)
+    assert all((a == b).all() for a, b, there in zip(into, BODIES, found, strict=True) if there)
+    return found
+
+
+def of(node: Node, cluster: Cluster) -> list[bool]:
+    """Which blocks are on a node."""
+    return [cluster.master_of(slot_of(block_key(name))) is node for name in NAMES]
+
+
+# -- nodes that die or hang --------------------------------------------------------------------------------------------
+
+
+def test_a_master_that_is_killed_costs_nothing_that_its_replica_has(cluster: Cluster) -> None:
+    with PageClient(cluster.url, deadline=30) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+        for node in cluster.masters:
+            assert node.ask("WAIT", 1, 10_000) == 1
+        lost = cluster.masters[0]
+        its_own = of(lost, cluster)
+        assert any(its_own)
+        lost.signal(signal.SIGKILL)
+        found = read(pages)
+        assert all(there or its for there, its in zip(found, its_own, strict=True))  # the others still answer
+        pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=60)  # waits until the replica has taken over
+        assert all(read(pages))
+        assert pages.misses.keys() <= {"gone"}
+
+
+def test_a_node_that_hangs_costs_its_blocks_for_a_while_and_no_wait_past_its_deadline(masters: Cluster) -> None:
+    with PageClient(masters.url, deadline=30, node_deadline=1.0) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+        stopped = masters.masters[1]
+        its_own = of(stopped, masters)
+        stopped.signal(signal.SIGSTOP)
+        try:
+            assert read(pages) == [not its for its in its_own]
+            assert pages.misses == {"gone": sum(its_own)}
+            before = time.monotonic()
+            read(pages)
+            assert time.monotonic() - before < 20  # less than the call's deadline
+        finally:
+            stopped.signal(signal.SIGCONT)
+        assert eventually(lambda: all(read(pages)))
+
+
+def test_when_no_node_answers_the_error_says_so_and_it_recovers_with_them(masters: Cluster) -> None:
+    with PageClient(masters.url, deadline=2, node_deadline=0.5) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=30)
+        for node in masters.masters:
+            node.signal(signal.SIGSTOP)
+        try:
+            with pytest.raises(PageClientError):
+                read(pages, deadline=2)
+            with pytest.raises(PageClientError):
+                pages.mset_blocks(NAMES, SHAPE, BODIES)
+        finally:
+            for node in masters.masters:
+                node.signal(signal.SIGCONT)
+
+        def whole() -> bool:
+            try:
+                return all(read(pages))
+            except PageClientError:
+                return False
+
+        assert eventually(whole)
+
+
+def test_a_cluster_that_is_down_at_the_start_is_found_when_it_is_there() -> None:
+    with PageClient(f"valkey-cluster://127.0.0.1:{free_port()}", deadline=1) as pages:
+        with pytest.raises(PageClientError, match="refused"):
+            read(pages, deadline=1)
+        with pytest.raises(PageClientError, match="refused"):
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+
+
+# -- nodes that lie ----------------------------------------------------------------------------------------------------
+
+
+def test_bad_weather_before_a_node_never_becomes_wrong_bytes(masters: Cluster) -> None:
+    """Bits are turned over, bytes left out, connections cut, everything is late: on one node of three."""
+    node = masters.masters[0]
+    chance = random.Random(24)
+    with start_proxy(node.port) as proxy, PageClient(masters.url, deadline=30) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+        its_own = of(node, masters)
+        announce(node, proxy.port, masters)
+        try:
+            proxy.weather = Weather(flips=60, cuts=30, truncations=30, delays=60, random=chance)
+            with PageClient(masters.url, deadline=5, node_deadline=0.3, retry=NO_RETRY) as pages:
+                kinds = set()
+                for _ in range(40):
+                    try:
+                        found = read(pages, deadline=5)
+                        assert all(there or its for there, its in zip(found, its_own, strict=True))
+                        kinds.add("read")
+                    except PageClientError as error:
+                        kinds.add(type(error).__name__)
+                    try:
+                        pages.prefix(NAMES, pages_per_block=SHAPE.pages)
+                    except PageClientError as error:
+                        kinds.add(type(error).__name__)
+                assert "read" in kinds
+                assert sum(proxy.weather.happened.values()) > 0
+        finally:
+            proxy.weather = None
+            announce(node, 0, masters)
+        assert all(read(pages))
+
+
+def announce(node: Node, port: int, cluster: Cluster) -> None:
+    """Have a node say that it is elsewhere, and the others hear of it."""
+    node.ask("CONFIG", "SET", "cluster-announce-port", port)
+    for other in cluster.masters:
+        until(lambda other=other: (port or node.port) in [entry[2][1] for entry in other.ask("CLUSTER", "SLOTS")])
+
+
+# -- slots that nobody serves ------------------------------------------------------------------------------------------
+
+
+def test_slots_that_nobody_serves_are_an_error_until_somebody_does(masters: Cluster) -> None:
+    node = masters.masters[2]
+    with PageClient(masters.url, deadline=10) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+        for other in masters.masters:
+            other.ask("CLUSTER", "DELSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
+        try:
+            until(lambda: node.told("CLUSTER", "INFO")["cluster_state"] == "fail")
+            with pytest.raises(Refused, match="CLUSTERDOWN"):
+                pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=1)
+            with pytest.raises(Refused, match="CLUSTERDOWN"):
+                read(pages, deadline=5)
+        finally:
+            node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
+        for other in masters.masters:
+            until(lambda other=other: other.told("CLUSTER", "INFO")["cluster_state"] == "ok")
+        pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=60)
+        assert all(read(pages))
+
+
+# -- doors that are shut -----------------------------------------------------------------------------------------------
+
+
+def test_a_server_that_is_no_cluster_is_named() -> None:
+    with start_server() as server, PageClient(f"valkey-cluster://127.0.0.1:{server.port}") as pages:
+        with pytest.raises(Refused, match=f"127.0.0.1:{server.port}"):
+            read(pages)
+        with pytest.raises(Refused, match=f"127.0.0.1:{server.port}"):
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+
+
+def test_who_may_not_do_something_is_told_so(masters: Cluster) -> None:
+    for node in masters.masters:
+        node.ask("ACL", "SETUSER", "reader", "on", ">secret", "~kv:*", "+@read", "+cluster|slots", "+@connection")
+    with PageClient(masters.url, deadline=30) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+    with PageClient(f"valkey-cluster://reader:secret@{masters.addresses}", deadline=30) as reader:
+        assert all(read(reader))
+        with pytest.raises(Refused, match="NOPERM"):
+            reader.mset_blocks(NAMES, SHAPE, BODIES)
+    with (
+        PageClient(f"valkey-cluster://reader:wrong@{masters.addresses}") as stranger,
+        pytest.raises(Refused, match="WRONGPASS"),
+    ):
+        read(stranger)
+
+
+@needs_openssl
+@pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
+def test_tls_to_a_cluster_of_redis(tmp_path: Path) -> None:
+    """It has one node, as the Valkey of the other tests was built without TLS."""
+    issue(tmp_path)
+    given = {"tls-cert-file": "server.crt", "tls-key-file": "server.key", "tls-ca-cert-file": "ca.crt"}
+    files = [word for name, file in given.items() for word in (f"--{name}", str(tmp_path / file))]
+    port, bus = free_port(), free_port()
+    options = ["--cluster-enabled", "yes", "--cluster-port", str(bus), "--tls-port", str(port), "--tls-cluster", "yes"]
+    with start_redis(*options, "--tls-auth-clients", "no", *files) as server, server.client() as client:
+        client.execute_command("CLUSTER", "ADDSLOTSRANGE", 0, SLOTS - 1)
+        until(lambda: b"cluster_state:ok" in client.execute_command("CLUSTER", "INFO"))
+        url = f"rediss-cluster://localhost:{port}"
+        with PageClient(url, ssl_ca_certs=str(tmp_path / "ca.crt"), deadline=30) as pages:
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+            assert all(read(pages))
+        with PageClient(url, deadline=30) as unsure, pytest.raises(PageClientError, match="certificate"):
+            read(unsure)
