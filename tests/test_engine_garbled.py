@@ -167,7 +167,7 @@ class _Flip(Weather):
 
 
 @pytest.mark.parametrize(
-    "seconds", [8.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 120)])]
+    "seconds", [4.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 120)])]
 )
 def test_the_loop_of_the_readme_survives_bad_weather(
     server: RunningServer, client: redis.Redis, seconds: float

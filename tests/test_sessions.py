@@ -210,7 +210,7 @@ class TestVanishing:
                 sock.close()
         until(lambda: honest.info("clients")["connected_clients"] == clients)
         if descriptors.exists():
-            assert len(list(descriptors.iterdir())) < 40
+            until(lambda: len(list(descriptors.iterdir())) < 40)
 
 
 class TestSlowReaders:
