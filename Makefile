@@ -39,8 +39,9 @@ check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that
 	$(BIN)/python -m pytest -m "not model and not soak" -x
 
 FUZZ_SECONDS ?= 60
-soak: $(VENV)/dev.stamp  ## a minute of honest clients amid hostile and slow ones
+soak: $(VENV)/dev.stamp  ## what takes long: storms, crashes, every family, inputs that nobody has tried
 	$(BIN)/python -m pytest -m soak -s
+	$(BIN)/python -m pytest -m "hypothesis and not soak and not alone" --hypothesis-profile anything
 
 fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by coverage, then watched for misuse of memory
 	$(BIN)/python -m pip install --quiet --editable '.[fuzz]'
@@ -51,9 +52,10 @@ sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of
 	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not looked_at_once" tests/test_core_alike.py tests/test_core_memory.py tests/test_parser.py tests/test_outbox.py \
 		tests/test_page_properties.py
 
-lint: $(VENV)/dev.stamp  ## ruff and mypy
+lint: $(VENV)/dev.stamp  ## ruff, vulture and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/vulture
 	$(BIN)/mypy
 
 format: $(VENV)/dev.stamp  ## the code as ruff wants it

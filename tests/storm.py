@@ -15,8 +15,6 @@ from wire import spell
 
 HOSTILE = SLOW = 67
 PAGE = [b"r", b"0", b"0", b"0", b"0"]  # a large page that the honest ones stored
-
-Streams = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 Deed = Callable[[asyncio.StreamReader, asyncio.StreamWriter, random.Random], Awaitable[None]]
 
 

@@ -19,7 +19,6 @@ from servers import RunningServer
 from waiting import PATIENCE, eventually
 
 TOKENS = "# who may ask\n\nacme acme-secret\numbrella umbrella-secret\n"
-STORY = "Once there was a lamp upon a hill, and nobody knew who had lit it. " * 9  # 603 letters, so many tokens
 HELLO = [{"role": "user", "content": "Hello"}]
 QUEUE = 40
 

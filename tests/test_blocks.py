@@ -212,7 +212,7 @@ def test_a_block_takes_the_place_of_a_larger_one(client: redis.Redis) -> None:
 def test_a_block_expires_as_one(client: redis.Redis) -> None:
     with client.pipeline() as pipe:  # at one time
         set_block(pipe, "r", 0, SHAPE, noise(SHAPE.nbytes), ttl=1)
-        get_block(pipe, "r", 0)
+        pipe.execute_command("KVBLOCKGET", "r", 0)
         assert pipe.execute()[-1] is not None
     set_block(client, "r", 1, SHAPE, noise(SHAPE.nbytes))
     time.sleep(1.01)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from every_family import modules
@@ -36,7 +37,18 @@ def test_the_table_has_a_row_for_every_family_that_there_is() -> None:
     assert list(documented()) == modules(), HOW
 
 
-@pytest.mark.parametrize("name", modules())
+def one_of_a_kind() -> list[Any]:
+    """All families; `make soak` measures those whose row says what another one's says, in which only figures differ."""
+    seen, found, rows = set[tuple[str, ...]](), list[Any](), documented() if applies() else {}
+    for name in modules():
+        row = tuple(FIGURE.sub("#", cell) for cell in rows.get(name, [name])[1:])
+        found.append(pytest.param(name, marks=pytest.mark.soak) if row in seen else name)
+        if row:
+            seen.add(row)
+    return found
+
+
+@pytest.mark.parametrize("name", one_of_a_kind())
 def test_a_family_says_together_and_after_a_restore_what_it_says_alone(name: str, url: str) -> None:
     """Its prompts are in one batch exactly if mlx-lm's batch is right: where they are not, it is tried all the same,
     and has to be wrong. A figure of the table may be another on another machine, but not a rounding where one stands.

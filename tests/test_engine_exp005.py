@@ -27,6 +27,7 @@ from engine.tiers.pages import PageTier
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
 PROMPTS = ["The quick brown fox", "Write a story about a robot", "Explain quantum computing in detail"]
+ONE_OF_THEM = [PROMPTS[0], *(pytest.param(prompt, marks=pytest.mark.soak) for prompt in PROMPTS[1:])]
 TOKENS, TOKENS_OF_8_BITS = 100, 16
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -95,13 +96,13 @@ def text_of(tokens: tuple[int, ...]) -> str:
     return str(detokenizer.text)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", ONE_OF_THEM)
 def test_the_text_is_mlx_lms_own_fresh_and_resumed(server: RunningServer, prompt: str) -> None:
     expected = generate(*smollm2(), prompt, max_tokens=TOKENS)
     assert fresh_and_resumed(server, prompt, TOKENS, None) == (expected, expected)
 
 
-@pytest.mark.parametrize("prompt", PROMPTS)
+@pytest.mark.parametrize("prompt", ONE_OF_THEM)
 def test_with_8_bit_keys_and_values_it_is_that_of_mlx_lms_own_8_bit_run(server: RunningServer, prompt: str) -> None:
     """Both of mlx-lm's: one that quantises from the first token on, and one that does so after the prompt."""
     expected = generate(*smollm2(), prompt, max_tokens=TOKENS_OF_8_BITS, prompt_cache=in_8_bits())

@@ -103,7 +103,8 @@ def answering(line: Callable[[int], bytes], *, greets: bool = True) -> Iterator[
 
 @pytest.mark.parametrize("line", LINES, ids=lambda line: repr(line)[2:-1])
 @pytest.mark.parametrize("greets", [True, False], ids=["greets", "babbles"])
-def test_an_answer_of_any_kind_is_a_miss(pool: BlockPool, impatient: None, line: bytes, greets: bool) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_an_answer_of_any_kind_is_a_miss(pool: BlockPool, line: bytes, greets: bool) -> None:
     """To every question the same one."""
     with answering(lambda _: line, greets=greets) as url:
         tier = PageTier(url, SPEC, pool, deadline=0.05)
@@ -114,7 +115,8 @@ def test_an_answer_of_any_kind_is_a_miss(pool: BlockPool, impatient: None, line:
         tier.close()
 
 
-def test_answers_of_any_kinds_are_misses(pool: BlockPool, impatient: None) -> None:
+@pytest.mark.usefixtures("impatient")
+def test_answers_of_any_kinds_are_misses(pool: BlockPool) -> None:
     """One after the other, hundreds of them, by chance."""
     rng = random.Random(8)
     with answering(lambda _: rng.choice(LINES)) as url:
@@ -125,8 +127,9 @@ def test_answers_of_any_kinds_are_misses(pool: BlockPool, impatient: None) -> No
 
 
 @pytest.mark.parametrize("where", ["answers", "questions"])
+@pytest.mark.usefixtures("impatient")
 def test_every_bit_of_a_conversation_may_turn_over(
-    server: RunningServer, client: redis.Redis, pool: BlockPool, impatient: None, where: str
+    server: RunningServer, client: redis.Redis, pool: BlockPool, where: str
 ) -> None:
     """One bit of each of its first bytes after the other: in frames, lengths, counts, keys, digests, manifests."""
     direct = PageTier(server.url, SPEC, pool)
@@ -167,7 +170,7 @@ class _Flip(Weather):
 
 
 @pytest.mark.parametrize(
-    "seconds", [8.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 120)])]
+    "seconds", [4.0, pytest.param(SECONDS, marks=[pytest.mark.soak, pytest.mark.timeout(SECONDS + 120)])]
 )
 def test_the_loop_of_the_readme_survives_bad_weather(
     server: RunningServer, client: redis.Redis, seconds: float

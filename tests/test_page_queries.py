@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -276,62 +275,3 @@ def test_a_block_that_changes_while_it_is_read_is_read_as_it_is_then() -> None:
     next(steps)
     here.call("KVPAGEDEL", "r")
     assert b"".join(said for _, said in steps) == b"$-1\r\n"
-
-
-def test_others_are_served_while_a_large_request_is_worked_on(server: RunningServer, client: redis.Redis) -> None:
-    """400 MB are hashed, 40,000 pages listed and deleted: no PING waits for long. The best of some tries counts."""
-    body = random.Random(3).randbytes(4 * 1024 * 1024)
-    for page in range(100):
-        client.execute_command("KVPAGESET", "large", 0, 0, page, 0, 3, 1, len(body), 0, body)
-    best_of_tries(server, "KVPAGEVERIFY large")
-    store_many(client)
-    best_of_tries(server, "KVPAGEINDEX many WITHSIZES")
-    best_of_tries(server, "SMEMBERS kv:many:index")
-    best_of_tries(server, "KVPAGEDEL many", again=lambda: store_many(client))
-
-
-def store_many(client: redis.Redis) -> None:
-    """40,000 small pages in 1,000 blocks."""
-    with client.pipeline(transaction=False) as pipeline:
-        for page in range(1000):
-            pipeline.execute_command("KVBLOCKSET", "many", page, 4, 10, 1, 0, 1, 0, 3, 1, bytes(40))
-        pipeline.execute()
-
-
-def best_of_tries(server: RunningServer, line: str, again: Callable[[], None] = lambda: None) -> None:
-    """In one of five tries no PING takes 20 ms longer during a command than it does anyway, with all else going on."""
-    waits = []
-    for _ in range(5):
-        anyway = longest_ping_during(server, None)
-        waits.append(longest_ping_during(server, line) - anyway)
-        if waits[-1] < 0.02:
-            return
-        again()
-    raise AssertionError(f"PINGs waited {waits} seconds for {line}")
-
-
-def longest_ping_during(server: RunningServer, line: str | None) -> float:
-    """Seconds that the slowest PING took while another client's command ran, or in a tenth of a second."""
-
-    def wait() -> None:  # parsing nothing: that would keep this process from measuring
-        if line is None:
-            time.sleep(0.1)
-            return
-        received = b""
-        while not received.endswith(b"+PONG\r\n"):
-            received = received[-16:] + busy.recv(1 << 20)
-
-    slowest = 0.0
-    with server.connect() as busy, server.connect() as other:
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        if line is not None:
-            busy.sendall(line.encode() + b"\r\nPING\r\n")
-        while waiting.is_alive():
-            started = time.monotonic()
-            other.sendall(b"PING\r\n")
-            assert other.recv(16) == b"+PONG\r\n"
-            slowest = max(slowest, time.monotonic() - started)
-            time.sleep(0.001)
-        waiting.join()
-    return slowest

@@ -393,10 +393,6 @@ class TestMemory:
         assert time.process_time() - began < 2
 
 
-NO_COUNTS = [b"-9223372036854775809", b"9223372036854775807", b"9223372036854775808", b"1" * 30]
-NO_COUNTS += [b"-0", b"+1", b"", b"-", b"01", b" 1", b"1 ", b"1\n", "²".encode()]
-
-
 class TestLimits:
     def refused(self, core: ModuleType, data: bytes, limits: Limits | None = None, *, step: int = 2**30) -> str:
         """The error that `data` ends in when it comes in pieces of `step` bytes."""

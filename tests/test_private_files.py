@@ -129,6 +129,7 @@ def test_a_dump_and_the_directories_that_it_makes_are_private(tmp_path: Path) ->
 
 def test_an_engine_keeps_what_was_said_to_itself(tmp_path: Path) -> None:
     """Contexts in files, and the transcript, also one that others could read before."""
+    pytest.importorskip("mlx.core")
     from api_engines import write_tiny
 
     model = write_tiny(tmp_path / "model")

@@ -23,6 +23,7 @@ FEW, FOUR_TIMES = 1100, 4400
 AT_LEAST = 0.06
 SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
     (
+        *("FLUSHALL strings", "FLUSHALL blocks", "KVPAGEVERIFY whole", "KVPAGEINDEX many blocks"),
         *("DEL present", "EXISTS absent", "MGET present", "MSET new", "WATCH absent", "SUBSCRIBE many", "MGET cold"),
         *("KVPAGEMGET absent", "KVPAGEMGET in blocks", "KVPAGEMGET absent beside blocks", "KVPAGEMGET cold"),
         *(
