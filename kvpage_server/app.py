@@ -26,6 +26,7 @@ from kvpage_server.configuration.config import Config, ConfigError, from_argumen
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
+from kvpage_server.plurals import how_many
 from kvpage_server.renewal import renew_when
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
@@ -275,7 +276,7 @@ def _access(server: Server) -> str:
         first = "no password, so from this machine only"
     else:
         first = "no password"
-    return f"{first}, {others} more user{'s' * (others != 1)}" if others else first
+    return f"{first}, {how_many(others, 'more user')}" if others else first
 
 
 def _only_local(addresses: list[str]) -> bool:

@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
+from kvpage_server.plurals import how_many
 from kvpage_server.replay.clairvoyant import clairvoyant
 from kvpage_server.replay.report import Replay, table, write_json, write_plot
 from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
@@ -44,7 +45,9 @@ def run(
         importlib.import_module("matplotlib")
     requests = read_trace(trace)
     asked = [block for request in requests for block in request.blocks]
-    out.print(f"{len(requests):,} requests for {len(asked):,} blocks, {len(set(asked)):,} of them different")
+    different = len(set(asked))
+    counts = f"{how_many(len(requests), 'request')} for {how_many(len(asked), 'block')}"
+    out.print(f"{counts}, {different:,} of them different")
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
     replays = [
         Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))
