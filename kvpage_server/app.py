@@ -26,7 +26,6 @@ from kvpage_server.configuration.config import Config, ConfigError, from_argumen
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
-from kvpage_server.plurals import how_many
 from kvpage_server.renewal import renew_when
 from kvpage_server.store.disk.database import Disk
 from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
@@ -34,6 +33,7 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.plurals import how_many
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds

@@ -23,7 +23,7 @@ from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, with_credentials
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.page import DType, KVType, PageError, PageKey
-from kvpage_server.plurals import how_many
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import for_people, out, readable, table_of, when
 from kvpage_server.why import why as lines_of_why

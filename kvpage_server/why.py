@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import redis
 
-from kvpage_server.plurals import how_many
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import when
 
 Answer = dict[str, Any]  # KVPAGEWHY's

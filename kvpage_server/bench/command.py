@@ -18,7 +18,7 @@ from kvpage_server.bench.report import Row, table, write_json, write_plot
 from kvpage_server.bench.work import LLAMA3_16, LLAMA3_256, SMOLLM2_16, SMOLLM2_256, Blocks, Pages, Work
 from kvpage_server.client import PageClient
 from kvpage_server.page import BlockShape
-from kvpage_server.plurals import how_many
+from kvpage_server.system.plurals import how_many
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8

@@ -9,12 +9,12 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-from kvpage_server.plurals import how_many
 from kvpage_server.replay.clairvoyant import clairvoyant
 from kvpage_server.replay.report import Replay, table, write_json, write_plot
 from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
 from kvpage_server.replay.trace import read_trace
 from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.system.plurals import how_many
 
 CLAIRVOYANT = "clairvoyant"
 

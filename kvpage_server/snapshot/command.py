@@ -17,7 +17,6 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvpage_server.page import KVType
-from kvpage_server.plurals import how_many
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
 from kvpage_server.snapshot.entries import FOREVER, Pages
 from kvpage_server.snapshot.errors import DumpError
@@ -25,6 +24,7 @@ from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.names import bytes_of, text_of
 from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import Store
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
