@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -28,7 +28,7 @@ from benchmarks.servers import Server, pin_client, start_kvpage
 from kvpage_server.bench.report import machine
 from kvpage_server.bench.work import LLAMA3_16
 
-SECONDS = 5
+SECONDS, QUICK_SECONDS = 5, 1  # that each of the two samplers looks at a path
 LINES = 30
 LAYERS_FASTEST = list(ORDERS)[1]
 
@@ -77,8 +77,9 @@ PATHS = [f"{op}-{driver}" for driver in DRIVERS for op in ("write", "read")]
 USUAL = [path for path in PATHS if "sockets" not in path and "mixed" not in path]
 
 
-def profile(path: str, core: str) -> Iterator[str]:
-    """The lines for people. What a page costs is kept for the table of docs/performance.md."""
+def profile(path: str, core: str, *, quick: bool = False) -> Iterator[str]:
+    """The lines for people. Unless it is `quick`, what a page costs is kept for the table of docs/performance.md."""
+    seconds = QUICK_SECONDS if quick else SECONDS
     op, driver = path.split("-", 1)
     with ExitStack() as stack:
         driven = DRIVERS[driver](stack, stack.enter_context(start_kvpage(core=core)))
@@ -88,12 +89,14 @@ def profile(path: str, core: str) -> Iterator[str]:
         pid = driven.server.process.pid
         yield from (path, ", ".join(f"{what}: {value}" for what, value in machine().items()))
         cpu, started = driven.server.cpu_seconds(), time.monotonic()
-        times = _drive(steps, SECONDS / 2)
-        cpu, seconds = driven.server.cpu_seconds() - cpu, time.monotonic() - started
+        times = _drive(steps, seconds / 2)
+        cpu, passed = driven.server.cpu_seconds() - cpu, time.monotonic() - started
         micros = cpu * 1e6 / (times * driven.pages)
-        yield f"{micros:.2f} µs of the server's CPU a page; it was busy for {cpu / seconds:.0%} of the time"
-        yield from _perf(path, pid, steps, micros)
-        yield from _py_spy(pid, steps)
+        yield f"{micros:.2f} µs of the server's CPU a page; it was busy for {cpu / passed:.0%} of the time"
+        found = yield from _perf(pid, steps, seconds)
+        if found and not quick:
+            shares.keep(path, micros, found)
+        yield from _py_spy(pid, steps, seconds)
 
 
 def _drive(steps: Sequence[Step], seconds: float) -> int:
@@ -106,43 +109,44 @@ def _drive(steps: Sequence[Step], seconds: float) -> int:
     return times
 
 
-def _perf(path: str, pid: int, steps: Sequence[Step], micros: float) -> Iterator[str]:
-    """The kernel, the interpreter, the compiled core and each of their functions, by themselves."""
+def _perf(pid: int, steps: Sequence[Step], seconds: int) -> Generator[str, None, dict[str, float]]:
+    """Each function by itself, of the kernel, the interpreter and the compiled core. Returns the share of each part;
+    nothing where there is no perf."""
     if not shutil.which("perf"):
         yield "perf is not installed: on Debian or Ubuntu, apt-get install linux-perf"
-        return
+        return {}
     with tempfile.TemporaryDirectory() as directory:
         data = str(Path(directory, "perf.data"))
         record = ["perf", "record", "--quiet", "--freq", "997", "--pid", str(pid), "--output", data, "sleep"]
-        if said := _recorded([*record, str(SECONDS)], steps):
+        if said := _recorded([*record, str(seconds)], steps, seconds):
             yield f"perf is not allowed here: {said}"
-            return
+            return {}
         report = ["perf", "report", "--stdio", "--quiet", "--input", data, "--fields", "overhead,dso,symbol"]
         told = subprocess.run(report, capture_output=True, text=True, check=True, timeout=60).stdout
     found = shares.samples(told)
     parts = shares.shares(found)
-    shares.keep(path, micros, parts)
     yield from ("", "by part, by perf", *(f"{share:6.1f}%  {part}" for part, share in parts.items()))
     yield from ("", "by symbol, by perf")
     yield from (f"{sample.percent:6.2f}%  {sample.library:45} {sample.symbol}" for sample in found[:LINES])
+    return parts
 
 
-def _py_spy(pid: int, steps: Sequence[Step]) -> Iterator[str]:
+def _py_spy(pid: int, steps: Sequence[Step], seconds: int) -> Iterator[str]:
     """The functions of Python. What a call into compiled code takes is that of the line which calls it."""
     with tempfile.TemporaryDirectory() as directory:
         raw = Path(directory) / "raw"
-        options = ["--function", "--threads", "--duration", str(SECONDS), "--rate", "400", "--format", "raw"]
+        options = ["--function", "--threads", "--duration", str(seconds), "--rate", "400", "--format", "raw"]
         spy = [str(Path(sys.executable).with_name("py-spy")), "record", "--pid", str(pid), *options, "--output"]
-        if said := _recorded([*spy, str(raw)], steps):
+        if said := _recorded([*spy, str(raw)], steps, seconds):
             yield f"py-spy is not allowed here: {said}"
             return
         yield from ("", *_functions(raw.read_text()))
 
 
-def _recorded(command: Sequence[str], steps: Sequence[Step]) -> str:
+def _recorded(command: Sequence[str], steps: Sequence[Step], seconds: int) -> str:
     """Keep the server busy while a command records it; what that complains of if it fails."""
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE) as recording:
-        _drive(steps, SECONDS + 1)
+        _drive(steps, seconds + 1)
         _, said = recording.communicate(timeout=60)
     return said.decode(errors="replace").strip() or "no reason given" if recording.returncode else ""
 
@@ -176,14 +180,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
         epilog="\n".join(["paths:", *(f"  {path}" for path in PATHS)]),
     )
     parser.add_argument("--only", metavar="PATH,...", type=_paths, default=USUAL, help="these paths")
+    parser.add_argument("--quick", action="store_true", help="a second of each, and nothing is written")
     parser.add_argument("--core", choices=("native", "python"), default="", help="the core that is to run")
     args = parser.parse_args(arguments)
     pin_client()
     RESULTS.mkdir(exist_ok=True)
     for path in args.only:
-        lines = list(profile(path, args.core))
+        lines = list(profile(path, args.core, quick=args.quick))
         print(*lines, "", sep="\n")
-        (RESULTS / f"profile-{path}.txt").write_text("\n".join(lines) + "\n")
+        if not args.quick:
+            (RESULTS / f"profile-{path}.txt").write_text("\n".join(lines) + "\n")
 
 
 def _paths(text: str) -> list[str]:

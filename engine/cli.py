@@ -6,7 +6,9 @@ import argparse
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 
+from kvpage_server import __version__
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
@@ -23,6 +25,7 @@ def _run(argv: Sequence[str] | None) -> int:
     from engine.commands import Failure, agents, demo, measure, models, persistent, serve, talk  # what may be missing
 
     parser = argparse.ArgumentParser(prog="kvpage-engine", description="An engine on MLX that remembers its agents.")
+    parser.add_argument("--version", action="version", version=_version())
     commands = parser.add_subparsers(title="commands", required=True)
     for group in (serve, talk, agents, measure, models, demo, persistent):
         group.add_to(commands)
@@ -34,6 +37,11 @@ def _run(argv: Sequence[str] | None) -> int:
         return int(args.run(args))
     except Failure as failure:
         return say("kvpage-engine", str(failure), 1)
+
+
+def _version() -> str:
+    """Ours, and those of what computes."""
+    return f"kvpage-engine {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
 
 if __name__ == "__main__":

@@ -33,6 +33,7 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
+from kvpage_server.system.plurals import how_many
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
@@ -275,7 +276,7 @@ def _access(server: Server) -> str:
         first = "no password, so from this machine only"
     else:
         first = "no password"
-    return f"{first}, {others} more user{'s' * (others != 1)}" if others else first
+    return f"{first}, {how_many(others, 'more user')}" if others else first
 
 
 def _only_local(addresses: list[str]) -> bool:

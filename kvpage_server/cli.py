@@ -23,6 +23,7 @@ from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, with_credentials
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.page import DType, KVType, PageError, PageKey
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import for_people, out, readable, table_of, when
 from kvpage_server.why import why as lines_of_why
@@ -252,7 +253,8 @@ def _tenant_lines(store: redis.Redis, info: dict[str, Any]) -> Iterator[tuple[st
     """What a user who may not use every key is told: nothing that depends on others."""
     limit = info["maxmemory"]
     yield "memory", f"limit {decimal(limit)}, {info['maxmemory_policy']}" if limit else "no limit"
-    yield "store", f"{len(set(_requests(store))):,} requests, {store.dbsize():,} keys that you may use"
+    requests, keys = how_many(len(set(_requests(store))), "request"), how_many(store.dbsize(), "key")
+    yield "store", f"{requests}, {keys} that you may use"
     yield "", "a user who may use every key is shown the rest"
 
 
@@ -264,16 +266,18 @@ def _status_lines(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "memory", decimal(used) + of_limit
     yield "", f"the process has {decimal(info['used_memory_rss'])}"
     keys = info.get("db0", {"keys": 0, "expires": 0})
-    yield "store", f"{info['requests']:,} requests, {info['blocks']:,} blocks, {keys['keys']:,} keys"
+    counts = how_many(info["requests"], "request"), how_many(info["blocks"], "block"), how_many(keys["keys"], "key")
+    yield "store", ", ".join(counts)
     expired, evicted = info["expired_keys"], info["evicted_keys"]
-    yield "", f"{keys['expires']:,} keys will expire, {expired:,} did, {evicted:,} were evicted"
-    yield "protected", f"{info['leased_or_pinned']:,} blocks, {decimal(info['leased_or_pinned_bytes'])}"
+    yield "", f"{how_many(keys['expires'], 'key')} will expire, {expired:,} did; evicted: {evicted:,}"
+    yield "protected", f"{how_many(info['leased_or_pinned'], 'block')}, {decimal(info['leased_or_pinned_bytes'])}"
     hits, misses = info["keyspace_hits"], info["keyspace_misses"]
     ratio = f"{hits / (hits + misses):.1%} hits" if hits + misses else "none yet"
     yield "reads", f"{ratio} ({hits:,} of {hits + misses:,})" if hits + misses else ratio
     reasons = {name.removeprefix("page_misses_").replace("_", " "): n for name, n in info.items() if "_misses_" in name}
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
-    yield "clients", f"{info['connected_clients']:,} connected, {info['total_commands_processed']:,} commands so far"
+    commands = how_many(info["total_commands_processed"], "command")
+    yield "clients", f"{info['connected_clients']:,} connected, {commands} so far"
     received, sent = info["total_net_input_bytes"], info["total_net_output_bytes"]
     yield "network", f"{decimal(received)} received, {decimal(sent)} sent"
 
@@ -335,12 +339,13 @@ def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
         raise Failure(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
     page = {field.decode(): value for field, value in found.items()}
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
     table = Table(box=None, show_header=False, pad_edge=False)
     table.add_column(style="bold")
     table.add_column()
     for row in (
-        ("holds", f"{plane}, {page['page_size']} tokens x {page['head_dim']} {dtype}, {page['bytes']:,} bytes"),
+        ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode()),
         ("created", when(page["created_ms"])),
@@ -362,11 +367,11 @@ def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
     if not (checked or corrupt or found[b"unchecked"]):
         raise Failure(f"request {args.req} has no such page; kvpage why {args.req} may say why")
     if unchecked := found[b"unchecked"]:
-        out.print(f"{unchecked:,} pages were written without a checksum")
+        out.print(f"{how_many(unchecked, 'page')} written without a checksum")
     if not corrupt:
-        out.print(f"{checked:,} pages checked, all intact")
+        out.print(f"{how_many(checked, 'page')} checked, all intact")
         return True
-    out.print(f"[red]{len(corrupt):,} of {checked:,} pages were corrupt and are removed[/]")
+    out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {how_many(checked, 'page')}[/]")
     for key in corrupt:
         out.print(Text("  ") + readable(key))
     return False

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import redis
 
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import when
 
 Answer = dict[str, Any]  # KVPAGEWHY's
@@ -79,9 +80,9 @@ def _parsed(raw: bytes) -> _Manifest | None:
 def _found(store: redis.Redis, manifest: _Manifest | None) -> str:
     if manifest is None:
         return "its manifest cannot be read"
-    tokens, count = f"{manifest.tokens:,} tokens", len(manifest.blocks)
+    tokens, count = f"{how_many(manifest.tokens, 'token')}", len(manifest.blocks)
     for i, block in enumerate(manifest.blocks):
         answer = _ask(store, block)
         if answer["reason"] != "stored":
-            return f"{tokens}, but of {count:,} blocks only the first {i:,} are there; then: {_said(answer)}"
-    return f"{tokens} in {count:,} blocks, all stored: a load would not miss"
+            return f"{tokens}, but of {how_many(count, 'block')} only the first {i:,} are there; then: {_said(answer)}"
+    return f"{tokens} in {how_many(count, 'block')}, all stored: a load would not miss"

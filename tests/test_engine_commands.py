@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import io
 import json
 import re
@@ -14,6 +15,7 @@ from api_engines import write_tiny
 from servers import RunningServer
 
 from engine import cli
+from kvpage_server import __version__
 
 # isort: split
 import mlx_lm
@@ -77,6 +79,14 @@ def test_a_chat_goes_on_where_it_was_left(
     assert 630 < turns[1][0] < turns[2][0]
     messages = json.loads(transcript.read_text())
     assert [message["role"] for message in messages] == ["system", *3 * ["user", "assistant"]]
+
+
+def test_the_version_names_what_computes_as_well(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        cli.main(["--version"])
+    assert end.value.code == 0
+    versions = [importlib.metadata.version(name) for name in ("mlx", "mlx-lm")]
+    assert capsys.readouterr().out == "kvpage-engine {}, mlx {}, mlx-lm {}\n".format(__version__, *versions)
 
 
 def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,9 +54,9 @@ def test_status_tells_how_a_store_is_doing() -> None:
     assert code == 0
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
     assert "of 1.1 GB (0%), allkeys-prefix" in shown
-    assert "1 requests, 1 blocks, 12 keys" in shown
-    assert "12 keys will expire, 0 did, 0 were evicted" in shown
-    assert "protected  1 blocks, " in shown
+    assert "1 request, 1 block, 12 keys" in shown
+    assert "12 keys will expire, 0 did; evicted: 0" in shown
+    assert "protected  1 block, " in shown
     assert "50.0% hits (1 of 2)" in shown
     assert "1 never stored" in shown
 
@@ -122,7 +122,7 @@ def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: re
     key = PageKey(b"r", 0, 0, 1, 0)
     client.set(bytes(key), encode_page(key, b"x", dtype=DType.INT8, page_size=1, head_dim=1, with_checksum=False))
     code, shown, _ = kvpage("verify", "r", "1", url=server.url)
-    assert (code, shown) == (0, "1 pages were written without a checksum\n0 pages checked, all intact\n")
+    assert (code, shown) == (0, "1 page written without a checksum\n0 pages checked, all intact\n")
 
 
 def flip_a_bit(pid: int, wanted: bytes) -> None:
@@ -152,7 +152,7 @@ def test_verify_finds_a_flipped_bit(server: RunningServer, client: redis.Redis) 
         client.execute_command("KVPAGESET", "r", 0, 0, page, 0, 3, 1, len(content), 0, content)
     flip_a_bit(server.pid, body[5000:5100])
     code, shown, _ = kvpage("verify", "r", url=server.url)
-    assert (code, shown) == (1, "1 of 2 pages were corrupt and are removed\n  kv:r:0:0:0:0\n")
+    assert (code, shown) == (1, "corrupt, and removed: 1 of 2 pages\n  kv:r:0:0:0:0\n")
     assert client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0) is None
     assert kvpage("why", "r", "0", "0", "0", "0", url=server.url)[1] == "corrupt, just now\n"
     assert kvpage("verify", "r", url=server.url)[0] == 0
@@ -265,7 +265,7 @@ def test_a_tenant_is_shown_what_is_theirs(guarded: RunningServer, monkeypatch: p
     monkeypatch.setenv("KVPAGE_PASSWORD", "word")
     code, shown, said = kvpage("status", "--user", "app", url=guarded.url)
     assert (code, said) == (0, "")
-    assert "1 requests, 12 keys that you may use" in shown
+    assert "1 request, 12 keys that you may use" in shown
     for command in (["ls"], ["ls", "app.chat"], ["stat", "kv:app.chat:0:0:0:0"], ["why", "app.chat"]):
         assert kvpage(*command, "--user", "app", url=guarded.url)[0] == 0
     for command in (["ls", "other"], ["stat", "kv:other:0:0:0:0"], ["why", "other"], ["verify", "other"]):

@@ -15,7 +15,7 @@ from servers import RunningServer, start_redis, start_server
 
 import kvpage_server
 from benchmarks import shares
-from benchmarks.findings import Finding
+from benchmarks.findings import RESULTS, Finding
 from benchmarks.pages import absent, lmcache, one_at_a_time, ordinary, through_page_client, twin
 from benchmarks.pages.command import KINDS
 from benchmarks.pages.documents import with_tables
@@ -249,6 +249,15 @@ def test_documents_show_what_was_found_between_their_marks() -> None:
     assert shown.startswith("before\n<!-- table: missed -->\n\n| work | beside |")
     assert shown.endswith("| write it | Valkey | CPU s/GB | 1.0 / 2.0 | 1.5 | ≤ 1 |\n\n<!-- end of table -->\nbehind\n")
     assert with_tables(shown, Found([finding(0.5, 1.0)])) == text.replace("old", "\nNone.\n")
+
+
+def test_a_quick_profile_says_what_a_page_costs_and_keeps_nothing() -> None:
+    kept = {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()}
+    words = [sys.executable, "-m", "benchmarks", "profile", "--quick", "--only", "write-64KiB"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "µs of the server's CPU a page" in done.stdout
+    assert {path: path.stat().st_mtime_ns for path in RESULTS.iterdir()} == kept
 
 
 REPORT = """

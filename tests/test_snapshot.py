@@ -364,7 +364,7 @@ def test_the_commands_report_what_they_did(server: RunningServer, client: redis.
     url = ("--url", server.url)
     code, shown, _ = kvpage("dump", str(tmp_path), *url)
     assert code == 0
-    assert shown.startswith("8 pages and 1 strings, 449 bytes in 2 files, ")
+    assert shown.startswith("8 pages and 1 string, 449 bytes in 2 files, ")
     code, _, said = kvpage("dump", str(tmp_path), *url)
     assert (code, said) == (2, f"kvpage: {tmp_path} holds a finished dump; --update brings it up to date\n")
     code, shown, _ = kvpage("dump", str(tmp_path), "--update", *url)
@@ -373,9 +373,9 @@ def test_the_commands_report_what_they_did(server: RunningServer, client: redis.
     client.delete("x")
     code, shown, _ = kvpage("restore", str(tmp_path), *url)
     assert code == 0
-    assert shown.startswith("0 pages and 1 strings, 1 byte restored, ")
-    assert "8 keys were there already and stay as they are\n" in shown
-    assert kvpage("restore", str(tmp_path), "--replace", *url)[1].startswith("8 pages and 1 strings, 449 bytes")
+    assert shown.startswith("0 pages and 1 string, 1 byte restored, ")
+    assert "8 keys there already, left unchanged\n" in shown
+    assert kvpage("restore", str(tmp_path), "--replace", *url)[1].startswith("8 pages and 1 string, 449 bytes")
     code, _, said = kvpage("restore", str(tmp_path / "nowhere"), *url)
     assert code == 2
     assert "No such file or directory" in said
@@ -395,7 +395,7 @@ def test_a_dump_larger_than_the_store_is_said(server: RunningServer, client: red
     with start_server("--maxmemory", "1mb") as small:
         code, shown, _ = kvpage("restore", str(tmp_path), "--url", small.url)
     assert code == 0
-    assert "keys were evicted meanwhile: the dump may be larger than maxmemory" in shown
+    assert "keys evicted meanwhile: the dump may be larger than maxmemory" in shown
 
 
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="only Linux lets one process reach another's memory so")
@@ -408,7 +408,7 @@ def test_what_is_damaged_in_the_server_is_not_dumped(
     flip_a_bit(server.pid, body[5000:5100])
     code, shown, _ = kvpage("dump", str(tmp_path), "--url", server.url)
     assert code == 1
-    assert "1 pages and 0 strings" in shown
+    assert "1 page and 0 strings" in shown
     assert "kv:r:0:0:0:0: the body does not match the checksum in its header" in shown
     assert os.listdir(tmp_path)
 

@@ -18,6 +18,7 @@ from kvpage_server.bench.report import Row, table, write_json, write_plot
 from kvpage_server.bench.work import LLAMA3_16, LLAMA3_256, SMOLLM2_16, SMOLLM2_256, Blocks, Pages, Work
 from kvpage_server.client import PageClient
 from kvpage_server.page import BlockShape
+from kvpage_server.system.plurals import how_many
 
 _KIB, _MIB = 1 << 10, 1 << 20
 _GENERATIONS = 8
@@ -130,7 +131,8 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
         room = min(target.room() for target in targets)
         fitting = [case for case in cases if 2 * case.total <= room]
         if len(fitting) < len(cases):
-            out.print(f"{len(cases) - len(fitting)} of {len(cases)} cases need a larger maxmemory and are left out")
+            left_out = f"{len(cases) - len(fitting)} of {how_many(len(cases), 'case')}"
+            out.print(f"left out, as they need a larger maxmemory: {left_out}")
         rows = [
             row for case in track(fitting, console=out, transient=True) for row in _rows(targets, case, room, seconds)
         ]

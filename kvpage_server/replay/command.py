@@ -14,6 +14,7 @@ from kvpage_server.replay.report import Replay, table, write_json, write_plot
 from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
 from kvpage_server.replay.trace import read_trace
 from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
+from kvpage_server.system.plurals import how_many
 
 CLAIRVOYANT = "clairvoyant"
 
@@ -44,7 +45,9 @@ def run(
         importlib.import_module("matplotlib")
     requests = read_trace(trace)
     asked = [block for request in requests for block in request.blocks]
-    out.print(f"{len(requests):,} requests for {len(asked):,} blocks, {len(set(asked)):,} of them different")
+    different = len(set(asked))
+    counts = f"{how_many(len(requests), 'request')} for {how_many(len(asked), 'block')}"
+    out.print(f"{counts}, {different:,} of them different")
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
     replays = [
         Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))

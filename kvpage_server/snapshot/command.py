@@ -24,6 +24,7 @@ from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.names import bytes_of, text_of
 from kvpage_server.snapshot.restore import Restored, restore
 from kvpage_server.snapshot.store import Store
+from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
@@ -41,7 +42,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     with Store(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
-    out.print(f"{_counted(dumped)} in {dumped.files:,} files{kept}, {time.monotonic() - started:.1f} s")
+    out.print(f"{_counted(dumped)} in {how_many(dumped.files, 'file')}{kept}, {time.monotonic() - started:.1f} s")
     return _none("are not what was stored, and were not dumped", dumped.corrupt)
 
 
@@ -61,13 +62,12 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
     out.print(f"{_counted(restored)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
-        out.print(f"{restored.there:,} keys were there already and stay as they are")
+        out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
-        out.print(f"{restored.expired:,} keys had expired by the end of the dump")
+        out.print(f"{how_many(restored.expired, 'key')} had expired by the end of the dump")
     if evicted := server.info("stats").get("evicted_keys", 0) - evicted:
-        out.print(
-            f"[red]{evicted:,} keys were evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]"
-        )
+        gone = how_many(evicted, "key")
+        out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
     if args.request and not restored.pages + restored.there + restored.expired + len(restored.corrupt):
@@ -97,7 +97,7 @@ def _show_head(path: Path, found: Inspected) -> None:
         out.print(f"a dump of {escape(found.summary.selection)}, {when(found.summary.dumped_ms)}", end="")
     else:
         out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
-    out.print(f": {found.files:,} files, {decimal(found.nbytes)}")
+    out.print(f": {how_many(found.files, 'file')}, {decimal(found.nbytes)}")
 
 
 def _show_requests(found: Inspected) -> None:
@@ -117,7 +117,7 @@ def _row(held: Holding, blocks: str) -> list[str]:
 def _show_planes(planes: list[Pages]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
     for pages in sorted(planes, key=lambda pages: (pages.req_id, pages.page, pages.layer, pages.head, pages.kv_type)):
-        matrix = f"{pages.page_size} tokens x {pages.head_dim} {pages.dtype.name.lower()}"
+        matrix = f"{how_many(pages.page_size, 'token')} x {pages.head_dim} {pages.dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = decimal(sum(pages.sizes))
@@ -131,7 +131,7 @@ def _lives(left_ms: int) -> str:
 
 
 def _counted(what: Dumped | Restored) -> str:
-    return f"{what.pages:,} pages and {what.strings:,} strings, {decimal(what.nbytes)}"
+    return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {decimal(what.nbytes)}"
 
 
 def _none(fate: str, names: list[str]) -> bool:
