@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic, monotonic_ns
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch.admission import Paused, is_at_once
+from kvpage_server.commands.dispatch.admission import Paused, is_unqueued
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
@@ -353,7 +353,7 @@ class Session:
         queued = 0
         if not load.is_nothing:
             load.settle()  # from here on it is the store's, unless it waits for EXEC
-            queued = load.unqueue() if is_at_once(command) else 0
+            queued = load.unqueue() if is_unqueued(command) else 0
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
         client.unanswered = client.silence != 0
