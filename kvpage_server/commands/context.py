@@ -16,7 +16,7 @@ from kvpage_server.commands.access.users import Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
 from kvpage_server.commands.notifying.channels import Channels
 from kvpage_server.commands.notifying.events import KeyEvents
-from kvpage_server.commands.notifying.listener import Mode
+from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.table.keys import READ

@@ -17,7 +17,8 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import Reply, ReplyError, Wait
 from kvpage_server.store.disk.holds import Hold, TooMuch
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.known import Needed, unit_of

@@ -15,7 +15,8 @@ from kvpage_server.commands.index_key import refuse_to_write
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Spec, too_many
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import Piece, Reply, ReplyError, Stream, bare, encode
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import Reply, ReplyError, Stream, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
 
 log = logging.getLogger("kvpage")

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
 
 from kvpage_server.commands.notifying.channels import Channels
-from kvpage_server.commands.notifying.listener import Listener, Mode
+from kvpage_server.commands.notifying.recipient import Mode, Recipient
 from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.store.keyspace import Keyspace
 
@@ -32,11 +32,11 @@ class KeyEvents:
     """Listens to a keyspace, which is only asked to tell when somebody cares."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
-        self.acting: Listener | None = None  # whose commands are being run
+        self.acting: Recipient | None = None  # whose commands are being run
         self.tracking = tracking
         self._keyspace = keyspace
         self._channels = channels
-        self._watchers: dict[bytes, set[Listener]] = {}
+        self._watchers: dict[bytes, set[Recipient]] = {}
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
     def notify(self, flags: str) -> None:
@@ -49,14 +49,14 @@ class KeyEvents:
         self._keyspace.on_event = self._happened if wanted else None
         self._keyspace.on_block = self._happened_to_block if wanted else None
 
-    def watch(self, client: Listener, key: bytes) -> None:
+    def watch(self, client: Recipient, key: bytes) -> None:
         """The client's next transaction fails when something happens to `key`."""
         if key not in client.watching:
             client.watching.add(key)
             self._watchers.setdefault(key, set()).add(client)
             self._listen()
 
-    def unwatch(self, client: Listener) -> None:
+    def unwatch(self, client: Recipient) -> None:
         """The client watches nothing; what happened so far is forgiven."""
         for key in client.watching:
             watchers = self._watchers[key]
@@ -68,17 +68,17 @@ class KeyEvents:
             self._listen()
         client.watched_changed = False
 
-    def track(self, client: Listener, mode: Mode) -> None:
+    def track(self, client: Recipient, mode: Mode) -> None:
         """The client is told from now on when what it read changes."""
         self.tracking.begin(client, mode)
         self._listen()
 
-    def untrack(self, client: Listener) -> None:
+    def untrack(self, client: Recipient) -> None:
         """It is told no more, if it was."""
         self.tracking.end(client)
         self._listen()
 
-    def forget(self, client: Listener) -> None:
+    def forget(self, client: Recipient) -> None:
         """The client is gone."""
         self.unwatch(client)
         self.tracking.forget(client)

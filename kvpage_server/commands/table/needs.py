@@ -13,7 +13,7 @@ from itertools import chain
 from typing import Protocol
 
 from kvpage_server.commands.arguments import plain
-from kvpage_server.commands.table.keys import READ, WRITE, Prefix, Use
+from kvpage_server.commands.table.keys import READ, WRITE, KeyPrefix, Use
 from kvpage_server.core import Argument
 from kvpage_server.store.known import Needed
 from kvpage_server.store.tiered import Tiered
@@ -34,8 +34,8 @@ _LONGEST_PAGE = 10  # digits of a page id
 def everything(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """All that its arguments name."""
     keys = [key for key, _ in spec.uses_of(args)]
-    named = [key for key in keys if not isinstance(key, Prefix)]
-    requests = [key.split(b":")[1] for key in keys if isinstance(key, Prefix)]
+    named = [key for key in keys if not isinstance(key, KeyPrefix)]
+    requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
     blocks = ((req_id, block.page) for req_id in requests for block in tiered.index.of(req_id))
     return chain(tiered.values_of(named), tiered.extents_of(named), tiered.blocks_at(blocks))
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.notifying.listener import Mode
+from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError

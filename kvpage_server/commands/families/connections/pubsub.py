@@ -10,8 +10,9 @@ from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
+from kvpage_server.core.piece import Piece
 from kvpage_server.glob import PatternTooLong, channel_glob
-from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, Stream, encode
+from kvpage_server.resp.reply import Push, Reply, ReplyError, Stream, encode
 
 _FLAGS = "pubsub noscript loading stale"
 _EACH = Parts(joined="apart")

@@ -11,7 +11,8 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import NULL_ARRAY, OK, Piece, Reply, ReplyError
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client
 

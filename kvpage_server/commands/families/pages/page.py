@@ -22,8 +22,9 @@ from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument, NewPages, PageNames, Slot
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
+from kvpage_server.core.piece import Piece
 from kvpage_server.page import PageError, unix_ms
-from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.known import Needed
 from kvpage_server.store.lookup import Found
 from kvpage_server.store.memory.cold import Cold

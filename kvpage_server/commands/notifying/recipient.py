@@ -27,7 +27,7 @@ class Mode:
         return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
 
 
-class Listener(Protocol):
+class Recipient(Protocol):
     """A connection that may be told something."""
 
     id: int
