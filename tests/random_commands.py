@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from kvpage_server.commands.registry import Spec
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.commands.table.usage import arguments
 
 Words = list[bytes]

@@ -25,7 +25,7 @@ from waiting import PATIENCE
 import kvpage_server.commands.families  # noqa: F401  # fills the table
 from kvpage_server.commands.reference.document import reference
 from kvpage_server.commands.reference.examples import EXAMPLES
-from kvpage_server.commands.registry import TABLE
+from kvpage_server.commands.table.spec import TABLE
 
 DOCUMENT = Path(__file__).parent.parent / "docs" / "commands.md"
 REDIS_CLI = shutil.which("redis-cli")

@@ -7,7 +7,7 @@ import redis
 from stored_pages import set_block, set_page
 
 import kvpage_server.commands.families  # noqa: F401  # fills the table
-from kvpage_server.commands.registry import TABLE
+from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import PageKey
 
 

@@ -19,9 +19,9 @@ from servers import RunningServer
 from wire import spell
 
 from kvpage_server.core import Limits, Parser, ProtocolError
+from kvpage_server.core.inline import split_words
 from kvpage_server.core.protocol import DIRECT, KEEP_FROM, MAX_LINE, MOST_LISTED, SCRATCH_SIZE
 from kvpage_server.page import checksum
-from kvpage_server.resp.inline import split_words
 
 Words = list[bytes]
 

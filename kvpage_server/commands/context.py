@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from kvpage_server.commands.access.guesses import Guesses
 from kvpage_server.commands.access.user import User
@@ -16,16 +16,15 @@ from kvpage_server.commands.access.users import Refusals, Users
 from kvpage_server.commands.measure import Latency, SlowLog, Stats
 from kvpage_server.commands.notifying.channels import Channels
 from kvpage_server.commands.notifying.events import KeyEvents
-from kvpage_server.commands.notifying.tracking import Mode, Tracking
+from kvpage_server.commands.notifying.recipient import Mode
+from kvpage_server.commands.notifying.tracking import Tracking
+from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.table.keys import READ
 from kvpage_server.configuration.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
-
-if TYPE_CHECKING:
-    from kvpage_server.commands.queued import Transaction
 
 NEVER = 1 << 62  # nanoseconds: no call takes so long
 
@@ -181,6 +180,7 @@ class Client:
     address: str
     local_address: str
     connection: Connection
+    keyspace: Keyspace = field(init=False)
     id: int = 0
     descriptor: int = -1  # of its socket
     user: User | None = None  # None until it has authenticated
@@ -208,10 +208,8 @@ class Client:
     channels: dict[bytes, None] = field(default_factory=dict)  # listened to, kept by Channels
     patterns: dict[bytes, None] = field(default_factory=dict)
 
-    @property
-    def keyspace(self) -> Keyspace:
-        """The keys."""
-        return self.server.keyspace
+    def __post_init__(self) -> None:
+        self.keyspace = self.server.keyspace
 
     def push(self, message: Reply) -> None:
         """Send something that was not asked for, in its turn."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 
 from kvpage_server.commands.arguments import WRONG_TYPE
-from kvpage_server.commands.registry import Spec
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError
 from kvpage_server.store.keyspace import Keyspace

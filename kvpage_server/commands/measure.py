@@ -15,7 +15,7 @@ _BUCKETS = 64
 
 
 @dataclass(slots=True)
-class Calls:
+class CallCounts:
     """One command since the start. `histogram[i]` counts the calls that took at least 2**(i-1) and below 2**i ns."""
 
     nanoseconds: int = 0
@@ -59,7 +59,7 @@ class Stats:
     overflown_inputs: int = 0  # connections ended because a command was too long
     overflown_outputs: int = 0  # connections ended because they did not read
     idle_closed: int = 0
-    calls: defaultdict[str, Calls] = field(default_factory=lambda: defaultdict(Calls))  # by command name
+    calls: defaultdict[str, CallCounts] = field(default_factory=lambda: defaultdict(CallCounts))  # by command name
     error_codes: Counter[str] = field(default_factory=Counter)
     page_misses: dict[str, int] = field(default_factory=dict)  # by reason
 

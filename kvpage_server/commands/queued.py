@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import QUEUED, Reply, ReplyError
-
-if TYPE_CHECKING:
-    from kvpage_server.commands.registry import Spec
 
 MOST_QUEUED = 65_536  # words: EXEC runs them without a pause
 

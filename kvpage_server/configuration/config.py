@@ -13,8 +13,8 @@ from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from kvpage_server.core.inline import split_words
 from kvpage_server.glob import glob
-from kvpage_server.resp.inline import split_words
 from kvpage_server.store.eviction.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for

@@ -11,7 +11,7 @@ import re
 from collections.abc import Sequence
 
 from kvpage_server.configuration.config import Config
-from kvpage_server.resp.inline import split_words
+from kvpage_server.core.inline import split_words
 
 _HEADING = b"# Written by CONFIG REWRITE"
 _PLAIN = re.compile(rb"[!#-&(-\[\]-~]+\Z")  # printable, without quotes, backslashes and spaces

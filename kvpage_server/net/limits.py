@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.steps import STEP
+from kvpage_server.commands.table.spec import BY_WORD
 from kvpage_server.commands.totals import counted
 from kvpage_server.configuration.config import Config, OutputLimit
 from kvpage_server.core import Limits
@@ -20,7 +21,6 @@ from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
 
-_HASHED = frozenset((b"KVPAGESET", b"KVPAGEMSET", b"KVBLOCKSET", b"kvpageset", b"kvpagemset", b"kvblockset"))
 _LARGE = 128 * 1024  # bytes
 _MUCH = 16 * 1024 * 1024  # bytes
 _SMALL = 16 * 1024  # bytes: who holds less is not worth ending
@@ -43,7 +43,9 @@ def of_frames(config: Config) -> Limits:
 
 def hashed(config: Config) -> frozenset[bytes]:
     """The commands, as they are usually spelt, whose long words are hashed as they come on a new connection."""
-    return _HASHED if config.page_checksums else frozenset()
+    if not config.page_checksums:
+        return frozenset()
+    return frozenset(word for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes))
 
 
 def keep(client: Client) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
+from kvpage_server.core.piece import Piece
 from kvpage_server.net.transport import HIGH_WATER
-from kvpage_server.resp.reply import Piece, Raw, Reply, Stream, Wait, encode
+from kvpage_server.resp.reply import Raw, Reply, Stream, Wait, encode
 
 _FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
 _STEPS = 16  # of a reply, after which it is sent as far as it is made

@@ -10,7 +10,7 @@ from functools import partial
 from time import monotonic, monotonic_ns
 
 from kvpage_server.commands.context import Client, Server
-from kvpage_server.commands.dispatch.admission import Paused, is_at_once
+from kvpage_server.commands.dispatch.admission import Paused, is_unqueued
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
@@ -21,7 +21,6 @@ from kvpage_server.net.replies import Replies
 from kvpage_server.net.transport import HIGH_WATER, Transport
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.reply import QUEUED, Reply, Wait
-from kvpage_server.store.disk.holds import Hold
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 READ_TURN = 1024 * 1024  # bytes taken from one socket before others have their turn
@@ -75,7 +74,7 @@ class Session:
         self._ending = False  # no command is taken any more
         self._answering = False  # a command is being run
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
-        self._hold: Hold | None = None  # what it needs stays in memory until it has run
+        self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
         self.client = Client(
@@ -321,6 +320,8 @@ class Session:
 
     def _wait(self, wait: Wait) -> None:
         """Do nothing before the disk has done its part."""
+        if self._state is GONE:  # as what was sent just before has shown
+            return
         self._state = WAITING
         try:
             wait.start(self._go_on)
@@ -353,7 +354,7 @@ class Session:
         queued = 0
         if not load.is_nothing:
             load.settle()  # from here on it is the store's, unless it waits for EXEC
-            queued = load.unqueue() if is_at_once(command) else 0
+            queued = load.unqueue() if is_unqueued(command) else 0
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
         client.unanswered = client.silence != 0

@@ -11,8 +11,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import cast
 
+from kvpage_server.core.piece import Piece
 from kvpage_server.net.transport import HIGH_WATER, Reader
-from kvpage_server.resp.reply import Piece
 
 _PART = 256 * 1024  # bytes handed to the loop at a time
 

@@ -10,7 +10,7 @@ import socket
 from typing import Protocol
 
 from kvpage_server.core import Outbox
-from kvpage_server.resp.reply import Piece
+from kvpage_server.core.piece import Piece
 
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
 

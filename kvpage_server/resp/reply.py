@@ -10,24 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, KeysView
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
+
+from kvpage_server.core.piece import Piece
 
 Reply = Any  # one of the values named above; the types of nested values are not worth their spelling
-
-
-class Span(Protocol):
-    """Memory that holds part of a reply as it goes over the wire. It is not reused while the object lives."""
-
-    @property
-    def view(self) -> memoryview:
-        """The bytes."""
-
-    @property
-    def size(self) -> int:
-        """How many of them are a value's."""
-
-
-Piece = bytes | Span
 
 
 class Raw(bytes):

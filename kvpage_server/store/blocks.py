@@ -12,8 +12,8 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
+from kvpage_server.core.piece import Piece
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
-from kvpage_server.resp.reply import Piece
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.cold import Cold

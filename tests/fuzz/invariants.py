@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 
 from kvpage_server.core import Arena, Limits, Parser, ProtocolError
+from kvpage_server.core.inline import split_words
 from kvpage_server.page import HEADER_SIZE, PageError, PageKey, decode_page
-from kvpage_server.resp.inline import split_words
 
 Commands = tuple[list[list[bytes]], str]
 LIMITS = Limits(max_bulk=300_000, max_arguments=2000, max_command=400_000)  # or a few bytes would ask for gigabytes

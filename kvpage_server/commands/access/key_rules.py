@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from kvpage_server.commands.table.keys import READ, WRITE, Prefix
+from kvpage_server.commands.table.keys import READ, WRITE, KeyPrefix
 from kvpage_server.glob import Matches
 from kvpage_server.patterns import Patterns
 
@@ -21,7 +21,7 @@ class _Rights(NamedTuple):
 
     def cover(self, key: bytes, access: int) -> bool:
         """Whether they give that to a key that matches; to all keys that begin so, for a Prefix."""
-        if type(key) is Prefix and not self.open_ended:
+        if type(key) is KeyPrefix and not self.open_ended:
             return False
         return any(given & access == access for given in self.accesses)
 

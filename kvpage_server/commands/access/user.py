@@ -17,8 +17,8 @@ from typing import NamedTuple
 
 from kvpage_server.commands.access.absent import ABSENT
 from kvpage_server.commands.access.key_rules import KeyRules, spelt
-from kvpage_server.commands.registry import CATEGORIES, TABLE, Spec
 from kvpage_server.commands.table.keys import READ, WRITE
+from kvpage_server.commands.table.spec import CATEGORIES, TABLE, Spec
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.patterns import Patterns

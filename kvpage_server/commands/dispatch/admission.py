@@ -10,17 +10,13 @@ from kvpage_server.commands.access.user import Denial
 from kvpage_server.commands.arguments import OUT_OF_MEMORY
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Postponed, wait_for_room
-from kvpage_server.commands.registry import Spec
+from kvpage_server.commands.table.spec import Spec, named
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import ReplyError, Wait, bare
 from kvpage_server.store.keyspace import OutOfMemory
 
 log = logging.getLogger("kvpage")
 
-_NOT_QUEUED = frozenset(("exec", "discard", "multi", "watch", "quit", "reset"))  # the others are, after MULTI
-_WHILE_SUBSCRIBED = frozenset(
-    ("subscribe", "unsubscribe", "psubscribe", "punsubscribe", "ping", "quit", "reset")
-)  # what RESP2 allows then: it cannot tell a reply from a message
 _HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
 
 
@@ -28,24 +24,20 @@ class Paused(Exception):
     """The command has to wait for the end of a CLIENT PAUSE."""
 
 
-def name_of(words: Command) -> bytes:
-    """The first word, if it is as short as names are."""
-    return words[0].lower() if isinstance(words[0], bytes) else b""
-
-
-def is_at_once(words: Command) -> bool:
+def is_unqueued(words: Command) -> bool:
     """Whether a command is run even after MULTI."""
-    return name_of(words).decode("latin1") in _NOT_QUEUED
+    spec = named(words[0])
+    return spec is not None and spec.unqueued
 
 
 def queues(client: Client, spec: Spec) -> bool:
     """Whether the command is to wait for EXEC."""
-    return client.transaction is not None and spec.name not in _NOT_QUEUED
+    return client.transaction is not None and not spec.unqueued
 
 
 def admit(client: Client, spec: Spec) -> None:
     """Raises ReplyError when nobody in the client's state may call the command, Paused when it has to wait."""
-    if (client.channels or client.patterns) and client.protocol == 2 and spec.name not in _WHILE_SUBSCRIBED:
+    if (client.channels or client.patterns) and client.protocol == 2 and not spec.while_subscribed:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
             "are allowed in this context"
@@ -81,9 +73,9 @@ def takes_memory(client: Client, spec: Spec) -> bool:
     """Whether a command needs room: one that stores something, any that is queued, and EXEC of one that stores."""
     if client.transaction is None:
         return spec.stores
-    if spec.name == "exec":
+    if spec.runs_queued:
         return any(queued.stores for queued, _ in client.transaction.commands)
-    return spec.name not in ("discard", "quit", "reset")
+    return not spec.unqueued
 
 
 def have_room(client: Client) -> None:
@@ -107,10 +99,11 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
     stats.note_error(str(error))
     if spec is not None:
         stats.calls[spec.name].rejected += 1
-    elif name_of(words) in _HTTP:
+    elif isinstance(words[0], bytes) and words[0].lower() in _HTTP:
         log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
         client.connection.abort()
-    if name_of(words) == b"exec":
+    meant = named(words[0])  # though it may have too many words
+    if meant is not None and meant.runs_queued:
         client.end_transaction()
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")
     if client.transaction is not None:
@@ -120,6 +113,6 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
 
 def _writes(client: Client, spec: Spec) -> bool:
     """Whether the command changes the store, EXEC by what was queued."""
-    if spec.name == "exec" and client.transaction is not None:
+    if spec.runs_queued and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})

@@ -14,10 +14,11 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.registry import Spec
 from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import Piece, Reply, ReplyError, Wait
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import Reply, ReplyError, Wait
 from kvpage_server.store.disk.holds import Hold, TooMuch
 from kvpage_server.store.fetching import Lent
 from kvpage_server.store.known import Needed, unit_of
@@ -43,7 +44,7 @@ class Postponed(Exception):
 
 def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
     """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
-    if client.transaction is not None and spec.name == "exec":
+    if spec.runs_queued:
         _prepare_queued(client, tiered)
         return
     if spec.stores:

@@ -8,7 +8,7 @@ from kvpage_server.commands.dispatch.disk import prepare
 from kvpage_server.commands.dispatch.parts import after_rights, are_many_rights, begin, freed_after
 from kvpage_server.commands.dispatch.run import run, run_as_asked
 from kvpage_server.commands.queued import MOST_QUEUED
-from kvpage_server.commands.registry import AT_ONCE, find
+from kvpage_server.commands.table.spec import AT_ONCE, BY_WORD, find
 from kvpage_server.core import Command
 from kvpage_server.resp.reply import Reply, ReplyError
 
@@ -17,8 +17,11 @@ def execute(client: Client, words: Command) -> Reply:
     """The reply to one command. Errors are replies too; Paused and Postponed are raised: it is to be tried again."""
     spec = None
     try:
-        spec = find(words)
-        if len(words) > AT_ONCE and not (queues(client, spec) and len(words) <= MOST_QUEUED):
+        count = len(words)
+        spec = BY_WORD.get(words[0])
+        if spec is None or count != spec.arity:
+            spec = find(words)
+        if count > AT_ONCE and not (queues(client, spec) and count <= MOST_QUEUED):
             return begin(client, spec, words)
         client.last_command = spec.name
         server = client.server

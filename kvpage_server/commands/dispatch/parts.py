@@ -14,10 +14,11 @@ from kvpage_server.commands.dispatch.admission import admit, check_rights, have_
 from kvpage_server.commands.dispatch.disk import Postponed, prepare
 from kvpage_server.commands.dispatch.run import run_as_asked
 from kvpage_server.commands.queued import too_much_queued
-from kvpage_server.commands.registry import AT_ONCE, Parts, Spec
 from kvpage_server.commands.steps import Steps, freed
+from kvpage_server.commands.table.spec import AT_ONCE, Parts, Spec
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import Piece, Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items

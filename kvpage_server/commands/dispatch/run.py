@@ -12,10 +12,11 @@ from kvpage_server.commands.dispatch.admission import check_rights
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
 from kvpage_server.commands.index_key import refuse_to_write
-from kvpage_server.commands.registry import Spec, too_many
 from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table.spec import Spec, too_many
 from kvpage_server.core import Command
-from kvpage_server.resp.reply import Piece, Reply, ReplyError, Stream, bare, encode
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import Reply, ReplyError, Stream, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
 
 log = logging.getLogger("kvpage")
@@ -62,7 +63,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
     """Run a command as its client has asked for: whether reading is a use of the keys, what is tracked."""
     reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
-    if client.tracking is not None and client.transaction is None and spec.parent != "client":
+    if client.tracking is not None and client.transaction is None and not spec.keeps_caching:
         client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
     return reply
 

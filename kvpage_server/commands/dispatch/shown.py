@@ -6,11 +6,10 @@ import time
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.measure import SLOW_WORD
-from kvpage_server.commands.registry import AT_ONCE, Spec
+from kvpage_server.commands.table.spec import AT_ONCE, Spec
 from kvpage_server.core import Argument, Command
 from kvpage_server.resp.reply import Raw
 
-_SECRET = frozenset(("auth", "hello", "acl|setuser", "config|set"))  # nobody else sees what they were given
 _MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
 _ALL_SHOWN = 32 * 1024  # bytes of all words, and what the last is longer: each byte is looked at
@@ -21,7 +20,7 @@ def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
     cut: list[bytes] = []
     left = _ALL_SHOWN
     for at, word in enumerate(words[:_MOST_SHOWN]):
-        cut.append(b"(redacted)" if spec.name in _SECRET and at >= spec.words else _cut(word, most))
+        cut.append(b"(redacted)" if spec.secret and at >= spec.words else _cut(word, most))
         left -= len(cut[-1])
         if left <= 0:
             break

@@ -11,16 +11,14 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import islice
 from time import monotonic_ns
-from typing import TYPE_CHECKING
 
+from kvpage_server.commands.notifying.recipient import Recipient
+from kvpage_server.core.piece import Piece
 from kvpage_server.glob import channel_glob
 from kvpage_server.patterns import Patterns
-from kvpage_server.resp.reply import Piece, Push, Raw, Reply, Wait, encode
+from kvpage_server.resp.reply import Push, Raw, Reply, Wait, encode
 
-if TYPE_CHECKING:
-    from kvpage_server.commands.context import Client
-
-Listeners = dict["Client", None]  # in the order in which they came
+Listeners = dict[Recipient, None]  # in the order in which they came
 Steps = Iterator[None]
 
 _FEW = 32  # listeners who are told at once
@@ -28,7 +26,7 @@ _TURN = 1_000_000  # nanoseconds
 
 
 class Channels:
-    """Channels and patterns that have a listener; the listeners' own lists are `Client.channels` and `.patterns`."""
+    """Channels and patterns that have a listener; the listeners' own lists are `Recipient.channels` and `.patterns`."""
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
@@ -38,25 +36,25 @@ class Channels:
     def __bool__(self) -> bool:
         return bool(self.by_name or self.by_pattern)
 
-    def subscribe(self, client: Client, channel: bytes) -> None:
+    def subscribe(self, client: Recipient, channel: bytes) -> None:
         """The client listens to a channel."""
         client.channels[channel] = None
         self.by_name.setdefault(channel, {})[client] = None
         client.settle()
 
-    def unsubscribe(self, client: Client, channel: bytes) -> None:
+    def unsubscribe(self, client: Recipient, channel: bytes) -> None:
         """It no longer does, if it did."""
         client.channels.pop(channel, None)
         self._leave(channel, client)
         client.settle()
 
-    def _leave(self, channel: bytes, client: Client) -> None:
+    def _leave(self, channel: bytes, client: Recipient) -> None:
         listeners = self.by_name.get(channel, {})
         listeners.pop(client, None)
         if not listeners:
             self.by_name.pop(channel, None)
 
-    def psubscribe(self, client: Client, pattern: bytes) -> None:
+    def psubscribe(self, client: Recipient, pattern: bytes) -> None:
         """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
         found = self.by_pattern.get(pattern)
         if found is None:
@@ -66,20 +64,20 @@ class Channels:
         found[1][client] = None
         client.settle()
 
-    def punsubscribe(self, client: Client, pattern: bytes) -> None:
+    def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
         """It no longer does, if it did."""
         client.patterns.pop(pattern, None)
         self._leave_pattern(pattern, client)
         client.settle()
 
-    def _leave_pattern(self, pattern: bytes, client: Client) -> None:
+    def _leave_pattern(self, pattern: bytes, client: Recipient) -> None:
         found = self.by_pattern.get(pattern)
         if found is not None:
             found[1].pop(client, None)
             if not found[1]:
                 self.by_pattern.remove(pattern)
 
-    def forget(self, client: Client) -> None:
+    def forget(self, client: Recipient) -> None:
         """The client listens to nothing any more. Who listened to very many is taken from their lists in steps."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}

@@ -10,14 +10,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, starmap
-from typing import TYPE_CHECKING
 
 from kvpage_server.commands.notifying.channels import Channels
-from kvpage_server.commands.notifying.tracking import Mode, Tracking
+from kvpage_server.commands.notifying.recipient import Mode, Recipient
+from kvpage_server.commands.notifying.tracking import Tracking
 from kvpage_server.store.keyspace import Keyspace
-
-if TYPE_CHECKING:
-    from kvpage_server.commands.context import Client
 
 _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", "decrby": "$"} | {
     "expired": "x",
@@ -35,11 +32,11 @@ class KeyEvents:
     """Listens to a keyspace, which is only asked to tell when somebody cares."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
-        self.acting: Client | None = None  # whose commands are being run
+        self.acting: Recipient | None = None  # whose commands are being run
         self.tracking = tracking
         self._keyspace = keyspace
         self._channels = channels
-        self._watchers: dict[bytes, set[Client]] = {}
+        self._watchers: dict[bytes, set[Recipient]] = {}
         self._notified = ""  # the value of notify-keyspace-events: classes, K and E
 
     def notify(self, flags: str) -> None:
@@ -52,14 +49,14 @@ class KeyEvents:
         self._keyspace.on_event = self._happened if wanted else None
         self._keyspace.on_block = self._happened_to_block if wanted else None
 
-    def watch(self, client: Client, key: bytes) -> None:
+    def watch(self, client: Recipient, key: bytes) -> None:
         """The client's next transaction fails when something happens to `key`."""
         if key not in client.watching:
             client.watching.add(key)
             self._watchers.setdefault(key, set()).add(client)
             self._listen()
 
-    def unwatch(self, client: Client) -> None:
+    def unwatch(self, client: Recipient) -> None:
         """The client watches nothing; what happened so far is forgiven."""
         for key in client.watching:
             watchers = self._watchers[key]
@@ -71,17 +68,17 @@ class KeyEvents:
             self._listen()
         client.watched_changed = False
 
-    def track(self, client: Client, mode: Mode) -> None:
+    def track(self, client: Recipient, mode: Mode) -> None:
         """The client is told from now on when what it read changes."""
         self.tracking.begin(client, mode)
         self._listen()
 
-    def untrack(self, client: Client) -> None:
+    def untrack(self, client: Recipient) -> None:
         """It is told no more, if it was."""
         self.tracking.end(client)
         self._listen()
 
-    def forget(self, client: Client) -> None:
+    def forget(self, client: Recipient) -> None:
         """The client is gone."""
         self.unwatch(client)
         self.tracking.forget(client)

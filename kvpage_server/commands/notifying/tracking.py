@@ -1,4 +1,4 @@
-"""Client-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
+"""Recipient-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
 
 A tracking client's reads are noted: which client read which key. When the key changes, its readers are told, and the
 note is gone until they read it again. In broadcasting mode nothing is noted: a client is told of every change of keys
@@ -21,15 +21,12 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
-from kvpage_server.commands.table.keys import Prefix
+from kvpage_server.commands.notifying.recipient import Mode, Recipient
+from kvpage_server.commands.table.keys import KeyPrefix
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Push, Raw
-
-if TYPE_CHECKING:
-    from kvpage_server.commands.context import Client
-    from kvpage_server.commands.registry import Spec
 
 CHANNEL = b"__redis__:invalidate"  # on which RESP2 is told, by another connection
 _OPENING = {
@@ -43,31 +40,12 @@ _STEP = 1000  # notes that are freed before others have their turn
 Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them; a dict is slow to give its first item
 
 
-@dataclass(slots=True, eq=False)
-class Mode:
-    """How a client tracks."""
-
-    redirect: int = 0  # the id of the connection that is told in its place; 0 is itself
-    broadcast: bool = False
-    opt_in: bool = False  # only what is read after CLIENT CACHING YES is noted
-    opt_out: bool = False  # all is, but for what is read after CLIENT CACHING NO
-    no_loop: bool = False  # its own changes are not told
-    prefixes: dict[bytes, None] = field(default_factory=dict)
-    asked: bool = False  # CLIENT CACHING was called for the next command
-    broken: bool = False  # whoever is to be told is gone
-
-    @property
-    def notes_reads(self) -> bool:
-        """Whether what is read now is noted."""
-        return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
-
-
 @dataclass(slots=True)
 class _Prefix:
     """Those who are told of every key that begins so, and what changed that they are to be told, by whom if by one."""
 
-    clients: dict[Client, None] = field(default_factory=dict)
-    changed: dict[bytes, Client | None] = field(default_factory=dict)
+    clients: dict[Recipient, None] = field(default_factory=dict)
+    changed: dict[bytes, Recipient | None] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -81,8 +59,8 @@ class _Due:
 class Tracking:
     """Who tracks, what they read, and what they are to be told. `clients` are all connections by their ids."""
 
-    def __init__(self, clients: Mapping[int, Client], most_keys: Callable[[], int]) -> None:
-        self.clients: dict[Client, None] = {}  # those that track
+    def __init__(self, clients: Mapping[int, Recipient], most_keys: Callable[[], int]) -> None:
+        self.clients: dict[Recipient, None] = {}  # those that track
         self.items = 0  # readers of all keys
         self.is_due = False  # whether something is to be told
         self._everybody = clients
@@ -91,7 +69,7 @@ class Tracking:
         self._of_requests: dict[bytes, set[bytes]] = {}  # noted names that stand for a whole request, by `kv:{req}:`
         self._prefixes: dict[bytes, _Prefix] = {}
         self._lengths: list[int] = []  # of the prefixes, each once
-        self._due: dict[Client, _Due] = {}
+        self._due: dict[Recipient, _Due] = {}
 
     def __bool__(self) -> bool:
         return bool(self.clients)
@@ -108,7 +86,7 @@ class Tracking:
 
     # -- who tracks ------------------------------------------------------------------------------------------------
 
-    def begin(self, client: Client, mode: Mode) -> None:
+    def begin(self, client: Recipient, mode: Mode) -> None:
         """The client tracks from now on, or in another way. What it read so far stays noted, its prefixes are kept."""
         if client.tracking is not None:
             mode.prefixes = client.tracking.prefixes | mode.prefixes
@@ -120,7 +98,7 @@ class Tracking:
             self._prefixes.setdefault(prefix, _Prefix()).clients[client] = None
         self._measure_prefixes()
 
-    def end(self, client: Client) -> None:
+    def end(self, client: Recipient) -> None:
         """The client does not track any more. What it read stays noted as long as it is there."""
         mode, client.tracking = client.tracking, None
         if mode is None:
@@ -134,7 +112,7 @@ class Tracking:
                 del self._prefixes[name]
         self._measure_prefixes()
 
-    def forget(self, client: Client) -> None:
+    def forget(self, client: Recipient) -> None:
         """The client is gone. Its notes go with their keys, or with the last client that tracks."""
         self.end(client)
         if self._notes and not self.clients:
@@ -145,13 +123,13 @@ class Tracking:
 
     # -- what was read ---------------------------------------------------------------------------------------------
 
-    def note(self, client: Client, spec: Spec, args: Sequence[Argument]) -> None:
+    def note(self, client: Recipient, spec: Spec, args: Sequence[Argument]) -> None:
         """A client that tracks ran a command: remember what it read."""
         if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
             for key, _ in spec.uses_of(args):
                 self._note(client, key)
 
-    def _note(self, client: Client, key: bytes) -> None:
+    def _note(self, client: Recipient, key: bytes) -> None:
         readers = self._notes.get(key)
         if readers is None:
             readers = self._notes[key] = set()
@@ -168,7 +146,7 @@ class Tracking:
 
     # -- what changed ----------------------------------------------------------------------------------------------
 
-    def changed(self, keys: Sequence[bytes], by: Client | None) -> None:
+    def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
         """A key changed, or all pages of a block did, by a command of a client or by themselves."""
         for length in self._lengths:
             self._changed_prefixes(keys, length, by)
@@ -185,7 +163,7 @@ class Tracking:
                 for name in list(self._of_requests.get(first[: first.find(b":", 3) + 1], ())):
                     self._changed(name, by)
 
-    def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Client | None) -> None:
+    def _changed_prefixes(self, keys: Sequence[bytes], length: int, by: Recipient | None) -> None:
         """Note which of the prefixes of that length changed."""
         prefixes = self._prefixes
         first = keys[0]
@@ -201,7 +179,7 @@ class Tracking:
                 prefix.changed[key] = by
                 self._tell_soon()
 
-    def _changed(self, name: bytes, by: Client | None) -> None:
+    def _changed(self, name: bytes, by: Recipient | None) -> None:
         """Something noted changed: its readers are to be told, and the note is gone."""
         readers = self._notes.pop(name)
         self.items -= len(readers)
@@ -213,12 +191,12 @@ class Tracking:
         for client in self._to_be_told(readers, by):
             self._due_to(client).keys[name] = None
 
-    def _changed_together(self, names: Sequence[bytes], by: Client | None) -> None:
+    def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
         """Very many changed at once: who read one of them is told that everything is gone. The notes stay."""
         for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
-    def _to_be_told(self, readers: Iterable[int], by: Client | None) -> Iterator[Client]:
+    def _to_be_told(self, readers: Iterable[int], by: Recipient | None) -> Iterator[Recipient]:
         for number in readers:
             client = self._everybody.get(number)
             mode = client.tracking if client is not None else None
@@ -243,7 +221,7 @@ class Tracking:
 
     # -- telling ---------------------------------------------------------------------------------------------------
 
-    def _due_to(self, client: Client) -> _Due:
+    def _due_to(self, client: Recipient) -> _Due:
         self._tell_soon()
         return self._due.setdefault(client, _Due())
 
@@ -260,65 +238,62 @@ class Tracking:
             if client.tracking is None:
                 continue
             messages: list[list[bytes] | None] = [None] if due.flushed else []
-            _send(client, [*messages, *([key] for key in due.keys)])
+            self._send(client, [*messages, *([key] for key in due.keys)])
         for prefix in self._prefixes.values():
             changed, prefix.changed = prefix.changed, {}
             if changed:
-                _broadcast(prefix.clients, changed)
+                self._broadcast(prefix.clients, changed)
+
+    def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
+        """Tell some clients of keys; the message to those who are told all of them is encoded once a protocol."""
+        encoded: dict[int, Raw] = {}
+        actors = set(changed.values())
+        for client in clients:
+            mode, to = client.tracking, self._told(client)
+            if mode is None or to is None:
+                continue
+            if mode.no_loop and client in actors:
+                self._send(client, [[key for key, by in changed.items() if by is not client]])
+            elif not (client.sees_all and to.sees_all):
+                self._send(client, [list(changed)])
+            else:
+                protocol = to.protocol
+                if protocol not in encoded:
+                    encoded[protocol] = _spelt([list(changed)], protocol)
+                to.push(encoded[protocol])
+
+    def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
+        """Tell a client, or who is told in its place, of keys that both may read; None: of all of them."""
+        to = self._told(client)
+        if to is None:
+            return
+        if not (client.sees_all and to.sees_all):
+            seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
+            messages = [message for message in seen if message is None or message]
+        if messages:
+            to.push(_spelt(messages, to.protocol))
+
+    def _told(self, client: Recipient) -> Recipient | None:
+        """Who is told what concerns a client; None when nobody can be."""
+        mode, to = client.tracking, client
+        assert mode is not None
+        if mode.redirect:
+            found = self._everybody.get(mode.redirect)
+            if found is None or found.gone:
+                mode.broken = True
+                if client.protocol == 3:
+                    client.push(Push([b"tracking-redir-broken", mode.redirect]))
+                return None
+            to = found
+        listens = mode.redirect and (to.channels or to.patterns)
+        return to if to.protocol == 3 or listens else None
 
 
 def _request_read(name: bytes) -> bytes:
     """`kv:{req}:` if a noted name changes with every page of a request, nothing otherwise."""
-    if type(name) is Prefix:
+    if type(name) is KeyPrefix:
         return bytes(name)
     return name[: -len(_INDEX) + 1] if name[:3] == b"kv:" and name.endswith(_INDEX) else b""
-
-
-def _broadcast(clients: Iterable[Client], changed: Mapping[bytes, Client | None]) -> None:
-    """Tell some clients of keys; the message to those who are told all of them is encoded once a protocol."""
-    encoded: dict[int, Raw] = {}
-    actors = set(changed.values())
-    for client in clients:
-        mode, to = client.tracking, _told(client)
-        if mode is None or to is None:
-            continue
-        if mode.no_loop and client in actors:
-            _send(client, [[key for key, by in changed.items() if by is not client]])
-        elif not (client.sees_all and to.sees_all):
-            _send(client, [list(changed)])
-        else:
-            protocol = to.protocol
-            if protocol not in encoded:
-                encoded[protocol] = _spelt([list(changed)], protocol)
-            to.push(encoded[protocol])
-
-
-def _send(client: Client, messages: Sequence[list[bytes] | None]) -> None:
-    """Tell a client, or who is told in its place, of keys that both may read; None: of all of them."""
-    to = _told(client)
-    if to is None:
-        return
-    if not (client.sees_all and to.sees_all):
-        seen = (m if m is None else [key for key in m if client.sees(key) and to.sees(key)] for m in messages)
-        messages = [message for message in seen if message is None or message]
-    if messages:
-        to.push(_spelt(messages, to.protocol))
-
-
-def _told(client: Client) -> Client | None:
-    """Who is told what concerns a client; None when nobody can be."""
-    mode, to = client.tracking, client
-    assert mode is not None
-    if mode.redirect:
-        found = client.server.clients.get(mode.redirect)
-        if found is None or found.gone:
-            mode.broken = True
-            if client.protocol == 3:
-                client.push(Push([b"tracking-redir-broken", mode.redirect]))
-            return None
-        to = found
-    listens = mode.redirect and (to.channels or to.patterns)
-    return to if to.protocol == 3 or listens else None
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:

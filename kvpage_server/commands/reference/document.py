@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from inspect import getdoc
 
 from kvpage_server.commands.reference.examples import EXAMPLES
-from kvpage_server.commands.registry import TABLE, Spec, subcommands
+from kvpage_server.commands.table.spec import TABLE, Spec, subcommands
 from kvpage_server.page import MAX_HEAD, MAX_KV_TYPE, MAX_LAYER, MAX_PAGE, MAX_REQ_ID, MAX_TTL, MAX_U32, DType, KVType
 
 _OPENING = f"""\

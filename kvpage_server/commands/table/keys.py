@@ -14,11 +14,11 @@ from kvpage_server.core import Argument
 READ, WRITE = 1, 2  # what is done to a key: bits
 
 
-class Prefix(bytes):
+class KeyPrefix(bytes):
     """Stands for every key that begins so."""
 
 
-Use = tuple[bytes, int]  # a key, or a Prefix; and READ, WRITE or both
+Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
 Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # of a command's arguments and what its row says it does
 
 
@@ -38,7 +38,7 @@ def requests(first: int, step: int = 0) -> Uses:
     def uses(args: Sequence[Argument], access: int) -> Iterator[Use]:
         named = dict.fromkeys(plain(args[start]) for start in _starts(args, first, step))
         for req_id in named:
-            yield Prefix(b"kv:%b:" % req_id), access
+            yield KeyPrefix(b"kv:%b:" % req_id), access
 
     return uses
 

@@ -10,47 +10,52 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from kvpage_server.commands.arguments import plain
-from kvpage_server.commands.table.keys import READ, WRITE, Prefix
+from kvpage_server.commands.table.keys import READ, WRITE, KeyPrefix, Use
 from kvpage_server.core import Argument
 from kvpage_server.store.known import Needed
 from kvpage_server.store.tiered import Tiered
 
-if TYPE_CHECKING:
-    from kvpage_server.commands.registry import Spec
 
-Needs = Callable[[Tiered, "Spec", Sequence[Argument]], Iterable[Needed]]
+class Named(Protocol):
+    """A row of the table, as far as it matters here."""
+
+    def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
+        """The keys that arguments name, and what is done to them."""
+
+
+Needs = Callable[[Tiered, Named, Sequence[Argument]], Iterable[Needed]]
 
 _LONGEST_PAGE = 10  # digits of a page id
 
 
-def everything(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def everything(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """All that its arguments name."""
     keys = [key for key, _ in spec.uses_of(args)]
-    named = [key for key in keys if not isinstance(key, Prefix)]
-    requests = [key.split(b":")[1] for key in keys if isinstance(key, Prefix)]
+    named = [key for key in keys if not isinstance(key, KeyPrefix)]
+    requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
     blocks = ((req_id, block.page) for req_id in requests for block in tiered.index.of(req_id))
     return chain(tiered.values_of(named), tiered.extents_of(named), tiered.blocks_at(blocks))
 
 
-def nothing(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def nothing(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """The index alone answers it, or it replaces and removes what it need not know."""
     return ()
 
 
-def values(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def values(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it reads: the values of its keys."""
     return tiered.values_of([key for key, _ in spec.uses_of(args)])
 
 
-def extents(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def extents(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it writes into: the blocks stored whole that its keys are pages of."""
     return tiered.extents_of([key for key, _ in spec.uses_of(args)])
 
 
-def as_used(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def as_used(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it reads and writes into, as these arguments say."""
     uses = list(spec.uses_of(args))
     read = tiered.values_of(key for key, access in uses if access & READ)
@@ -60,7 +65,7 @@ def as_used(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Ne
 def extents_of_pages(first: int, step: int = 0) -> Needs:
     """The same for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
 
-    def needs(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    def needs(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         stop = len(args) if step else first + 1
         reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
         return tiered.extents_at(dict.fromkeys(_names(reqs, pages)))
@@ -71,13 +76,13 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
 def blocks(first: int) -> Needs:
     """The blocks that pairs of a request and a page id name, from `first` on."""
 
-    def needs(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+    def needs(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         return tiered.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
 
     return needs
 
 
-def blocks_of_request(tiered: Tiered, spec: Spec, args: Sequence[Argument]) -> Iterable[Needed]:
+def blocks_of_request(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """The blocks that `req [page ...]` names."""
     if len(args) == 1:
         return everything(tiered, spec, args)

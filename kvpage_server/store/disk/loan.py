@@ -12,7 +12,7 @@ from operator import add, attrgetter
 from typing import Protocol, cast
 
 from kvpage_server.core import Arena
-from kvpage_server.resp.reply import Piece
+from kvpage_server.core.piece import Piece
 from kvpage_server.store.memory.cold import Cold
 
 _END = b"\r\n"

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import cast
 from weakref import ref
 
-from kvpage_server.resp.reply import Piece
+from kvpage_server.core.piece import Piece
 from kvpage_server.store.memory.cold import Cold
 
 LONGEST = 1.0  # seconds, until a loan is called in

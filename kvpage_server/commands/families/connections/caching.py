@@ -6,12 +6,12 @@ from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.notifying.tracking import Mode
+from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
-_OWN = "noscript loading stale"
+_OWN = "noscript loading stale keeps_caching"
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
 
 

@@ -14,8 +14,8 @@ from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Verbatim
 
-_OWN = "noscript loading stale"
-_OTHERS = "admin noscript loading stale"
+_OWN = "noscript loading stale keeps_caching"
+_OTHERS = "admin noscript loading stale keeps_caching"
 _TYPES = (b"normal", b"master", b"replica", b"slave", b"pubsub")
 
 Chosen = Callable[[Client], bool]

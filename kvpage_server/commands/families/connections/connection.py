@@ -33,7 +33,9 @@ def is_printable(value: bytes) -> bool:
     return bool(_PRINTABLE.match(value))
 
 
-@command("ping", -1, "fast", group="connection", usage="[message]", summary="Says that the server lives.")
+@command(
+    "ping", -1, "fast while_subscribed", group="connection", usage="[message]", summary="Says that the server lives."
+)
 def ping(client: Client, args: list[Argument]) -> Reply:
     """PONG, or the message; while it listens in RESP2, in the form of a message."""
     if len(args) > 1:
@@ -67,14 +69,27 @@ def select(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command("quit", -1, _AT_HAND, group="connection", summary="Ends the connection once the reply is sent.")
+@command(
+    "quit",
+    -1,
+    _AT_HAND + " unqueued while_subscribed",
+    group="connection",
+    summary="Ends the connection once the reply is sent.",
+)
 def quit_(client: Client, args: list[Argument]) -> Reply:
     """OK, the last word."""
     client.close()
     return OK
 
 
-@command("reset", 1, _AT_HAND, group="connection", since="6.2.0", summary="Makes the connection as it was at first.")
+@command(
+    "reset",
+    1,
+    _AT_HAND + " unqueued while_subscribed",
+    group="connection",
+    since="6.2.0",
+    summary="Makes the connection as it was at first.",
+)
 def reset(client: Client, args: list[Argument]) -> Reply:
     """It listens to nothing, has queued nothing, has no name, talks RESP2 and is the default user, if that needs no
     password."""
@@ -92,7 +107,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
 @command(
     "auth",
     -2,
-    _AT_HAND,
+    _AT_HAND + " secret",
     group="connection",
     usage="[username] password",
     summary="Says who is talking, and proves it.",
@@ -138,7 +153,7 @@ def _wait_for_its_turn(client: Client) -> None:
 @command(
     "hello",
     -1,
-    _AT_HAND,
+    _AT_HAND + " secret",
     group="connection",
     since="6.0.0",
     usage="[protover [AUTH username password] [SETNAME clientname]]",

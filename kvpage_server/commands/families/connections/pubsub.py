@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterable, Sequence
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.registry import Parts, command, container
+from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
+from kvpage_server.core.piece import Piece
 from kvpage_server.glob import PatternTooLong, channel_glob
-from kvpage_server.resp.reply import Piece, Push, Reply, ReplyError, Stream, encode
+from kvpage_server.resp.reply import Push, Reply, ReplyError, Stream, encode
 
 _FLAGS = "pubsub noscript loading stale"
 _EACH = Parts(joined="apart")
@@ -39,7 +41,7 @@ def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[b
 @command(
     "subscribe",
     -2,
-    _FLAGS,
+    _FLAGS + " while_subscribed",
     group="pubsub",
     channels="all",
     since="2.0.0",
@@ -55,7 +57,7 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
 @command(
     "psubscribe",
     -2,
-    _FLAGS,
+    _FLAGS + " while_subscribed",
     group="pubsub",
     channels="patterns",
     since="2.0.0",
@@ -84,7 +86,7 @@ def _listen(client: Client, pattern: Argument) -> Reply:
 @command(
     "unsubscribe",
     -1,
-    _FLAGS,
+    _FLAGS + " while_subscribed",
     group="pubsub",
     since="2.0.0",
     usage="[channel [channel ...]]",
@@ -100,7 +102,7 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
 @command(
     "punsubscribe",
     -1,
-    _FLAGS,
+    _FLAGS + " while_subscribed",
     group="pubsub",
     since="2.0.0",
     usage="[pattern [pattern ...]]",

@@ -7,15 +7,19 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.run import run_queued
 from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.queued import Transaction
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
-from kvpage_server.resp.reply import NULL_ARRAY, OK, Piece, Reply, ReplyError
+from kvpage_server.core.piece import Piece
+from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client
 
 
-@command("multi", 1, "noscript loading stale fast allow_busy", group="transactions", summary="Starts a transaction.")
+@command(
+    "multi", 1, "noscript loading stale fast allow_busy unqueued", group="transactions", summary="Starts a transaction."
+)
 def multi(client: Client, args: list[Argument]) -> Reply:
     """Commands are queued from now on."""
     if client.transaction is not None:
@@ -28,7 +32,7 @@ def multi(client: Client, args: list[Argument]) -> Reply:
 @command(
     "exec",
     1,
-    "noscript loading stale skip_slowlog",
+    "noscript loading stale skip_slowlog unqueued runs_queued",
     group="transactions",
     since="1.2.0",
     summary="Runs what was queued.",
@@ -59,7 +63,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
 @command(
     "discard",
     1,
-    "noscript loading stale fast allow_busy",
+    "noscript loading stale fast allow_busy unqueued",
     group="transactions",
     since="2.0.0",
     summary="Forgets what was queued.",
@@ -75,7 +79,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
 @command(
     "watch",
     -2,
-    "noscript loading stale fast allow_busy",
+    "noscript loading stale fast allow_busy unqueued",
     keys=(1, -1, 1),
     needs=nothing,
     group="transactions",

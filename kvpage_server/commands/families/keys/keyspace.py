@@ -10,8 +10,9 @@ from itertools import zip_longest
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.index_key import lists_pages
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, PatternTooLong, glob
 from kvpage_server.page import index_key

@@ -11,9 +11,10 @@ from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.commands.index_key import refuse_as_string
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.table.needs import as_used, extents, nothing, values
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import OK, Reply, ReplyError

@@ -14,10 +14,11 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Ahead
 from kvpage_server.commands.families.pages.misses import block_missed
 from kvpage_server.commands.families.pages.request import block_names, chained, hash_in_steps, page_id, request_name
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps, each, stepwise
 from kvpage_server.commands.table.keys import requests
 from kvpage_server.commands.table.needs import blocks, nothing
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument, Slot
 from kvpage_server.page import (
     MAX_HEAD,
@@ -44,7 +45,7 @@ _PLANE = 3  # type dtype head_dim
 @command(
     "kvblockset",
     -12,
-    "write denyoom",
+    "write denyoom hashed",
     group="page",
     uses=requests(0),
     needs=nothing,

@@ -12,10 +12,11 @@ from kvpage_server.commands.arguments import check_batch, integer_in
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.misses import HOLE, block_missed, count_miss
 from kvpage_server.commands.families.pages.request import are_few, block_names, chained, named_blocks
-from kvpage_server.commands.registry import AT_ONCE, Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table.keys import requests
 from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table.spec import AT_ONCE, Parts
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
 from kvpage_server.resp.reply import Reply, ReplyError

@@ -14,15 +14,17 @@ from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import Ahead, fetched
 from kvpage_server.commands.families.pages.misses import page_missed, pages_missed
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.keys import pages
 from kvpage_server.commands.table.needs import extents_of_pages, nothing, values
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument, NewPages, PageNames, Slot
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
+from kvpage_server.core.piece import Piece
 from kvpage_server.page import PageError, unix_ms
-from kvpage_server.resp.reply import OK, Piece, Raw, Reply, ReplyError, Stream
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.known import Needed
 from kvpage_server.store.lookup import Found
 from kvpage_server.store.memory.cold import Cold
@@ -90,7 +92,7 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
 @command(
     "kvpageset",
     11,
-    "write denyoom page",
+    "write denyoom page hashed",
     uses=pages(0),
     needs=extents_of_pages(0),
     group="page",
@@ -127,7 +129,7 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 @command(
     "kvpagemset",
     -12,
-    "write denyoom page",
+    "write denyoom page hashed",
     uses=pages(1, PAGE_WORDS),
     needs=extents_of_pages(1, PAGE_WORDS),
     fetches=True,

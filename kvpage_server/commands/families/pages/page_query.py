@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.page import page_name, page_names
-from kvpage_server.commands.registry import Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.keys import pages
 from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.page import unix_ms

@@ -15,10 +15,11 @@ import xxhash
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer_in, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.disk import fetched
-from kvpage_server.commands.registry import AT_ONCE, Parts, command
+from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import STEP, Steps
 from kvpage_server.commands.table.keys import requests
 from kvpage_server.commands.table.needs import blocks_of_request, nothing
+from kvpage_server.commands.table.spec import AT_ONCE, Parts
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream

@@ -14,8 +14,9 @@ from kvpage_server.commands.access.user import RuleError, User, change_of
 from kvpage_server.commands.access.users import DEFAULT, Refusal, UserFileError, lines_of, save_file
 from kvpage_server.commands.arguments import as_integer, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.registry import CATEGORIES, TABLE, command, container, find
+from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, each, in_thread, stepwise
+from kvpage_server.commands.table.spec import CATEGORIES, TABLE, find
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 
@@ -82,7 +83,7 @@ def _describe(user: User) -> dict[str, Any]:
 @command(
     "acl|setuser",
     -3,
-    _FLAGS,
+    _FLAGS + " secret",
     group="server",
     since="6.0.0",
     usage="username [rule [rule ...]]",

@@ -82,7 +82,7 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
 @command(
     "config|set",
     -4,
-    _FLAGS,
+    _FLAGS + " secret",
     group="server",
     since="2.0.0",
     usage="parameter value [parameter value ...]",

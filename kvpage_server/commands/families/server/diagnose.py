@@ -8,7 +8,7 @@ from typing import Any
 
 from kvpage_server.commands.arguments import as_integer, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.measure import Calls, LatencyEvent, SlowCall
+from kvpage_server.commands.measure import CallCounts, LatencyEvent, SlowCall
 from kvpage_server.commands.registry import command, container
 from kvpage_server.commands.steps import STEP, Steps, freed, stepwise
 from kvpage_server.core import Argument
@@ -127,7 +127,7 @@ def latency_histogram(client: Client, args: list[Argument]) -> Reply:
     return {name: _histogram(calls[name]) for name in chosen if calls[name].count}
 
 
-def _histogram(calls: Calls) -> dict[str, Any]:
+def _histogram(calls: CallCounts) -> dict[str, Any]:
     return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
 
 

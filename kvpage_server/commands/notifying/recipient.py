@@ -1,0 +1,53 @@
+"""Who is told something that it did not ask for: what the rest of this folder needs to know of a connection."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from kvpage_server.resp.reply import Reply
+
+
+@dataclass(slots=True, eq=False)
+class Mode:
+    """How a client tracks."""
+
+    redirect: int = 0  # the id of the connection that is told in its place; 0 is itself
+    broadcast: bool = False
+    opt_in: bool = False  # only what is read after CLIENT CACHING YES is noted
+    opt_out: bool = False  # all is, but for what is read after CLIENT CACHING NO
+    no_loop: bool = False  # its own changes are not told
+    prefixes: dict[bytes, None] = field(default_factory=dict)
+    asked: bool = False  # CLIENT CACHING was called for the next command
+    broken: bool = False  # whoever is to be told is gone
+
+    @property
+    def notes_reads(self) -> bool:
+        """Whether what is read now is noted."""
+        return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
+
+
+class Recipient(Protocol):
+    """A connection that may be told something."""
+
+    id: int
+    protocol: int
+    gone: bool  # its connection is over
+    channels: dict[bytes, None]  # listened to, kept by Channels
+    patterns: dict[bytes, None]
+    watching: set[bytes]  # keys, kept by KeyEvents
+    watched_changed: bool
+    tracking: Mode | None  # kept by Tracking
+
+    def push(self, message: Reply) -> None:
+        """Send something that was not asked for."""
+
+    def settle(self) -> None:
+        """What it listens to, watches or tracks has changed."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether it may read every key."""
+
+    def sees(self, key: bytes) -> bool:
+        """Whether it may know that a key exists."""

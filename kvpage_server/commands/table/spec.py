@@ -1,0 +1,155 @@
+"""The one command table. A row says all there is to know of a command.
+
+Arity errors, ACL checks, COMMAND and the docs come from it. So does all that is done for some commands and not for
+others: nothing outside of `families/` asks for a command by its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpage_server.commands.arguments import plain, plain_all, shorten
+from kvpage_server.commands.table.keys import Use, Uses, placed
+from kvpage_server.commands.table.needs import Needs
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import Reply, ReplyError
+
+# Redis's categories, most of which have no command here, and the page family.
+_CATEGORIES = """keyspace read write set sortedset list hash string bitmap hyperloglog geo stream pubsub admin fast slow
+    blocking dangerous connection transaction scripting page"""
+CATEGORIES = tuple(_CATEGORIES.split())
+_FLAGS = """write readonly denyoom admin pubsub noscript blocking loading stale fast no_auth no_multi allow_busy
+    no_async_loading skip_monitor skip_slowlog movablekeys may_replicate no_mandatory_keys"""
+FLAGS = frozenset(_FLAGS.split())
+
+
+AT_ONCE = 1024  # words of a command that is run at once; see `dispatch.parts`
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """How a command of very many words is divided: every part has the `first` arguments, and some items of the rest.
+
+    `joined` says what the replies of the parts make together: their `sum`; an `array` with `items` for each argument;
+    replies that stand `apart`; or the `last` one. A command without it works in steps of its own, and is run whole:
+    only rights are asked part by part.
+    """
+
+    first: int = 0
+    width: int = 1  # arguments of an item
+    joined: str = ""
+    items: int = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Spec:
+    """A row of the table."""
+
+    name: str
+    arity: int  # words with the name; negative: at least that many
+    most: int  # words of a subcommand at the most, 0 where there is no such number
+    parts: Parts | None  # how it is done with more than AT_ONCE words; None when it takes no more
+    flags: frozenset[str]  # Redis's command flags
+    stores: bool  # it is refused when memory is full: `denyoom`
+    writes: bool  # `write`
+    writes_keys: bool  # and the keys stand in fixed places
+    categories: frozenset[str]  # ACL categories
+    keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
+    uses: Uses | None  # the keys that arguments spell, or what else they say of their use
+    access: int  # READ, WRITE or both: what it does to its keys
+    all_keys: bool  # it concerns every key, or what only an administrator should see
+    filtered: bool  # it shows and does what the user may see and do
+    secret: bool  # nobody else is shown what it was given
+    hashed: bool  # its long words are pages' bodies, which are hashed as they arrive
+    unqueued: bool  # it runs at once in a transaction, the others wait for EXEC
+    runs_queued: bool  # it is EXEC
+    while_subscribed: bool  # a RESP2 client may call it while it listens to channels
+    keeps_caching: bool  # what CLIENT CACHING said still holds for the next command
+    needs: Needs  # what has to be in memory for it, where there is a disk
+    fetches: bool  # it sees to that itself as its reply goes on; within EXEC it has all of it before
+    channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
+    group: str
+    since: str
+    usage: str
+    summary: str
+    tips: tuple[str, ...]  # Redis's command tips
+    handler: Callable[[Any, list[Argument]], Reply]  # what it is given first is the client, which nobody here knows
+    parent: str  # the container of a subcommand, empty for a command
+    words: int  # of its name: 2 for a subcommand
+
+    def fits(self, count: int) -> bool:
+        """Whether it takes so many words, those of its name included."""
+        return count == self.arity or 0 < -self.arity <= count
+
+    def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
+        """The keys that its arguments name, and what it does to them."""
+        if self.uses is not None:
+            return self.uses(args, self.access)
+        first, last, step = self.keys
+        if not first:
+            return iter(())
+        before = self.words  # positions count the words of the name
+        return placed(args, first - before, last - before if last >= 0 else last, step, self.access)
+
+    def channels_of(self, args: Sequence[Argument]) -> list[bytes]:
+        """The pub/sub channels, or patterns of channels, that its arguments name."""
+        return plain_all(args[:1] if self.channels == "first" else args)
+
+
+TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
+BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, as often spelt
+SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
+
+
+def subcommands(name: str) -> list[Spec]:
+    """The rows of a container's subcommands; none for anything else."""
+    return list(dict.fromkeys(SUBCOMMANDS.get(name, {}).values()))
+
+
+def top_level() -> list[Spec]:
+    """Every row but the subcommands."""
+    return [spec for spec in TABLE.values() if not spec.parent]
+
+
+def named(word: Argument) -> Spec | None:
+    """The row of a command by the word that a client sends."""
+    return BY_WORD.get(word) or BY_WORD.get(plain(word).lower())  # the usual spellings need no folding
+
+
+def find(words: Sequence[Argument]) -> Spec:
+    """The row that a client's words call. Raises ReplyError for an unknown command or a wrong number of words."""
+    spec = named(words[0])
+    if spec is None:
+        raise ReplyError(_unknown(words))
+    if len(words) > 1 and spec.name in SUBCOMMANDS:
+        spec = _find_sub(spec, plain(words[1]))
+    if not spec.fits(len(words)):
+        raise ReplyError(f"ERR wrong number of arguments for '{spec.name}' command")
+    return spec
+
+
+def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
+    """The error for more words than `Spec.most`: one that Redis finds only when it runs the subcommand."""
+    shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
+    return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
+
+
+def _find_sub(spec: Spec, word: bytes) -> Spec:
+    found = SUBCOMMANDS[spec.name].get(word.lower())
+    if found is None:
+        shown = shorten(word, 128)
+        raise ReplyError(f"ERR unknown subcommand '{shown}'. Try {spec.name.upper()} HELP.")
+    return found
+
+
+def _unknown(words: Sequence[Argument]) -> str:
+    """The error in Redis's words: the command and the first of its arguments."""
+    shown, room = "", 128
+    for word in words[1:]:
+        if room <= 0:
+            break
+        shown += f"'{shorten(plain(word), room)}' "
+        room = 128 - len(shown)
+    return f"ERR unknown command '{shorten(plain(words[0]), 128)}', with args beginning with: {shown}"
