@@ -146,9 +146,9 @@ def run(urls: list[str], *, seconds: float, quick: bool, json: Path | None, plot
 def _rows(targets: list[Target], case: Case, room: int, seconds: float) -> Iterator[Row]:
     work = case.make(min(_GENERATIONS, room // case.total))
     name = case.name(work)
+    found = {target.name: target.run(case, work, seconds) for target in targets}  # first: it may be gone, or refuse
     with start_raw(unix=case.unix) as connect, closing(connect(case.connections)) as raw:
         ceilings = measure_writes(raw, work, seconds), measure_reads(raw, work, seconds)
-    found = {target.name: target.run(case, work, seconds) for target in targets}
     for op, name_of_op in enumerate(("write", "read")):
         figures = {server: of_both[op] for server, of_both in found.items()}
         yield Row(name, name_of_op, figures, ceilings[op].gb_per_s)
