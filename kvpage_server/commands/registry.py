@@ -2,11 +2,13 @@
 
 A family's module declares its commands with the `command` decorator, next to what they do::
 
-    @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key", summary="...")
+    @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key",
+             complexity="O(1)", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
 `usage` spells the arguments as Redis's documentation does: ``key value [NX | XX] [EX seconds]``, ``...`` for
-repetition. A subcommand is a row of its own, named ``container|sub``.
+repetition. `reply` says the shape of the reply, see `table.shape`. A subcommand is a row of its own, named
+``container|sub``.
 
 The second words are Redis's command flags, and further ACL categories that the command belongs to. `allkeys` says that
 it tells or changes something of every key, so it is for users who may use every key; administration is, too, unless it
@@ -24,6 +26,8 @@ from kvpage_server.commands.table.needs import Needs, everything, nothing
 from kvpage_server.commands.table.spec import BY_WORD, CATEGORIES, FLAGS, SUBCOMMANDS, TABLE, Parts, Spec, subcommands
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, simple
+
+_OF_SUBCOMMAND = "Depends on subcommand."  # as Redis says
 
 Handler = Callable[[Client, list[Argument]], Reply]
 
@@ -44,6 +48,8 @@ def command(
     *,
     group: str,
     summary: str,
+    complexity: str,
+    reply: str,
     usage: str = "",
     keys: tuple[int, int, int] = (0, 0, 0),
     uses: Uses | None = None,
@@ -91,6 +97,8 @@ def command(
             since=since,
             usage=usage,
             summary=summary,
+            complexity=complexity,
+            reply=reply,
             tips=tuple(tips.split()),
             handler=handler,
             parent=parent,
@@ -131,7 +139,7 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
 def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
     """Enter a command that only its subcommands give a meaning, and its HELP."""
 
-    @command(name, -2, "", group=group, summary=summary, since=since)
+    @command(name, -2, "", group=group, summary=summary, since=since, complexity=_OF_SUBCOMMAND, reply="")
     def refuse(client: Client, args: list[Argument]) -> Reply:
         raise AssertionError(f"{name} was called without one of its subcommands")
 
@@ -141,7 +149,16 @@ def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> N
 def help_of(name: str, *, group: str, since: str) -> None:
     """Enter the HELP of a command that has subcommands."""
 
-    @command(f"{name}|help", 2, "loading stale", group=group, summary="Prints this help.", since=since)
+    @command(
+        f"{name}|help",
+        2,
+        "loading stale",
+        group=group,
+        since=since,
+        complexity="O(1)",
+        reply="array of simple",
+        summary="Prints this help.",
+    )
     def help_(client: Client, args: list[Argument]) -> Reply:
         lines = [f"{name.upper()} <subcommand> [<arg> [value] [opt] ...]. Subcommands are:"]
         for spec in sorted(subcommands(name), key=lambda spec: (spec.name.endswith("|help"), spec.name)):

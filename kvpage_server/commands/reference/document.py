@@ -72,7 +72,7 @@ def _call(spec: Spec) -> str:
 
 def _in_full(specs: list[Spec]) -> Iterator[str]:
     for spec in sorted(specs, key=lambda spec: _ORDER.index(spec.name)):
-        yield f"### {spec.name.upper()}\n\n    {_call(spec)}\n\n{spec.summary}\n"
+        yield f"### {spec.name.upper()}\n\n    {_call(spec)}\n\n{spec.summary} Costs {spec.complexity}.\n"
         yield f"Reply: {_lower_first(getdoc(spec.handler) or '')}\n"
         yield f"```\n{EXAMPLES[spec.name]}```\n"
 
@@ -84,8 +84,11 @@ def _lower_first(text: str) -> str:
 def _as_table(specs: list[Spec]) -> str:
     useful = [spec for spec in specs if not subcommands(spec.name) or spec.arity == -1]  # no mere containers
     useful.sort(key=lambda spec: spec.name)
-    rows = [f"| `{_escape(_call(spec))}` | {_escape(spec.summary)} |" for spec in useful]
-    return "\n".join(["| command | what it does |", "|---|---|", *rows, ""])
+    rows = [
+        f"| `{_escape(_call(spec))}` | {_escape(spec.summary)} | {_escape(spec.reply)} | {spec.complexity} |"
+        for spec in useful
+    ]
+    return "\n".join(["| command | what it does | reply | cost |", "|---|---|---|---|", *rows, ""])
 
 
 def _escape(text: str) -> str:

@@ -74,6 +74,8 @@ class Spec:
     since: str
     usage: str
     summary: str
+    complexity: str
+    reply: str  # its shape, see `shape`; empty for a container
     tips: tuple[str, ...]  # Redis's command tips
     handler: Callable[[Any, list[Argument]], Reply]  # what it is given first is the client, which nobody here knows
     parent: str  # the container of a subcommand, empty for a command

@@ -22,6 +22,8 @@ _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabli
     group="connection",
     since="6.0.0",
     usage="<ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] [OPTOUT] [NOLOOP]",
+    complexity="O(1), O(N) with N prefixes",
+    reply="OK",
     summary="Has the connection told when keys that it read change, for a cache on the client's side.",
 )
 def client_tracking(client: Client, args: list[Argument]) -> Reply:
@@ -127,6 +129,8 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
     group="connection",
     since="6.0.0",
     usage="<YES | NO>",
+    complexity="O(1)",
+    reply="OK",
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
 def client_caching(client: Client, args: list[Argument]) -> Reply:
@@ -152,6 +156,8 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     _OWN,
     group="connection",
     since="6.0.0",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns the id of the connection that is told what this one tracks.",
 )
 def client_getredir(client: Client, args: list[Argument]) -> Reply:
@@ -160,7 +166,14 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
 
 
 @command(
-    "client|trackinginfo", 2, _OWN, group="connection", since="6.2.0", summary="Tells how the connection tracks keys."
+    "client|trackinginfo",
+    2,
+    _OWN,
+    group="connection",
+    since="6.2.0",
+    complexity="O(N) with N prefixes",
+    reply="map",
+    summary="Tells how the connection tracks keys.",
 )
 def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
     """A map: flags, redirect, prefixes."""

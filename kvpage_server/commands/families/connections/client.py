@@ -23,13 +23,31 @@ Chosen = Callable[[Client], bool]
 container("client", group="connection", since="2.4.0", summary="A container for commands about connections.")
 
 
-@command("client|id", 2, _OWN, group="connection", since="5.0.0", summary="Returns the connection's id.")
+@command(
+    "client|id",
+    2,
+    _OWN,
+    group="connection",
+    since="5.0.0",
+    complexity="O(1)",
+    reply="integer",
+    summary="Returns the connection's id.",
+)
 def client_id(client: Client, args: list[Argument]) -> Reply:
     """Unique, growing."""
     return client.id
 
 
-@command("client|getname", 2, _OWN, group="connection", since="2.6.9", summary="Returns the connection's name.")
+@command(
+    "client|getname",
+    2,
+    _OWN,
+    group="connection",
+    since="2.6.9",
+    complexity="O(1)",
+    reply="bulk | null",
+    summary="Returns the connection's name.",
+)
 def client_getname(client: Client, args: list[Argument]) -> Reply:
     """Null when none was set."""
     return client.name or None
@@ -42,6 +60,8 @@ def client_getname(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="2.6.9",
     usage="connection-name",
+    complexity="O(1)",
+    reply="OK",
     summary="Names the connection.",
 )
 def client_setname(client: Client, args: list[Argument]) -> Reply:
@@ -57,6 +77,8 @@ def client_setname(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="7.2.0",
     usage="<LIB-NAME libname | LIB-VER libver>",
+    complexity="O(1)",
+    reply="OK",
     summary="Tells which client library is talking.",
 )
 def client_setinfo(client: Client, args: list[Argument]) -> Reply:
@@ -74,7 +96,16 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command("client|info", 2, _OWN, group="connection", since="6.2.0", summary="Describes the connection.")
+@command(
+    "client|info",
+    2,
+    _OWN,
+    group="connection",
+    since="6.2.0",
+    complexity="O(1)",
+    reply="text",
+    summary="Describes the connection.",
+)
 def client_info(client: Client, args: list[Argument]) -> Reply:
     """As a line of CLIENT LIST."""
     return Verbatim(_line(client))
@@ -87,6 +118,8 @@ def client_info(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="2.4.0",
     usage="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
+    complexity="O(N) with N connections",
+    reply="text",
     summary="Lists connections.",
 )
 def client_list(client: Client, args: list[Argument]) -> Reply:
@@ -141,6 +174,8 @@ def _of_type(word: bytes) -> Chosen:
     since="2.4.0",
     usage="<ip:port | [ID client-id] [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [USER username] [ADDR ip:port] "
     "[LADDR ip:port] [SKIPME <YES | NO>] [MAXAGE seconds]>",
+    complexity="O(N) with N connections",
+    reply="OK | integer",
     summary="Ends connections.",
 )
 def client_kill(client: Client, args: list[Argument]) -> Reply:
@@ -232,6 +267,8 @@ def _of_user(client: Client, name: bytes) -> Chosen:
     group="connection",
     since="3.0.0",
     usage="timeout [WRITE | ALL]",
+    complexity="O(N) with N connections",
+    reply="OK",
     summary="Makes every client's commands, or writes, wait for some milliseconds.",
 )
 def client_pause(client: Client, args: list[Argument]) -> Reply:
@@ -252,7 +289,16 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command("client|unpause", 2, _OTHERS, group="connection", since="6.2.0", summary="Ends a pause.")
+@command(
+    "client|unpause",
+    2,
+    _OTHERS,
+    group="connection",
+    since="6.2.0",
+    complexity="O(N) with N connections",
+    reply="OK",
+    summary="Ends a pause.",
+)
 def client_unpause(client: Client, args: list[Argument]) -> Reply:
     """Those who wait go on."""
     client.server.end_pause()
@@ -267,6 +313,8 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
     since="5.0.0",
     usage="client-id [TIMEOUT | ERROR]",
     most=4,
+    complexity="O(1)",
+    reply="integer",
     summary="Ends the wait of a connection within a blocking command, of which there are none.",
 )
 def client_unblock(client: Client, args: list[Argument]) -> Reply:
@@ -292,6 +340,8 @@ def _on_or_off(args: list[Argument]) -> bool:
     group="connection",
     since="7.0.0",
     usage="<ON | OFF>",
+    complexity="O(1)",
+    reply="OK",
     summary="Spares the connection when all of them hold too much memory.",
 )
 def client_no_evict(client: Client, args: list[Argument]) -> Reply:
@@ -307,6 +357,8 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="7.2.0",
     usage="<ON | OFF>",
+    complexity="O(1)",
+    reply="OK",
     summary="Lets the connection's reads not count as a use of keys.",
 )
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
@@ -323,6 +375,8 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="3.2.0",
     usage="<ON | OFF | SKIP>",
+    complexity="O(1)",
+    reply="OK | nothing",
     summary="Turns replies on or off, or leaves out the next one.",
 )
 def client_reply(client: Client, args: list[Argument]) -> Reply:

@@ -34,7 +34,14 @@ def is_printable(value: bytes) -> bool:
 
 
 @command(
-    "ping", -1, "fast while_subscribed", group="connection", usage="[message]", summary="Says that the server lives."
+    "ping",
+    -1,
+    "fast while_subscribed",
+    group="connection",
+    usage="[message]",
+    complexity="O(1)",
+    reply="simple | bulk | array of bulk",
+    summary="Says that the server lives.",
 )
 def ping(client: Client, args: list[Argument]) -> Reply:
     """PONG, or the message; while it listens in RESP2, in the form of a message."""
@@ -45,7 +52,16 @@ def ping(client: Client, args: list[Argument]) -> Reply:
     return plain(args[0]) if args else PONG
 
 
-@command("echo", 2, "loading stale fast", group="connection", usage="message", summary="Returns the message.")
+@command(
+    "echo",
+    2,
+    "loading stale fast",
+    group="connection",
+    usage="message",
+    complexity="O(1)",
+    reply="bulk",
+    summary="Returns the message.",
+)
 def echo(client: Client, args: list[Argument]) -> Reply:
     """The message."""
     return plain(args[0])
@@ -57,6 +73,8 @@ def echo(client: Client, args: list[Argument]) -> Reply:
     "loading stale fast",
     group="connection",
     usage="index",
+    complexity="O(1)",
+    reply="OK",
     summary="Chooses the database; the only one is 0.",
 )
 def select(client: Client, args: list[Argument]) -> Reply:
@@ -74,6 +92,8 @@ def select(client: Client, args: list[Argument]) -> Reply:
     -1,
     _AT_HAND + " unqueued while_subscribed",
     group="connection",
+    complexity="O(1)",
+    reply="OK",
     summary="Ends the connection once the reply is sent.",
 )
 def quit_(client: Client, args: list[Argument]) -> Reply:
@@ -88,6 +108,8 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
     _AT_HAND + " unqueued while_subscribed",
     group="connection",
     since="6.2.0",
+    complexity="O(N) with N channels and keys that are listened to and watched",
+    reply="simple",
     summary="Makes the connection as it was at first.",
 )
 def reset(client: Client, args: list[Argument]) -> Reply:
@@ -110,6 +132,8 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     _AT_HAND + " secret",
     group="connection",
     usage="[username] password",
+    complexity="O(N) with N passwords of the user",
+    reply="OK",
     summary="Says who is talking, and proves it.",
 )
 def auth(client: Client, args: list[Argument]) -> Reply:
@@ -157,6 +181,8 @@ def _wait_for_its_turn(client: Client) -> None:
     group="connection",
     since="6.0.0",
     usage="[protover [AUTH username password] [SETNAME clientname]]",
+    complexity="O(1)",
+    reply="map",
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
 def hello(client: Client, args: list[Argument]) -> Reply:
@@ -210,6 +236,8 @@ def _protocol(word: bytes) -> int:
     "loading stale fast",
     group="connection",
     since="3.0.0",
+    complexity="O(1)",
+    reply="OK",
     summary="Has no effect here.",
 )
 def readonly(client: Client, args: list[Argument]) -> Reply:
@@ -217,7 +245,16 @@ def readonly(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command("readwrite", 1, "loading stale fast", group="connection", since="3.0.0", summary="Has no effect here.")
+@command(
+    "readwrite",
+    1,
+    "loading stale fast",
+    group="connection",
+    since="3.0.0",
+    complexity="O(1)",
+    reply="OK",
+    summary="Has no effect here.",
+)
 def readwrite(client: Client, args: list[Argument]) -> Reply:
     """OK, as for READONLY."""
     return OK

@@ -47,6 +47,8 @@ def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[b
     since="2.0.0",
     usage="channel [channel ...]",
     parts=_EACH,
+    complexity="O(N) with N channels",
+    reply="push",
     summary="Listens to channels.",
 )
 def subscribe(client: Client, args: list[Argument]) -> Reply:
@@ -63,6 +65,8 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     since="2.0.0",
     usage="pattern [pattern ...]",
     parts=Parts(),
+    complexity="O(N) with N patterns",
+    reply="push",
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -91,6 +95,8 @@ def _listen(client: Client, pattern: Argument) -> Reply:
     since="2.0.0",
     usage="[channel [channel ...]]",
     parts=_EACH,
+    complexity="O(N) with N channels",
+    reply="push",
     summary="Listens to some channels, or to all, no more.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -107,6 +113,8 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     since="2.0.0",
     usage="[pattern [pattern ...]]",
     parts=_EACH,
+    complexity="O(N) with N patterns",
+    reply="push",
     summary="Listens to some patterns, or to all, no more.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -123,6 +131,8 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     channels="first",
     since="2.0.0",
     usage="channel message",
+    complexity="O(N + M) with N listeners and M patterns",
+    reply="integer",
     summary="Sends a message to those who listen to a channel.",
 )
 def publish(client: Client, args: list[Argument]) -> Reply:
@@ -149,6 +159,8 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
     since="2.8.0",
     usage="[pattern]",
     most=3,
+    complexity="O(N) with N channels",
+    reply="array of bulk",
     summary="Returns the channels that somebody listens to.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
@@ -173,6 +185,8 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     since="2.8.0",
     usage="[channel [channel ...]]",
     parts=Parts(joined="array", items=2),
+    complexity="O(N) with N channels",
+    reply="array",
     summary="Counts who listens to channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
@@ -188,6 +202,8 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     "pubsub loading stale filtered",
     group="pubsub",
     since="2.8.0",
+    complexity="O(N) with N patterns",
+    reply="integer",
     summary="Counts the patterns that somebody listens to.",
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:

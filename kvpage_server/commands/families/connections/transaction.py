@@ -18,7 +18,13 @@ MOST_WATCHED = 8192  # keys of a client
 
 
 @command(
-    "multi", 1, "noscript loading stale fast allow_busy unqueued", group="transactions", summary="Starts a transaction."
+    "multi",
+    1,
+    "noscript loading stale fast allow_busy unqueued",
+    group="transactions",
+    complexity="O(1)",
+    reply="OK",
+    summary="Starts a transaction.",
 )
 def multi(client: Client, args: list[Argument]) -> Reply:
     """Commands are queued from now on."""
@@ -35,6 +41,8 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     "noscript loading stale skip_slowlog unqueued runs_queued",
     group="transactions",
     since="1.2.0",
+    complexity="that of the commands that were queued",
+    reply="array | null",
     summary="Runs what was queued.",
 )
 def exec_(client: Client, args: list[Argument]) -> Reply:
@@ -66,6 +74,8 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     "noscript loading stale fast allow_busy unqueued",
     group="transactions",
     since="2.0.0",
+    complexity="O(N) with N watched keys",
+    reply="OK",
     summary="Forgets what was queued.",
 )
 def discard(client: Client, args: list[Argument]) -> Reply:
@@ -86,6 +96,8 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     since="2.2.0",
     usage="key [key ...]",
     parts=Parts(joined="last"),
+    complexity="O(N) with N keys",
+    reply="OK",
     summary="Lets the next transaction run only if some keys do not change before.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
@@ -107,6 +119,8 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     "noscript loading stale fast allow_busy",
     group="transactions",
     since="2.2.0",
+    complexity="O(N) with N watched keys",
+    reply="OK",
     summary="Forgets what is watched.",
 )
 def unwatch(client: Client, args: list[Argument]) -> Reply:

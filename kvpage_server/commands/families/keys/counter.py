@@ -35,6 +35,8 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     access=READ | WRITE,
     group="string",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Adds one to a number.",
 )
 def incr(client: Client, args: list[Argument]) -> Reply:
@@ -51,6 +53,8 @@ def incr(client: Client, args: list[Argument]) -> Reply:
     access=READ | WRITE,
     group="string",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Takes one from a number.",
 )
 def decr(client: Client, args: list[Argument]) -> Reply:
@@ -67,6 +71,8 @@ def decr(client: Client, args: list[Argument]) -> Reply:
     access=READ | WRITE,
     group="string",
     usage="key increment",
+    complexity="O(1)",
+    reply="integer",
     summary="Adds to a number.",
 )
 def incrby(client: Client, args: list[Argument]) -> Reply:
@@ -83,6 +89,8 @@ def incrby(client: Client, args: list[Argument]) -> Reply:
     access=READ | WRITE,
     group="string",
     usage="key decrement",
+    complexity="O(1)",
+    reply="integer",
     summary="Takes from a number.",
 )
 def decrby(client: Client, args: list[Argument]) -> Reply:

@@ -52,6 +52,8 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
         group="generic",
         since=since,
         usage=f"key {time} [NX | XX | GT | LT]",
+        complexity="O(1)",
+        reply="integer",
         summary=summary,
     )
     def expire(client: Client, args: list[Argument]) -> Reply:
@@ -112,6 +114,8 @@ def _left(client: Client, raw: Argument) -> int:
     keys=(1, 1, 1),
     group="generic",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns seconds to live.",
     needs=nothing,
 )
@@ -129,6 +133,8 @@ def ttl(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="2.6.0",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns milliseconds to live.",
 )
 def pttl(client: Client, args: list[Argument]) -> Reply:
@@ -145,6 +151,8 @@ def pttl(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="7.0.0",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns the unix second at which a key expires.",
 )
 def expiretime(client: Client, args: list[Argument]) -> Reply:
@@ -161,6 +169,8 @@ def expiretime(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="7.0.0",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns the unix millisecond at which a key expires.",
 )
 def pexpiretime(client: Client, args: list[Argument]) -> Reply:
@@ -177,6 +187,8 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="2.2.0",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Lets a key live for ever.",
 )
 def persist(client: Client, args: list[Argument]) -> Reply:

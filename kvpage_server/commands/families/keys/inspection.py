@@ -26,6 +26,8 @@ container("object", group="generic", summary="A container for how values are kep
     group="generic",
     since="2.2.3",
     usage="key",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Names a value's encoding as Redis would.",
 )
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
@@ -47,6 +49,8 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="2.2.3",
     usage="key",
+    complexity="O(1)",
+    reply="integer | null",
     summary="Counts the references to a value.",
 )
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
@@ -63,6 +67,8 @@ def object_refcount(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="2.2.3",
     usage="key",
+    complexity="O(1)",
+    reply="integer | null",
     summary="Returns the seconds since a value was used.",
 )
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
@@ -80,6 +86,8 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     since="4.0.0",
     usage="key",
+    complexity="O(1)",
+    reply="null",
     summary="Returns how often a value was used, under an LFU policy.",
 )
 def object_freq(client: Client, args: list[Argument]) -> Reply:
@@ -109,6 +117,8 @@ def _usage(key: bytes, entry: Entry) -> int:
     group="server",
     since="4.0.0",
     usage="key [SAMPLES count]",
+    complexity="O(1)",
+    reply="integer | null",
     summary="Returns the bytes that a key and its value occupy.",
 )
 def memory_usage(client: Client, args: list[Argument]) -> Reply:
@@ -131,7 +141,16 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     return (held / used if used else 1.0), held - used
 
 
-@command("memory|stats", 2, "allkeys", group="server", since="4.0.0", summary="Tells where the memory goes.")
+@command(
+    "memory|stats",
+    2,
+    "allkeys",
+    group="server",
+    since="4.0.0",
+    complexity="O(N) with N connections",
+    reply="map",
+    summary="Tells where the memory goes.",
+)
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
     """Redis's names for what exists here: in bytes, but for the ratios and percentages."""
     keyspace = client.server.keyspace
@@ -151,7 +170,16 @@ def memory_stats(client: Client, args: list[Argument]) -> Reply:
     }
 
 
-@command("memory|doctor", 2, "allkeys", group="server", since="4.0.0", summary="Says what is wrong with the memory.")
+@command(
+    "memory|doctor",
+    2,
+    "allkeys",
+    group="server",
+    since="4.0.0",
+    complexity="O(1)",
+    reply="text",
+    summary="Says what is wrong with the memory.",
+)
 def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     """Text for people."""
     keyspace = client.server.keyspace

@@ -36,6 +36,8 @@ _STEP = 1000  # keys that are looked at, encoded or freed before others have the
     usage="key [key ...]",
     needs=extents,
     parts=_EACH_KEY,
+    complexity="O(N) with N keys",
+    reply="integer",
     summary="Deletes keys.",
 )
 def del_(client: Client, args: list[Argument]) -> Reply:
@@ -54,6 +56,8 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     since="4.0.0",
     usage="key [key ...]",
     parts=_EACH_KEY,
+    complexity="O(N) with N keys",
+    reply="integer",
     summary="Deletes keys; deleting is quick here anyway.",
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
@@ -70,6 +74,8 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
     group="generic",
     usage="key [key ...]",
     parts=_EACH_KEY,
+    complexity="O(N) with N keys",
+    reply="integer",
     summary="Counts the keys that exist.",
 )
 def exists(client: Client, args: list[Argument]) -> Reply:
@@ -96,6 +102,8 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     since="3.2.1",
     usage="key [key ...]",
     parts=_EACH_KEY,
+    complexity="O(N) with N keys",
+    reply="integer",
     summary="Counts the keys that exist, and uses them.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
@@ -111,6 +119,8 @@ def touch(client: Client, args: list[Argument]) -> Reply:
     keys=(1, 1, 1),
     group="generic",
     usage="key",
+    complexity="O(1)",
+    reply="simple",
     summary="Names a value's type.",
     needs=nothing,
 )
@@ -136,6 +146,8 @@ def matcher(pattern: bytes) -> Matches | None:
     "readonly dangerous filtered",
     group="generic",
     usage="pattern",
+    complexity="O(N) with N keys in the store",
+    reply="array of bulk",
     summary="Returns the keys that match a pattern, all at once.",
 )
 def keys(client: Client, args: list[Argument]) -> Reply:
@@ -171,6 +183,8 @@ def _visible_keys(client: Client) -> Iterator[list[bytes]]:
     group="generic",
     since="2.8.0",
     usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    complexity="O(1) a call with a COUNT of 1, O(N) for all N keys",
+    reply="array",
     summary="Returns some keys, and the cursor to go on with.",
 )
 def scan(client: Client, args: list[Argument]) -> Reply:
@@ -269,6 +283,8 @@ def _scan_count(word: bytes) -> int:
     1,
     "readonly filtered",
     group="generic",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Returns a random key.",
 )
 def randomkey(client: Client, args: list[Argument]) -> Reply:
@@ -286,7 +302,15 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command("dbsize", 1, "readonly fast keyspace filtered", group="server", summary="Returns the number of keys.")
+@command(
+    "dbsize",
+    1,
+    "readonly fast keyspace filtered",
+    group="server",
+    complexity="O(1), O(N) with N keys for who may not read all",
+    reply="integer",
+    summary="Returns the number of keys.",
+)
 def dbsize(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may read; of all, those overdue but not yet swept too."""
     if client.sees_all:
@@ -308,6 +332,8 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
     "write keyspace dangerous allkeys",
     group="server",
     usage="[ASYNC | SYNC]",
+    complexity="O(N) with N keys",
+    reply="OK",
     summary="Removes every key.",
 )
 def flushall(client: Client, args: list[Argument]) -> Reply:
@@ -335,5 +361,7 @@ command(
     "write keyspace dangerous allkeys",
     group="server",
     usage="[ASYNC | SYNC]",
+    complexity="O(N) with N keys",
+    reply="OK",
     summary="Removes every key; there is one database.",
 )(flushall)

@@ -35,6 +35,8 @@ def _request(client: Client, raw: Argument) -> bytes:
     needs=nothing,
     group="set",
     usage="key",
+    complexity="O(N) with N pages",
+    reply="set of bulk",
     summary="Returns the page keys of a request, given its index key.",
 )
 def smembers(client: Client, args: list[Argument]) -> Reply:
@@ -62,6 +64,8 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     needs=nothing,
     group="set",
     usage="key",
+    complexity="O(N) with N blocks",
+    reply="integer",
     summary="Counts the pages of a request, given its index key.",
 )
 def scard(client: Client, args: list[Argument]) -> Reply:
@@ -82,6 +86,8 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     needs=nothing,
     group="set",
     usage="key member",
+    complexity="O(1)",
+    reply="integer",
     summary="Says whether a page key is one of a request's, given its index key.",
 )
 def sismember(client: Client, args: list[Argument]) -> Reply:
@@ -102,6 +108,8 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     group="set",
     since="2.8.0",
     usage="key cursor [MATCH pattern] [COUNT count]",
+    complexity="O(N) with N pages returned",
+    reply="array",
     summary="Goes through the page keys of a request, given its index key, a few at a time.",
 )
 def sscan(client: Client, args: list[Argument]) -> Reply:

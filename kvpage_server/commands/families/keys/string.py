@@ -78,6 +78,8 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
     group="string",
     usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
     "PXAT unix-time-milliseconds | KEEPTTL]",
+    complexity="O(1)",
+    reply="OK | bulk | null",
     summary="Sets the string value of a key; a page blob under its own key becomes that page.",
 )
 def set_(client: Client, args: list[Argument]) -> Reply:
@@ -106,6 +108,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     keys=(1, 1, 1),
     group="string",
     usage="key",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Returns the value of a key.",
     needs=values,
 )
@@ -138,6 +142,8 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
     group="string",
     since="2.0.0",
     usage="key seconds value",
+    complexity="O(1)",
+    reply="OK",
     summary="Sets a value with a time to live in seconds.",
 )
 def setex(client: Client, args: list[Argument]) -> Reply:
@@ -154,6 +160,8 @@ def setex(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="2.6.0",
     usage="key milliseconds value",
+    complexity="O(1)",
+    reply="OK",
     summary="Sets a value with a time to live in milliseconds.",
 )
 def psetex(client: Client, args: list[Argument]) -> Reply:
@@ -169,6 +177,8 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
     needs=extents,
     group="string",
     usage="key value",
+    complexity="O(1)",
+    reply="integer",
     summary="Sets a value if its key does not exist.",
 )
 def setnx(client: Client, args: list[Argument]) -> Reply:
@@ -188,6 +198,8 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
     access=READ | WRITE,
     group="string",
     usage="key value",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Sets a value and returns the old one.",
 )
 def getset(client: Client, args: list[Argument]) -> Reply:
@@ -207,6 +219,8 @@ def getset(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="6.2.0",
     usage="key",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Returns a value and deletes it.",
 )
 def getdel(client: Client, args: list[Argument]) -> Reply:
@@ -226,6 +240,8 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="6.2.0",
     usage="key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Returns a value and changes its time to live.",
 )
 def getex(client: Client, args: list[Argument]) -> Reply:
@@ -249,6 +265,8 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     group="string",
     usage="key [key ...]",
     parts=Parts(joined="array"),
+    complexity="O(N) with N keys",
+    reply="array of bulk or null",
     summary="Returns the values of keys.",
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
@@ -276,6 +294,8 @@ def _mset(client: Client, args: list[Argument]) -> None:
     since="1.0.1",
     usage="key value [key value ...]",
     parts=Parts(width=2, joined="last"),
+    complexity="O(N) with N keys",
+    reply="OK",
     summary="Sets the values of keys.",
 )
 def mset(client: Client, args: list[Argument]) -> Reply:
@@ -295,6 +315,8 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="1.0.1",
     usage="key value [key value ...]",
+    complexity="O(N) with N keys",
+    reply="integer",
     summary="Sets the values of keys if none of them exists.",
 )
 def msetnx(client: Client, args: list[Argument]) -> Reply:
@@ -316,6 +338,8 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="2.2.0",
     usage="key",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns the length of a value.",
 )
 def strlen(client: Client, args: list[Argument]) -> Reply:
@@ -333,6 +357,8 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
     group="string",
     since="2.4.0",
     usage="key start end",
+    complexity="O(N) with N bytes returned",
+    reply="bulk",
     summary="Returns a part of a value.",
 )
 def getrange(client: Client, args: list[Argument]) -> Reply:
@@ -357,5 +383,7 @@ command(
     needs=values,
     group="string",
     usage="key start end",
+    complexity="O(N) with N bytes returned",
+    reply="bulk",
     summary="Returns a part of a value; the old name of GETRANGE.",
 )(getrange)

@@ -50,6 +50,8 @@ _PLANE = 3  # type dtype head_dim
     uses=requests(0),
     needs=nothing,
     usage="req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
+    complexity="O(N) with N bytes",
+    reply="OK",
     summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
@@ -132,6 +134,8 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     needs=blocks(0),
     fetches=True,
     usage="req page",
+    complexity="O(N) with N pages, O(1) if it was stored whole",
+    reply="bulk | null",
     summary="Returns a block's bytes, null unless it is complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
@@ -156,6 +160,8 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     fetches=True,
     usage="N req page [req page ...]",
     parts=Parts(1, 2),
+    complexity="O(N) with N pages, O(1) a block that was stored whole",
+    reply="array of bulk or null",
     summary="Returns N blocks' bytes, null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
@@ -184,6 +190,8 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     uses=requests(0),
     needs=nothing,
     usage="req page",
+    complexity="O(1)",
+    reply="integer",
     summary="Says whether a block is there and complete.",
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:

@@ -43,6 +43,8 @@ def _of_what(keyspace: Keyspace) -> str:
     needs=nothing,
     usage="pages_per_block lease_ms N req page [req page ...]",
     parts=Parts(3, 2),
+    complexity="O(N) with N blocks",
+    reply="integer",
     summary="Counts the complete blocks from the first on, and leases exactly those.",
 )
 def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
@@ -95,6 +97,8 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     needs=nothing,
     usage="req lease_ms [page ...]",
     parts=Parts(2),
+    complexity="O(N log M) with N blocks and M leases",
+    reply="integer",
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
@@ -124,6 +128,8 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
+    complexity="O(N) with N blocks",
+    reply="integer",
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
@@ -164,6 +170,8 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
+    complexity="O(N) with N blocks",
+    reply="integer",
     summary="Ends the pins of a request, or of some of its blocks.",
 )
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:

@@ -97,6 +97,8 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
     needs=extents_of_pages(0),
     group="page",
     usage="req layer head page type dtype page_size head_dim ttl body",
+    complexity="O(N) with N bytes",
+    reply="OK",
     summary="Stores a page; ttl is in seconds, 0 for none.",
 )
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
@@ -119,6 +121,8 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     needs=values,
     group="page",
     usage="req layer head page type",
+    complexity="O(1)",
+    reply="bulk | null",
     summary="Returns a page's body, null when it is not there.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
@@ -137,6 +141,8 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     usage="N req layer head page type dtype page_size head_dim ttl body "
     "[req layer head page type dtype page_size head_dim ttl body ...]",
     parts=Parts(1, PAGE_WORDS),
+    complexity="O(N) with N bytes",
+    reply="OK",
     summary="Stores N pages, all or none.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
@@ -186,6 +192,8 @@ class _Step(NamedTuple):
     group="page",
     usage="N req layer head page type [req layer head page type ...]",
     parts=Parts(1, NAME_WORDS),
+    complexity="O(N) with N pages",
+    reply="array of bulk or null",
     summary="Returns N pages' bodies, null for those that are not there.",
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
@@ -255,6 +263,8 @@ def _spelt(client: Client, found: Found, ahead: Ahead[_Step] | None) -> tuple[Pi
     needs=nothing,
     group="page",
     usage="req layer head page type",
+    complexity="O(1)",
+    reply="integer",
     summary="Says whether a page is there, from the index alone.",
 )
 def kvpageexists(client: Client, args: list[Argument]) -> Reply:

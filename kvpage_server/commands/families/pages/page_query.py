@@ -27,6 +27,8 @@ from kvpage_server.store.memory.entry import header_of, is_cold, is_page
     needs=nothing,
     usage="N req layer head page type [req layer head page type ...]",
     parts=Parts(1, NAME_WORDS),
+    complexity="O(N) with N pages",
+    reply="array of integer",
     summary="Says of N pages whether they are there, from the index alone.",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
@@ -51,6 +53,8 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     uses=pages(0),
     needs=extents,
     usage="req layer head page type",
+    complexity="O(1)",
+    reply="map | null",
     summary="Returns what is known of a page: its header, time to live, protection and tier.",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:

@@ -109,6 +109,8 @@ def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
+    complexity="O(N) with N pages",
+    reply="integer",
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
@@ -133,6 +135,8 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     uses=requests(0),
     needs=nothing,
     usage="req [WITHSIZES]",
+    complexity="O(N) with N pages",
+    reply="array of map",
     summary="Lists a request's blocks and what each holds.",
 )
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
@@ -183,6 +187,8 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
     fetches=True,
     usage="req [page ...]",
     parts=Parts(1),
+    complexity="O(N) with N bytes",
+    reply="map",
     summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
 )
 def kvpageverify(client: Client, args: list[Argument]) -> Reply:

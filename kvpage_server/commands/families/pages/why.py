@@ -32,6 +32,8 @@ STORED = "stored"
     uses=requests(0),
     needs=nothing,
     usage="req [layer head page type]",
+    complexity="O(1) for a page, O(N) for a request of N pages",
+    reply="map",
     summary="Says why a read of a request, or of a page, would miss.",
 )
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:

@@ -34,20 +34,47 @@ _FEW = 8  # connections that are looked at more closely in a step
 container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
 
 
-@command("acl|whoami", 2, _OWN, group="server", since="6.0.0", summary="Returns the connection's user.")
+@command(
+    "acl|whoami",
+    2,
+    _OWN,
+    group="server",
+    since="6.0.0",
+    complexity="O(1)",
+    reply="bulk",
+    summary="Returns the connection's user.",
+)
 def acl_whoami(client: Client, args: list[Argument]) -> Reply:
     """Its name."""
     assert client.user is not None
     return client.user.name
 
 
-@command("acl|users", 2, _FLAGS, group="server", since="6.0.0", summary="Lists the users' names.")
+@command(
+    "acl|users",
+    2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    complexity="O(N log N) with N users",
+    reply="array of bulk",
+    summary="Lists the users' names.",
+)
 def acl_users(client: Client, args: list[Argument]) -> Reply:
     """In the order of their names."""
     return sorted(client.server.users.by_name)
 
 
-@command("acl|list", 2, _FLAGS, group="server", since="6.0.0", summary="Lists users as lines of a configuration.")
+@command(
+    "acl|list",
+    2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    complexity="O(N log N) with N users",
+    reply="array of bulk",
+    summary="Lists users as lines of a configuration.",
+)
 def acl_list(client: Client, args: list[Argument]) -> Reply:
     """Passwords as they are kept: hashed."""
     users = client.server.users.by_name
@@ -61,7 +88,15 @@ def _lines(client: Client) -> Steps[list[bytes]]:
 
 
 @command(
-    "acl|getuser", 3, _FLAGS, group="server", since="6.0.0", usage="username", summary="Describes a user's rights."
+    "acl|getuser",
+    3,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    usage="username",
+    complexity="O(N) with N rules",
+    reply="map | null",
+    summary="Describes a user's rights.",
 )
 def acl_getuser(client: Client, args: list[Argument]) -> Reply:
     """A map; null for nobody of that name."""
@@ -87,6 +122,8 @@ def _describe(user: User) -> dict[str, Any]:
     group="server",
     since="6.0.0",
     usage="username [rule [rule ...]]",
+    complexity="O(N) with N rules",
+    reply="OK",
     summary="Makes or changes a user.",
 )
 def acl_setuser(client: Client, args: list[Argument]) -> Reply:
@@ -143,6 +180,8 @@ def _listens_too_much(client: Client) -> bool:
     group="server",
     since="6.0.0",
     usage="username [username ...]",
+    complexity="O(N + M) with N users and M connections",
+    reply="integer",
     summary="Removes users and ends their connections.",
 )
 def acl_deluser(client: Client, args: list[Argument]) -> Reply:
@@ -167,6 +206,8 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     since="6.0.0",
     usage="[category]",
     most=3,
+    complexity="O(N) with N commands",
+    reply="array of bulk",
     summary="Lists the categories of commands, or the commands of one.",
 )
 def acl_cat(client: Client, args: list[Argument]) -> Reply:
@@ -186,6 +227,8 @@ def acl_cat(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="7.0.0",
     usage="username command [arg [arg ...]]",
+    complexity="O(N) with N keys",
+    reply="OK | bulk",
     summary="Says whether a user may run a command, without running it.",
 )
 def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
@@ -212,6 +255,8 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     since="6.0.0",
     usage="[count | RESET]",
     most=3,
+    complexity="O(N) with N entries",
+    reply="array of map | OK",
     summary="Lists what was refused to whom.",
 )
 def acl_log(client: Client, args: list[Argument]) -> Reply:
@@ -242,7 +287,16 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
     }
 
 
-@command("acl|save", 2, _FLAGS, group="server", since="6.0.0", summary="Writes the users into the aclfile.")
+@command(
+    "acl|save",
+    2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    complexity="O(N) with N users",
+    reply="OK",
+    summary="Writes the users into the aclfile.",
+)
 def acl_save(client: Client, args: list[Argument]) -> Reply:
     """Whole or not at all."""
     path = _file(client)
@@ -258,7 +312,16 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=False)
 
 
-@command("acl|load", 2, _FLAGS, group="server", since="6.0.0", summary="Has the users of the aclfile instead.")
+@command(
+    "acl|load",
+    2,
+    _FLAGS,
+    group="server",
+    since="6.0.0",
+    complexity="O(N + M) with N users and M connections",
+    reply="OK",
+    summary="Has the users of the aclfile instead.",
+)
 def acl_load(client: Client, args: list[Argument]) -> Reply:
     """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
     path, users = _file(client), client.server.users
@@ -286,7 +349,18 @@ def _file(client: Client) -> Path:
     return Path(client.server.config.aclfile)
 
 
-@command("acl|genpass", -2, _OWN, group="server", since="6.0.0", usage="[bits]", most=3, summary="Makes up a password.")
+@command(
+    "acl|genpass",
+    -2,
+    _OWN,
+    group="server",
+    since="6.0.0",
+    usage="[bits]",
+    most=3,
+    complexity="O(1)",
+    reply="bulk",
+    summary="Makes up a password.",
+)
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
     """Random hexadecimal digits: 256 bits unless told."""
     bits = integer(args[0]) if args else 256

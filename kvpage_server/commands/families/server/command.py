@@ -9,6 +9,7 @@ from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command, help_of
 from kvpage_server.commands.table.keys import READ, WRITE, Use
+from kvpage_server.commands.table.shape import schema
 from kvpage_server.commands.table.spec import SUBCOMMANDS, TABLE, Parts, Spec, subcommands, top_level
 from kvpage_server.commands.table.usage import arguments
 from kvpage_server.core import Argument
@@ -59,9 +60,16 @@ def _key_specs(spec: Spec) -> list[Any]:
 
 def document(spec: Spec) -> dict[str, Any]:
     """A command as COMMAND DOCS replies it."""
-    docs: dict[str, Any] = {"summary": spec.summary, "since": spec.since, "group": spec.group}
+    docs: dict[str, Any] = {
+        "summary": spec.summary,
+        "since": spec.since,
+        "group": spec.group,
+        "complexity": spec.complexity,
+    }
     if spec.usage:
         docs["arguments"] = [_with_status_flags(argument) for argument in arguments(spec.usage)]
+    if spec.reply:
+        docs["reply_schema"] = schema(spec.reply)
     if subs := subcommands(spec.name):
         docs["subcommands"] = {sub.name: document(sub) for sub in subs}
     return docs
@@ -80,7 +88,16 @@ def _named(args: list[Argument]) -> list[Spec | None]:
     return [TABLE.get(word.lower().decode("ascii", "replace")) for word in plain_all(args)]
 
 
-@command("command", -1, _FLAGS, group="server", since="2.8.13", summary="Describes every command.")
+@command(
+    "command",
+    -1,
+    _FLAGS,
+    group="server",
+    since="2.8.13",
+    complexity="O(N) with N commands",
+    reply="array of array",
+    summary="Describes every command.",
+)
 def command_(client: Client, args: list[Argument]) -> Reply:
     """One entry a command."""
     return _all_described(client.protocol)
@@ -103,7 +120,16 @@ def _encoded(reply: Reply, protocol: int) -> Raw:
     return Raw(b"".join(out))
 
 
-@command("command|count", 2, _FLAGS, group="server", since="2.8.13", summary="Counts the commands.")
+@command(
+    "command|count",
+    2,
+    _FLAGS,
+    group="server",
+    since="2.8.13",
+    complexity="O(1)",
+    reply="integer",
+    summary="Counts the commands.",
+)
 def command_count(client: Client, args: list[Argument]) -> Reply:
     """Subcommands are not counted."""
     return len(top_level())
@@ -117,6 +143,8 @@ def command_count(client: Client, args: list[Argument]) -> Reply:
     since="2.8.13",
     usage="[command-name [command-name ...]]",
     parts=Parts(joined="array"),
+    complexity="O(N) with N commands",
+    reply="array",
     summary="Describes some commands.",
 )
 def command_info(client: Client, args: list[Argument]) -> Reply:
@@ -133,6 +161,8 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="7.0.0",
     usage="[command-name [command-name ...]]",
+    complexity="O(N) with N commands",
+    reply="map",
     summary="Documents commands.",
 )
 def command_docs(client: Client, args: list[Argument]) -> Reply:
@@ -149,6 +179,8 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="7.0.0",
     usage="[FILTERBY <MODULE module-name | ACLCAT category | PATTERN pattern>]",
+    complexity="O(N) with N commands",
+    reply="array of bulk",
     summary="Names the commands.",
 )
 def command_list(client: Client, args: list[Argument]) -> Reply:
@@ -194,6 +226,8 @@ def _uses(args: list[Argument]) -> list[Use]:
     group="server",
     since="2.8.13",
     usage="command [arg [arg ...]]",
+    complexity="O(N) with N arguments",
+    reply="array of bulk",
     summary="Returns the keys that a command with these arguments would use.",
 )
 def command_getkeys(client: Client, args: list[Argument]) -> Reply:
@@ -208,6 +242,8 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="7.0.0",
     usage="command [arg [arg ...]]",
+    complexity="O(N) with N arguments",
+    reply="array of array",
     summary="Returns the keys that a command with these arguments would use, and what it does to them.",
 )
 def command_getkeysandflags(client: Client, args: list[Argument]) -> Reply:

@@ -58,6 +58,8 @@ container("config", group="server", since="2.0.0", summary="A container for conf
     group="server",
     since="2.0.0",
     usage="parameter [parameter ...]",
+    complexity="O(N) with N parameters",
+    reply="map",
     summary="Returns parameters.",
 )
 def config_get(client: Client, args: list[Argument]) -> Reply:
@@ -86,6 +88,8 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="2.0.0",
     usage="parameter value [parameter value ...]",
+    complexity="O(N) with N parameters",
+    reply="OK",
     summary="Changes parameters while the server runs.",
 )
 def config_set(client: Client, args: list[Argument]) -> Reply:
@@ -152,7 +156,16 @@ def _refused(name: str, why: str) -> ReplyError:
     return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
 
 
-@command("config|resetstat", 2, _FLAGS, group="server", since="2.0.0", summary="Begins the statistics anew.")
+@command(
+    "config|resetstat",
+    2,
+    _FLAGS,
+    group="server",
+    since="2.0.0",
+    complexity="O(N) with N connections",
+    reply="OK",
+    summary="Begins the statistics anew.",
+)
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     """What INFO counts; not the slow log."""
     server = client.server
@@ -170,7 +183,16 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=len(server.clients) <= STEP)
 
 
-@command("config|rewrite", 2, _FLAGS, group="server", since="2.8.0", summary="Writes the parameters into the file.")
+@command(
+    "config|rewrite",
+    2,
+    _FLAGS,
+    group="server",
+    since="2.8.0",
+    complexity="O(N) with N lines",
+    reply="OK",
+    summary="Writes the parameters into the file.",
+)
 def config_rewrite(client: Client, args: list[Argument]) -> Reply:
     """Whole or not at all; comments and order stay."""
     server = client.server

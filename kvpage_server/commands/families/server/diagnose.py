@@ -28,6 +28,8 @@ container("slowlog", group="server", since="2.2.12", summary="A container for sl
     since="2.2.12",
     usage="[count]",
     most=3,
+    complexity="O(N) with N entries",
+    reply="array of array",
     summary="Returns the last slow calls.",
 )
 def slowlog_get(client: Client, args: list[Argument]) -> Reply:
@@ -44,13 +46,31 @@ def _row(call: SlowCall) -> list[Reply]:
     return [call.id, call.unix_time, call.microseconds, call.words, call.address, call.name]
 
 
-@command("slowlog|len", 2, _FLAGS, group="server", since="2.2.12", summary="Counts the slow calls remembered.")
+@command(
+    "slowlog|len",
+    2,
+    _FLAGS,
+    group="server",
+    since="2.2.12",
+    complexity="O(1)",
+    reply="integer",
+    summary="Counts the slow calls remembered.",
+)
 def slowlog_len(client: Client, args: list[Argument]) -> Reply:
     """At most slowlog-max-len."""
     return len(client.server.slow_log.entries)
 
 
-@command("slowlog|reset", 2, _FLAGS, group="server", since="2.2.12", summary="Forgets the slow calls.")
+@command(
+    "slowlog|reset",
+    2,
+    _FLAGS,
+    group="server",
+    since="2.2.12",
+    complexity="O(N) with N entries",
+    reply="OK",
+    summary="Forgets the slow calls.",
+)
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
     """Their ids go on."""
     log = client.server.slow_log
@@ -67,7 +87,16 @@ def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
 container("latency", group="server", since="2.8.13", summary="A container for latency diagnostics commands.")
 
 
-@command("latency|latest", 2, _LATENCY_FLAGS, group="server", since="2.8.13", summary="Returns the last slow moments.")
+@command(
+    "latency|latest",
+    2,
+    _LATENCY_FLAGS,
+    group="server",
+    since="2.8.13",
+    complexity="O(N) with N events",
+    reply="array of array",
+    summary="Returns the last slow moments.",
+)
 def latency_latest(client: Client, args: list[Argument]) -> Reply:
     """A row an event: name, unix time, milliseconds, the longest ever."""
     return [
@@ -84,6 +113,8 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="2.8.13",
     usage="event",
+    complexity="O(1)",
+    reply="array of array",
     summary="Returns when an event was slow.",
 )
 def latency_history(client: Client, args: list[Argument]) -> Reply:
@@ -99,6 +130,8 @@ def latency_history(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="2.8.13",
     usage="[event [event ...]]",
+    complexity="O(N) with N events",
+    reply="integer",
     summary="Forgets slow moments.",
 )
 def latency_reset(client: Client, args: list[Argument]) -> Reply:
@@ -115,6 +148,8 @@ def latency_reset(client: Client, args: list[Argument]) -> Reply:
     group="server",
     since="7.0.0",
     usage="[command [command ...]]",
+    complexity="O(N) with N commands",
+    reply="map",
     summary="Returns how long calls of commands took.",
 )
 def latency_histogram(client: Client, args: list[Argument]) -> Reply:
@@ -131,7 +166,16 @@ def _histogram(calls: CallCounts) -> dict[str, Any]:
     return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
 
 
-@command("latency|doctor", 2, _LATENCY_FLAGS, group="server", since="2.8.13", summary="Says in words what was slow.")
+@command(
+    "latency|doctor",
+    2,
+    _LATENCY_FLAGS,
+    group="server",
+    since="2.8.13",
+    complexity="O(N) with N events",
+    reply="text",
+    summary="Says in words what was slow.",
+)
 def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     """A line an event."""
     server = client.server
@@ -147,7 +191,15 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     return Verbatim("\n".join(told or ["Nothing was slow."]).encode())
 
 
-@command("monitor", 1, _LATENCY_FLAGS, group="server", summary="Shows every command that the server runs, as it does.")
+@command(
+    "monitor",
+    1,
+    _LATENCY_FLAGS,
+    group="server",
+    complexity="O(N) of every command, with N who monitor",
+    reply="OK",
+    summary="Shows every command that the server runs, as it does.",
+)
 def monitor(client: Client, args: list[Argument]) -> Reply:
     """OK, then a line a command until the connection ends or RESET. Passwords and administration are not shown."""
     client.server.monitors[client] = None

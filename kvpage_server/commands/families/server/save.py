@@ -32,6 +32,8 @@ def saved(tiered: Tiered) -> Generator[Reply, None, None]:
     1,
     "admin noscript no_async_loading no_multi dangerous",
     group="server",
+    complexity="O(N) with N changes that are not on disk",
+    reply="OK",
     summary="Has everything that was stored on disk before it answers.",
 )
 def save(client: Client, args: list[Argument]) -> Reply:
@@ -56,6 +58,8 @@ def save(client: Client, args: list[Argument]) -> Reply:
     "admin noscript no_async_loading dangerous",
     group="server",
     usage="[SCHEDULE]",
+    complexity="O(1)",
+    reply="simple",
     summary="Has what was stored go to disk now, and does not wait for it.",
 )
 def bgsave(client: Client, args: list[Argument]) -> Reply:
@@ -72,6 +76,8 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     "loading stale fast admin dangerous",
     group="server",
     tips="nondeterministic_output",
+    complexity="O(1)",
+    reply="integer",
     summary="Returns the unix second of the last commit to disk; that of the start where there is none.",
 )
 def lastsave(client: Client, args: list[Argument]) -> Reply:

@@ -25,6 +25,8 @@ log = logging.getLogger("kvpage")
     "loading stale dangerous filtered",
     group="server",
     usage="[section [section ...]]",
+    complexity="O(N) with N connections",
+    reply="text",
     summary="Tells how the server is doing.",
 )
 def info(client: Client, args: list[Argument]) -> Reply:
@@ -38,7 +40,16 @@ def info(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=len(client.server.clients) <= STEP)
 
 
-@command("time", 1, "loading stale fast", group="server", since="2.6.0", summary="Returns the server's time.")
+@command(
+    "time",
+    1,
+    "loading stale fast",
+    group="server",
+    since="2.6.0",
+    complexity="O(1)",
+    reply="array of bulk",
+    summary="Returns the server's time.",
+)
 def time_(client: Client, args: list[Argument]) -> Reply:
     """Unix seconds and the microseconds of this one."""
     now = time.time_ns() // 1000
@@ -46,7 +57,14 @@ def time_(client: Client, args: list[Argument]) -> Reply:
 
 
 @command(
-    "role", 1, "admin noscript loading stale fast filtered", group="server", since="2.8.12", summary="Returns its role."
+    "role",
+    1,
+    "admin noscript loading stale fast filtered",
+    group="server",
+    since="2.8.12",
+    complexity="O(1)",
+    reply="array",
+    summary="Returns its role.",
 )
 def role(client: Client, args: list[Argument]) -> Reply:
     """Master, at offset 0, with no replicas."""
@@ -60,6 +78,8 @@ def role(client: Client, args: list[Argument]) -> Reply:
     group="connection",
     since="3.0.0",
     usage="numreplicas timeout",
+    complexity="O(1)",
+    reply="integer",
     summary="Waits for replicas, of which there are none.",
 )
 def wait(client: Client, args: list[Argument]) -> Reply:
@@ -73,7 +93,16 @@ def wait(client: Client, args: list[Argument]) -> Reply:
 container("module", group="server", since="4.0.0", summary="A container for module commands.")
 
 
-@command("module|list", 2, "admin noscript filtered", group="server", since="4.0.0", summary="Lists modules: none.")
+@command(
+    "module|list",
+    2,
+    "admin noscript filtered",
+    group="server",
+    since="4.0.0",
+    complexity="O(1)",
+    reply="array",
+    summary="Lists modules: none.",
+)
 def module_list(client: Client, args: list[Argument]) -> Reply:
     """Empty: the page commands are built in."""
     return []
@@ -85,6 +114,8 @@ def module_list(client: Client, args: list[Argument]) -> Reply:
     "admin noscript loading stale no_multi allow_busy",
     group="server",
     usage="[NOSAVE | SAVE] [NOW] [FORCE] [ABORT]",
+    complexity="O(N) with N changes that are not on disk",
+    reply="nothing",
     summary="Ends the server.",
 )
 def shutdown(client: Client, args: list[Argument]) -> Reply:

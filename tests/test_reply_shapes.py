@@ -1,0 +1,79 @@
+"""What a row of the command table says of its reply is what a client is sent, and what COMMAND DOCS tells."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from random_commands import Commands
+from servers import RunningServer
+from wire import Wire, items, parse
+
+import kvpage_server.commands.families  # noqa: F401  fills the table
+from kvpage_server.commands.table.shape import schema
+from kvpage_server.commands.table.spec import TABLE, Spec, find, subcommands
+
+ROWS = [spec for spec in TABLE.values() if not subcommands(spec.name) or spec.arity == -1]
+BEGINS = {  # RESP3's replies by their first bytes
+    "OK": (b"+OK",),
+    "simple": (b"+",),
+    "bulk": (b"$",),
+    "text": (b"=", b"$"),
+    "integer": (b":",),
+    "null": (b"_",),
+    "map": (b"%",),
+    "array": (b"*",),
+    "set": (b"~",),
+    "push": (b">",),
+}
+# What ends the connection or the server, is silent, changes the protocol, or makes everybody wait.
+NOT_TRIED = {"shutdown", "client|kill", "client|reply", "client|pause", "hello"}
+TRIES = 40
+
+
+def fits(frame: bytes, shape: str) -> bool:
+    return any(_fits(frame, one) for one in shape.split(" | "))
+
+
+def _fits(frame: bytes, shape: str) -> bool:
+    whole, _, of = shape.partition(" of ")
+    if not frame.startswith(BEGINS[whole]):
+        return False
+    return not of or all(fits(item, of.replace(" or ", " | ")) for item in items(frame))
+
+
+def a_reply(server: RunningServer, spec: Spec, rng: random.Random) -> bytes:
+    """What is answered to a call of a command that is no error; or nothing, when every one of many is."""
+    commands = Commands(rng, [TABLE["get"]])
+    for _ in range(TRIES):
+        with Wire(server.port) as wire:
+            wire.ask(b"HELLO", b"3")
+            wire.ask(b"SET", b"a", b"1")
+            if spec.name in ("exec", "discard"):
+                wire.ask(b"MULTI")
+            words = commands.of(spec)
+            if not (reply := wire.ask(*words)).startswith((b"-", b"!")) and find(words) is spec:
+                return reply
+    return b""
+
+
+def test_every_row_says_what_it_costs_and_what_it_answers() -> None:
+    assert [spec.name for spec in ROWS if not (spec.complexity and spec.reply and schema(spec.reply))] == []
+
+
+def test_what_is_answered_has_the_shape_that_the_table_says(server: RunningServer) -> None:
+    rng = random.Random(1)
+    answers = {spec: a_reply(server, spec, rng) for spec in ROWS if spec.name not in NOT_TRIED}
+    wrong = {spec.name: reply[:100] for spec, reply in answers.items() if reply and not fits(reply, spec.reply)}
+    assert wrong == {}
+    never = {spec.name for spec, reply in answers.items() if not reply}
+    assert len(never) < len(ROWS) // 5, never  # of a page's words few are right by chance
+
+
+@pytest.mark.parametrize("name", ["get", "kvpageget", "acl"])
+def test_command_docs_tells_both(server: RunningServer, name: str) -> None:
+    with Wire(server.port) as wire:
+        told = parse(wire.ask(b"COMMAND", b"DOCS", name.encode()))[1]
+    docs = dict(zip(told[::2], told[1::2], strict=True))
+    assert docs[b"complexity"].decode() == TABLE[name].complexity
+    assert (b"reply_schema" in docs) == bool(TABLE[name].reply)
