@@ -174,6 +174,7 @@ def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
     """A trace through policies, without any store."""
     from kvpage_server.replay.command import CAPACITIES, USUAL, run
+    from kvpage_server.replay.report import Destination
 
     try:
         run(
@@ -181,9 +182,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             policies=args.policy or USUAL,
             capacities=args.capacity or CAPACITIES,
             block_bytes=args.block_bytes,
-            json=args.json,
-            plot=args.plot,
-            out=out,
+            to=Destination(out, args.json, args.plot),
         )
     except ModuleNotFoundError as missing:
         raise Failure(f"--plot: {missing_extra(missing, 'bench')}") from None

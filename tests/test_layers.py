@@ -40,8 +40,8 @@ MAY_KNOW = {
     "app": "commands configuration core net page renewal store system",
     "client": "core page",
     "snapshot": "client page system",
-    "replay": "store",
-    "bench": "client page",
+    "replay": "store system",
+    "bench": "client page system",
     "why": "system",
     "cli": "address bench configuration page replay snapshot system why",
 }

@@ -28,7 +28,7 @@ from kvpage_server.client.questions import Question, Word, ask, commit, watch
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
-AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
+CONNECTING_AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
 
 
 class AsyncPageClient:
@@ -46,7 +46,7 @@ class AsyncPageClient:
         self._pool = page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
-        self._openers = ThreadPoolExecutor(AT_ONCE, "kvpage-connect")
+        self._openers = ThreadPoolExecutor(CONNECTING_AT_ONCE, "kvpage-connect")
         self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # what a thread is connecting, or has connected
 
     async def __aenter__(self) -> Self:

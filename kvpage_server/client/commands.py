@@ -15,7 +15,7 @@ from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 Missed = dict[int, str]  # which of a batch, and why
-_AT_ONCE = 4096  # names that are spelt before others have their turn
+_NAMES_AT_ONCE = 4096  # names that are spelt before others have their turn
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -24,8 +24,8 @@ _AT_ONCE = 4096  # names that are spelt before others have their turn
 def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
     """A command that names pages."""
     yield opening
-    for start in range(0, len(names), _AT_ONCE):
-        yield spell(names[start : start + _AT_ONCE])
+    for start in range(0, len(names), _NAMES_AT_ONCE):
+        yield spell(names[start : start + _NAMES_AT_ONCE])
 
 
 def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:

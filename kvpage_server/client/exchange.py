@@ -22,8 +22,8 @@ T = TypeVar("T")
 
 Piece = bytes | memoryview
 READ, WRITE = select.POLLIN, select.POLLOUT
-_TURN = 8  # calls of the kernel, each of about a millisecond at most, before whoever drives it has a turn
-_RECORD = 64 * 1024  # bytes that are taken of a TLS socket in one go
+_CALLS_A_TURN = 8  # calls of the kernel, each of about a millisecond at most, before whoever drives it has a turn
+_RECORD_BYTES = 64 * 1024  # bytes that are taken of a TLS socket in one go
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +73,7 @@ class Conversation(Generic[T]):
             if moved < 0:
                 ready = (yield READ | WRITE if sending else READ) or 0
                 calls = 0
-            elif calls == _TURN:
+            elif calls == _CALLS_A_TURN:
                 yield 0
                 calls = 0
             calls += 1
@@ -93,7 +93,7 @@ class Conversation(Generic[T]):
     def _receive(self) -> int:
         """Receive what is there; how many bytes, -1 if nothing is there now."""
         if isinstance(self.sock, ssl.SSLSocket):
-            data = self.sock.recv(_RECORD)
+            data = self.sock.recv(_RECORD_BYTES)
             self._receiver.feed(data)
             count = len(data)
         else:

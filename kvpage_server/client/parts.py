@@ -6,13 +6,13 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 
-_LEAST = 1024 * 1024  # bytes that are worth a connection of their own
+_LEAST_BYTES = 1024 * 1024  # bytes that are worth a connection of their own
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
     """Neighbours, of `sizes` bytes each, stay together; each part has about as many bytes. None for an empty batch."""
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
-    parts = max(1, min(connections, total // _LEAST))
+    parts = max(1, min(connections, total // _LEAST_BYTES))
     bounds = [0, *(bisect_right(ends, total * i // parts) for i in range(1, parts)), len(ends)]
     return [slice(start, stop) for start, stop in pairwise(bounds) if start < stop]

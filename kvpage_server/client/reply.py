@@ -16,9 +16,9 @@ from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.core.answers import MAX_BULK, MAX_LINE
 
 MAX_DEPTH = 8
-_DIRECT = 4096  # a bulk of at least this size is received into memory of its own
-_SCRATCH = 16 * 1024
-_AHEAD = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
+_DIRECT_BYTES = 4096  # a bulk of at least this size is received into memory of its own
+_SCRATCH_BYTES = 16 * 1024
+_AHEAD_BYTES = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
 
 
 class Receiver(Protocol):
@@ -61,7 +61,7 @@ class Values:
         self._values: list[Any] = []
         self._data = b""  # received, not yet parsed, from _pos on
         self._pos = 0
-        self._scratch = memoryview(bytearray(_SCRATCH))
+        self._scratch = memoryview(bytearray(_SCRATCH_BYTES))
         self._room = memoryview(b"")  # of the long string that is being received, `_filled` bytes so far
         self._filled = 0
         self._steps = self._parse(count)
@@ -163,7 +163,7 @@ class Values:
         return line
 
     def _bulk(self, size: int) -> Generator[None, None, bytes | memoryview]:
-        while size < _DIRECT and len(self._data) - self._pos < size + 2:
+        while size < _DIRECT_BYTES and len(self._data) - self._pos < size + 2:
             yield
         end = self._pos + size
         if len(self._data) >= end + 2:
@@ -177,8 +177,8 @@ class Values:
         room[:taken] = memoryview(self._data)[self._pos :]
         self._pos += taken
         self._room, self._filled = room, taken
-        if len(self._scratch) < _AHEAD:
-            self._scratch = np.empty(_AHEAD, np.uint8).data
+        if len(self._scratch) < _AHEAD_BYTES:
+            self._scratch = np.empty(_AHEAD_BYTES, np.uint8).data
         while self._filled < size + 2:
             yield
         self._room, self._filled = memoryview(b""), 0

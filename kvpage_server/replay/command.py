@@ -6,11 +6,10 @@ import importlib
 from functools import partial
 from pathlib import Path
 
-from rich.console import Console
 from rich.progress import track
 
 from kvpage_server.replay.clairvoyant import clairvoyant
-from kvpage_server.replay.report import Replay, table, write_json, write_plot
+from kvpage_server.replay.report import Destination, Replay, table, write_json, write_plot
 from kvpage_server.replay.simulate import Simulation, simulate, simulate_noeviction
 from kvpage_server.replay.trace import read_trace
 from kvpage_server.store.eviction.policies import NO_EVICTION, POLICIES, VOLATILE_TTL
@@ -33,28 +32,26 @@ def run(
     policies: list[str],
     capacities: list[int],
     block_bytes: int,
-    json: Path | None,
-    plot: Path | None,
-    out: Console,
+    to: Destination,
 ) -> None:
     """Replay a trace under each policy with each capacity; show what was found, and write it.
 
     Raises TraceError, OSError, ModuleNotFoundError when there is nothing to plot with.
     """
-    if plot:
+    if to.plot:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)
     asked = [block for request in requests for block in request.blocks]
     different = len(set(asked))
     counts = f"{how_many(len(requests), 'request')} for {how_many(len(asked), 'block')}"
-    out.print(f"{counts}, {different:,} of them different")
+    to.terminal.print(f"{counts}, {different:,} of them different")
     pairs = [(policy, capacity) for policy in policies for capacity in capacities]
     replays = [
         Replay(policy, capacity, SIMULATIONS[policy](requests, capacity))
-        for policy, capacity in track(pairs, console=out, transient=True)
+        for policy, capacity in track(pairs, console=to.terminal, transient=True)
     ]
-    out.print(table(replays, block_bytes))
-    if json:
-        write_json(trace, replays, block_bytes, json)
-    if plot:
-        write_plot(trace.stem.replace("_", " "), replays, plot)
+    to.terminal.print(table(replays, block_bytes))
+    if to.json:
+        write_json(trace, replays, block_bytes, to.json)
+    if to.plot:
+        write_plot(trace.stem.replace("_", " "), replays, to.plot)

@@ -6,10 +6,20 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
 from kvpage_server.replay.simulate import Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """Where the figures go: a table always, files where they are asked for."""
+
+    terminal: Console
+    json: Path | None = None
+    plot: Path | None = None
 
 
 @dataclass(frozen=True, slots=True)

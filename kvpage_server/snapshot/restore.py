@@ -25,9 +25,9 @@ from kvpage_server.snapshot.store import Store, Writes, Written
 
 _BATCH_BYTES = 16 << 20
 _SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
-_AROUND = 1 << 10  # bytes of a SET besides its value
-_AT_ONCE = 1000  # keys written or asked about in one go
-_BLOCKS = 100  # blocks asked about in one go
+_AROUND_BYTES = 1 << 10  # bytes of a SET besides its value
+_KEYS_AT_ONCE = 1000  # keys written or asked about in one go
+_BLOCKS_AT_ONCE = 100  # blocks asked about in one go
 
 Done = Callable[[int], None]  # told how many bytes more are done
 
@@ -88,8 +88,8 @@ class _Restore:
     def run(self, done: Done) -> Restored:
         """Restore."""
         for nbytes, file in ahead(self._plans()):
-            for start in range(0, len(file.blocks), _BLOCKS):
-                self._send_blocks(file.blocks[start : start + _BLOCKS])
+            for start in range(0, len(file.blocks), _BLOCKS_AT_ONCE):
+                self._send_blocks(file.blocks[start : start + _BLOCKS_AT_ONCE])
             self._send_items(file.items)
             self._flush()
             done(nbytes)
@@ -131,8 +131,8 @@ class _Restore:
         self._set(pages)
 
     def _send_items(self, items: list[Item]) -> None:
-        for start in range(0, len(items), _AT_ONCE):
-            some = items[start : start + _AT_ONCE]
+        for start in range(0, len(items), _KEYS_AT_ONCE):
+            some = items[start : start + _KEYS_AT_ONCE]
             if not self._replace:
                 there = self._store.are_there([item.key for item in some])
                 self._restored.there += sum(there)
@@ -142,7 +142,7 @@ class _Restore:
     def _set(self, items: list[Item]) -> None:
         for key, value, left, is_page in items:
             nbytes = sum(map(len, value))
-            if nbytes > self._largest - _AROUND:
+            if nbytes > self._largest - _AROUND_BYTES:
                 self._restored.no_room.append(
                     f"{text_of(key)}, {nbytes} bytes: the server takes {self._largest} at once (maxmemory-clients)"
                 )
@@ -153,7 +153,7 @@ class _Restore:
     def _wrote(self, write: _Write) -> None:
         """The last of the writes is this one."""
         self._waiting.append(write)
-        if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _AT_ONCE:
+        if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _KEYS_AT_ONCE:
             self._flush()
 
     def _flush(self) -> None:

@@ -50,7 +50,8 @@ cdef enum Reason:
 
 REASONS = (None, "absent", "size", "header", "checksum")
 
-cdef Py_ssize_t SCRATCH = twin.SCRATCH, LONG = twin.LONG, LOOK = twin.LOOK, LARGEST_STEP = twin.LARGEST_STEP
+cdef Py_ssize_t SCRATCH_BYTES = twin.SCRATCH_BYTES, LONG_BYTES = twin.LONG_BYTES
+cdef Py_ssize_t LARGEST_STEP_BYTES = twin.LARGEST_STEP_BYTES, ITEMS_AHEAD = twin.ITEMS_AHEAD
 cdef Py_ssize_t MAX_LINE = answers.MAX_LINE, MAX_FRAME = answers.MAX_FRAME
 cdef uint64_t MAX_BULK = answers.MAX_BULK
 cdef int AT_MAGIC = FIELD_AT["magic"], AT_VERSION = FIELD_AT["version"], AT_KV_TYPE = FIELD_AT["kv_type"]
@@ -102,7 +103,7 @@ cdef class Bodies:
         memcpy(self.opening + self.opening_size, b"\r\n", 2)
         self.opening_size += 2
         self.reasons = <uint8_t *>PyMem_Malloc(max(self.count, 1))
-        self.scratch = <char *>PyMem_Malloc(SCRATCH)
+        self.scratch = <char *>PyMem_Malloc(SCRATCH_BYTES)
         if self.reasons == NULL or self.scratch == NULL:
             raise MemoryError
         memset(self.reasons, FOUND, max(self.count, 1))
@@ -133,13 +134,13 @@ cdef class Bodies:
         message.msg_iov = into
         with nogil:
             self.make_room()
-            if self.next == BODY and self.left >= LONG:
-                direct = min(self.left, LARGEST_STEP)
+            if self.next == BODY and self.left >= LONG_BYTES:
+                direct = min(self.left, LARGEST_STEP_BYTES)
                 into[0].iov_base = <char *>self.places[self.item].buf + self.places[self.item].len - self.left
                 into[0].iov_len = direct
                 message.msg_iovlen = 1
             into[message.msg_iovlen].iov_base = self.scratch + self.end
-            into[message.msg_iovlen].iov_len = min(SCRATCH - self.end, self.ahead(direct))
+            into[message.msg_iovlen].iov_len = min(SCRATCH_BYTES - self.end, self.ahead(direct))
             message.msg_iovlen += 1
             count = recvmsg(fd, &message, 0)
             if count < 0:
@@ -171,7 +172,7 @@ cdef class Bodies:
         cdef Py_ssize_t left = PyBytes_GET_SIZE(data), some
         while left:
             self.make_room()
-            some = min(left, SCRATCH - self.end)
+            some = min(left, SCRATCH_BYTES - self.end)
             memcpy(self.scratch + self.end, rest, some)
             self.end += some
             rest += some
@@ -205,14 +206,14 @@ cdef class Bodies:
         if self.next == BODY or self.next == DROPPED or self.next == CRLF:
             wanted += self.left - direct + 2
             i += 1
-        stop = min(self.count, i + LOOK)
+        stop = min(self.count, i + ITEMS_AHEAD)
         while i < stop:
             wanted += MAX_FRAME + (0 if self.wanted == NULL else HEADER)
-            if self.places[i].len >= LONG:
+            if self.places[i].len >= LONG_BYTES:
                 return wanted
             wanted += self.places[i].len
             i += 1
-        return SCRATCH
+        return SCRATCH_BYTES
 
     # -- taking what came --------------------------------------------------------------------------------------------
 

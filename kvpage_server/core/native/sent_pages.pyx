@@ -18,7 +18,7 @@ from kvpage_server.core.native.page_keys cimport (
     room_for,
 )
 
-from kvpage_server.core.python.sent_pages import AT_ONCE as _AT_ONCE
+from kvpage_server.core.python.sent_pages import PAGES_AT_ONCE as _PAGES_AT_ONCE
 from kvpage_server.core.python.sent_pages import BYTES_AT_ONCE as _BYTES_AT_ONCE
 from kvpage_server.page import FIELD_AT, DType, HEADER_SIZE, MAX_U32, pack_header
 
@@ -33,7 +33,7 @@ cdef enum:
     NUMBERS = 128  # bytes that the numbers of a page need at most, and the frame of its body
 assert HEADER == HEADER_SIZE
 
-cdef Py_ssize_t AT_ONCE = _AT_ONCE
+cdef Py_ssize_t PAGES_AT_ONCE = _PAGES_AT_ONCE
 cdef Py_ssize_t BYTES_AT_ONCE = _BYTES_AT_ONCE
 cdef Py_ssize_t MAX_BODY = MAX_U32
 
@@ -86,9 +86,8 @@ cdef class SentPages:
         if self.shapes == NULL:
             raise MemoryError
         for i in range(len(some)):
-            if not isinstance(some[i], tuple):
-                raise TypeError(f"a page is a tuple, got {some[i]!r:.80}")
-            page = <tuple>some[i]  # a Page is one, too: taken apart as what it is, not as something to iterate over
+            given = some[i]
+            page = <tuple>given if isinstance(given, tuple) else tuple(given)  # a Page is one: it needs no iterator
             key, body, dtype, page_size, head_dim = page
             keys.append(key)
             bodies.append(body)
@@ -141,7 +140,7 @@ cdef class SentPages:
         cdef Py_ssize_t opened = PyBytes_GET_SIZE(before), closed = PyBytes_GET_SIZE(after)
         cdef char *to
         cdef Py_buffer *body
-        while stop < self.count and stop - start < AT_ONCE and nbytes < BYTES_AT_ONCE:
+        while stop < self.count and stop - start < PAGES_AT_ONCE and nbytes < BYTES_AT_ONCE:
             room += room_for(self.names.names + stop) + opened + closed + HEADER + NUMBERS
             nbytes += self.bodies.buffers[stop].len
             stop += 1

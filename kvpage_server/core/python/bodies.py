@@ -18,10 +18,10 @@ from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.page_keys import PageKeys
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageKey, checksum
 
-SCRATCH = 256 * 1024
-LONG = 16 * 1024  # bytes of a body that is worth a call of its own
-LOOK = 64  # items that are looked at for a long one
-LARGEST_STEP = 1024 * 1024  # bytes in one call
+SCRATCH_BYTES = 256 * 1024
+LONG_BYTES = 16 * 1024  # bytes of a body that is worth a call of its own
+ITEMS_AHEAD = 64  # items that are looked at for a long one
+LARGEST_STEP_BYTES = 1024 * 1024  # bytes in one call
 
 
 class Bodies:
@@ -43,7 +43,7 @@ class Bodies:
         self._item = 0
         self._left = 0  # bytes of what comes next
         self._header = bytearray(HEADER_SIZE)
-        self._scratch = np.empty(SCRATCH, np.uint8).data
+        self._scratch = np.empty(SCRATCH_BYTES, np.uint8).data
         self._start = self._end = 0  # of what is in there and not taken yet
 
     @property
@@ -62,7 +62,7 @@ class Bodies:
         Raises WrongAnswer."""
         direct = self._rest_of_long_body()
         self._make_room()
-        ahead = self._scratch[self._end : min(SCRATCH, self._end + self._wanted(direct))]
+        ahead = self._scratch[self._end : min(SCRATCH_BYTES, self._end + self._wanted(direct))]
         try:
             count = os.readv(fd, [direct, ahead] if direct else [ahead])
         except BlockingIOError:
@@ -81,7 +81,7 @@ class Bodies:
         rest = memoryview(data)
         while rest:
             self._make_room()
-            some = rest[: SCRATCH - self._end]
+            some = rest[: SCRATCH_BYTES - self._end]
             self._scratch[self._end : self._end + len(some)] = some
             self._end += len(some)
             rest = rest[len(some) :]
@@ -90,10 +90,10 @@ class Bodies:
     # -- where the next bytes belong ---------------------------------------------------------------------------------
 
     def _rest_of_long_body(self) -> memoryview:
-        if self._next is not Bodies._take_body or self._left < LONG:
+        if self._next is not Bodies._take_body or self._left < LONG_BYTES:
             return memoryview(b"")
         place = self._places[self._item]
-        return place[len(place) - self._left :][:LARGEST_STEP]
+        return place[len(place) - self._left :][:LARGEST_STEP_BYTES]
 
     def _make_room(self) -> None:
         """What is not taken yet, a line at most, goes to the beginning."""
@@ -108,12 +108,12 @@ class Bodies:
         if self._next in (Bodies._take_body, Bodies._take_dropped, Bodies._take_crlf):
             wanted += self._left - len(direct) + 2
             item += 1
-        for place in self._places[item : item + LOOK]:
+        for place in self._places[item : item + ITEMS_AHEAD]:
             wanted += MAX_FRAME + (0 if self._names is None else HEADER_SIZE)
-            if len(place) >= LONG:
+            if len(place) >= LONG_BYTES:
                 return wanted
             wanted += len(place)
-        return SCRATCH
+        return SCRATCH_BYTES
 
     # -- taking what came: each takes the beginning of it and says how many bytes, -1 if it needs more of them ---------
 

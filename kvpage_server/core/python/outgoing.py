@@ -10,9 +10,9 @@ from typing_extensions import Buffer
 from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.sent_pages import Chunk
 
-AT_ONCE = 1024 * 1024  # bytes in one call
+BYTES_AT_ONCE = 1024 * 1024  # bytes in one call
 PIECES = 512  # and pieces: IOV_MAX is 1024
-RECORD = 64 * 1024  # bytes that are joined for TLS
+RECORD_BYTES = 64 * 1024  # bytes that are joined for TLS
 
 
 class Outgoing:
@@ -28,7 +28,7 @@ class Outgoing:
     def send(self, fd: int) -> int:
         """Send what the kernel takes in one call; how many bytes, -1 if it takes nothing now."""
         count, nbytes = 0, -self._sent
-        while count < min(len(self._some), PIECES) and nbytes < AT_ONCE:
+        while count < min(len(self._some), PIECES) and nbytes < BYTES_AT_ONCE:
             nbytes += len(self._some[count])
             count += 1
         first, *others = self._some[:count]
@@ -45,10 +45,10 @@ class Outgoing:
         for piece in self._some:
             some.append(piece)
             nbytes += len(piece)
-            if nbytes >= RECORD:
+            if nbytes >= RECORD_BYTES:
                 break
         some[0] = some[0][self._sent :]
-        some[-1] = some[-1][: len(some[-1]) - max(0, nbytes - RECORD)]
+        some[-1] = some[-1][: len(some[-1]) - max(0, nbytes - RECORD_BYTES)]
         return b"".join(some)
 
     def sent(self, count: int) -> None:
@@ -69,6 +69,6 @@ class Outgoing:
             views = Memory(piece.pieces if isinstance(piece, Chunk) else [piece]).views()
             self._some += filter(None, views)
             nbytes += sum(map(len, views))
-            if nbytes >= AT_ONCE or len(self._some) >= PIECES:
+            if nbytes >= BYTES_AT_ONCE or len(self._some) >= PIECES:
                 return
         self.done = not self._some

@@ -11,7 +11,7 @@ from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.page_keys import PageKeys, spelt, words_of
 from kvpage_server.page import MAX_U32, DType, PageKey, checksum, pack_header
 
-AT_ONCE = 1024  # pages in a chunk
+PAGES_AT_ONCE = 1024  # pages in a chunk
 BYTES_AT_ONCE = 1024 * 1024  # bytes after which a chunk ends
 _ITEMSIZES = {int(dtype): dtype.itemsize for dtype in DType}
 
@@ -83,8 +83,8 @@ class SentPages:
     def _stop(self, start: int) -> int:
         """Where a chunk from `start` on ends."""
         nbytes = 0
-        for stop in range(start, min(start + AT_ONCE, len(self))):
+        for stop in range(start, min(start + PAGES_AT_ONCE, len(self))):
             if nbytes >= BYTES_AT_ONCE:
                 return stop
             nbytes += len(self.bodies.views()[stop])
-        return min(start + AT_ONCE, len(self))
+        return min(start + PAGES_AT_ONCE, len(self))
