@@ -32,7 +32,7 @@ class Limits:
     body: int = 1 << 20  # bytes; parsing a megabyte may hold up the others for 10 milliseconds
     queue: int = 64  # answers on their way, those that wait included
     seconds: float = 600.0  # from a request to the end of its answer
-    max_tokens: int = 512  # of an answer to who does not say
+    max_tokens: int = 512  # of an answer, when the request sets no limit
     connections: int = 1024
     for_each: int = 256  # connections of one address
 

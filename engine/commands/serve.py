@@ -25,7 +25,13 @@ def add_to(commands: Any) -> None:
     add("--port", type=port, default=8000, help="0 for a free one (default: %(default)s)")
     add("--name", help="what clients call the model (default: its directory's name, or its id)")
     add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN": who may ask; each a tenant of its own')
-    add("--max-tokens", type=count, default=512, metavar="N", help="of answers to who gives no limit (%(default)s)")
+    add(
+        "--max-tokens",
+        type=count,
+        default=512,
+        metavar="N",
+        help="of an answer, when none is asked for (%(default)s)",
+    )
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="of a request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="answers at once, waiting ones included (%(default)s)")
     add("--max-connections", type=count, default=1024, metavar="N", help="of all clients (default: %(default)s)")

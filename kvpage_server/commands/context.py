@@ -26,7 +26,7 @@ from kvpage_server.resp.reply import Reply
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.tiered import Tiered
 
-NEVER = 1 << 62  # nanoseconds: no call takes so long
+NEVER = 1 << 62  # nanoseconds: longer than any call
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ def _nobody_listens() -> None:
 
 @dataclass(slots=True)
 class Totals:
-    """Of the connections there are."""
+    """Sums over all connections."""
 
     connections: int = 0
     sent: int = 0  # bytes, so far
@@ -78,14 +78,14 @@ class Server:
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
     port: int = 0  # the port that is really listened on
-    tls: ssl.SSLContext | None = None  # what the next encrypted connection begins with
+    tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     users: Users = field(default_factory=Users)
     refusals: Refusals = field(init=False)
     guesses: Guesses = field(default_factory=Guesses)
     stats: Stats = field(default_factory=Stats)
     slow_log: SlowLog = field(init=False)
     latency: Latency = field(default_factory=Latency)
-    slow_from: int = NEVER  # nanoseconds from which a call is worth a note
+    slow_from: int = NEVER  # nanoseconds: calls that take longer are noted
     clients: dict[int, Client] = field(default_factory=dict)
     client_ids: count[int] = field(default_factory=lambda: count(1))
     channels: Channels = field(default_factory=Channels)
@@ -113,7 +113,7 @@ class Server:
         client.transaction = None
 
     def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
-        """Note that a client was refused something: for want of the right to a command, key or channel, or by auth."""
+        """Note in the ACL log that a client was refused a command, a key, a channel, or by AUTH."""
         context = "multi" if client.transaction is not None else "toplevel"
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
@@ -135,7 +135,7 @@ class Server:
 
 
 class Connection(Protocol):
-    """What there is behind a client."""
+    """The connection of a client, as commands see it."""
 
     def push(self, message: Reply) -> None:
         """Send something that was not asked for, in its turn."""
@@ -150,10 +150,10 @@ class Connection(Protocol):
         """Go on with the command that waited for the end of a pause."""
 
     def renew(self) -> None:
-        """What waits to be sent may have moved: it is to be sent from where it is now."""
+        """What waits to be sent may have moved in memory: send it from where it is now."""
 
     def trust(self, trusted: bool) -> None:
-        """Whether frames may be larger than a stranger's."""
+        """Say whether the client has authenticated, so that it may send larger frames."""
 
     @property
     def paused(self) -> bool:
@@ -184,8 +184,8 @@ class Client:
     id: int = 0
     descriptor: int = -1  # of its socket
     user: User | None = None  # None until it has authenticated
-    free: bool = False  # nothing stands between it and its commands; `settle` says so
-    waited_to_authenticate: bool = False  # its AUTH's turn has come
+    free: bool = False  # its commands run without further questions; `settle` decides
+    waited_to_authenticate: bool = False  # it has waited for its turn to try a password
     protocol: int = 2
     name: bytes = b""
     lib_name: bytes = b""
@@ -194,9 +194,9 @@ class Client:
     connected: float = field(default_factory=time.monotonic)
     active: float = field(default_factory=time.monotonic)  # when something came from it
     finished: int = field(default_factory=time.monotonic_ns)  # when a command was last answered, or its reply read
-    owes: int = 0  # changes that have to be on disk before it is told anything more
+    owes: int = 0  # position in the changes that must be on disk before it gets a reply
     silence: int = 0  # replies to swallow; negative: all of them
-    unanswered: bool = False  # that of the command which is run now, or in steps, is one of them
+    unanswered: bool = False  # the reply to the current command will not be sent
     spared: bool = False  # CLIENT NO-EVICT
     touches: bool = True  # reading a key is a use of it
     closing: bool = False
@@ -290,14 +290,14 @@ class Client:
 
     @property
     def held(self) -> int:
-        """Bytes of the server's memory that it holds: what came of a command, what it queued, what it did not read."""
+        """Bytes of the server's memory that it holds: unfinished commands, queued commands, replies it has not read."""
         queued = self.transaction.size if self.transaction is not None else 0
         return self.connection.incoming + self.connection.outgoing + queued
 
     # -- who it is, and what it may see ------------------------------------------------------------------------------
 
     def become(self, user: User | None) -> None:
-        """It has authenticated as a user, or is a stranger again."""
+        """The connection belongs to a user now, or to nobody when `user` is None."""
         self.user = user
         self.connection.trust(user is not None)
         self.settle()
@@ -309,7 +309,7 @@ class Client:
         self.settle()
 
     def settle(self) -> None:
-        """Find out whether its commands need to be asked about. To be called when what they depend on changes."""
+        """Decide whether its commands run without further questions. Call it when one of these conditions changes."""
         self.free = (
             self.user is not None
             and self.user.unrestricted
@@ -328,7 +328,7 @@ class Client:
 
     @property
     def cost_of_a_key(self) -> int:
-        """How many patterns a key is held against to find out whether it may know of it; at least 1."""
+        """How many patterns a key is compared with to decide whether this client may see it; at least 1."""
         return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
 
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:

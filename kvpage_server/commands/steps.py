@@ -1,4 +1,4 @@
-"""Work in steps: what a command with very much to look at does between the turns of others."""
+"""Work in steps, so that other clients have their turn in between."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ STEP = 64  # things that are looked at in a step
 
 _FREED = 4096  # things at a time
 
-Steps = Generator[Reply, None, T]  # of a reply that is not told anything yet; what they find is returned
+Steps = Generator[Reply, None, T]  # they yield no reply, and return what they found
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
-    """The reply that some steps return: found at once when there are few of them, else while others have their turn."""
+    """The reply that some steps return. Few steps are taken at once; more are taken in turns with other clients."""
     if not small:
         return Stream(None, _told(steps))
     while True:
@@ -61,7 +61,7 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
 
 
 def freed(things: list[T]) -> Iterator[Reply]:
-    """Steps that free things: to free a million takes a while."""
+    """Steps that free things: freeing a million takes a while."""
     while things:
         del things[-_FREED:]
         yield ()

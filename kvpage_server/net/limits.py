@@ -1,4 +1,4 @@
-"""What a client may send, hold and leave unread, and who has to go when it is too much.
+"""How much a client may send, hold and leave unread, and which clients are ended when it is too much.
 
 A client that does not read is not answered any more once about a megabyte waits for it (see `transport`), so what piles
 up unasked is what it listens to, or one great reply. A client that sends holds memory until its command is complete.
@@ -23,9 +23,9 @@ log = logging.getLogger("kvpage")
 
 _LARGE = 128 * 1024  # bytes
 _MUCH = 16 * 1024 * 1024  # bytes
-_SMALL = 16 * 1024  # bytes: who holds less is not worth ending
+_SMALL = 16 * 1024  # bytes: a client that holds less is not ended
 _GRACE = 1_000_000_000  # nanoseconds
-_LAST_WORDS = 10.0  # seconds that a closed connection has to read what was still said
+_LAST_WORDS = 10.0  # seconds that a closed connection has to read its last replies
 
 
 def keep_large_blocks_apart() -> None:
@@ -42,14 +42,14 @@ def of_frames(config: Config) -> Limits:
 
 
 def hashed(config: Config) -> frozenset[bytes]:
-    """The commands, as they are usually spelt, whose long words are hashed as they come on a new connection."""
+    """The commands whose long words the parser of a new connection hashes while they arrive."""
     if not config.page_checksums:
         return frozenset()
     return frozenset(word for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes))
 
 
 def keep(client: Client) -> None:
-    """What a client holds changed: end it if that is too much, or others if all of them hold too much."""
+    """What a client holds has changed. End it if that is too much, or others if all together hold too much."""
     connection, config = client.connection, client.server.config
     limit = output_limit(client)
     if limit.hard and connection.outgoing > limit.hard:
@@ -119,7 +119,7 @@ class Watch:
         self._before = (time.monotonic(), 0, 0, 0)  # commands, bytes in and out so far, as of the last look
 
     def look(self, now: float) -> Iterator[None]:
-        """End who is idle too long, who leaves too much unread for too long, and who does not take its leave, in steps.
+        """End, in steps, clients that are idle or leave much unread for too long, and closed ones that do not go.
 
         `now` is in monotonic seconds.
         """

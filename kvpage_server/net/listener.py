@@ -88,7 +88,7 @@ class Listener:
         return port
 
     def stop(self) -> None:
-        """Accept no more, and go on with no command that takes turns: it was not answered, so nothing was promised."""
+        """Accept no more, and stop commands between their steps: they were not answered, so nothing was promised."""
         self._line.stop()
         for sock in self._sockets:
             self._loop.remove_reader(sock)
@@ -106,7 +106,7 @@ class Listener:
             self._loop.add_reader(sock, self._accept, sock)
 
     def _rest(self) -> None:
-        """Out of descriptors: let those who wait wait a little."""
+        """There are no descriptors left: accept nothing for a moment."""
         log.warning("out of file descriptors with %d clients: see ulimit -n and maxclients", len(self._server.clients))
         for sock in self._sockets:
             self._loop.remove_reader(sock)

@@ -8,7 +8,7 @@ from kvpage_server.net import limits
 
 
 class Load:
-    """Of one connection. What is being received is its sender's: it counts against that, and evicts nothing."""
+    """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
 
     __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "postponed")
 
@@ -16,31 +16,31 @@ class Load:
         self._client = client
         self._parser = parser
         self._keyspace = client.server.keyspace
-        self.postponed = 0  # bytes of the arena's memory of a command that could not be run when it came
-        self._receiving = 0  # and of all that were not run, as the keyspace knows it
-        self._queued = 0  # and of those that wait for EXEC, likewise
-        self._held = 0  # bytes that the server knows it holds
+        self.postponed = 0  # bytes in the arena of a command that has to wait before it runs
+        self._receiving = 0  # of that and of what is being received, as last told to the keyspace
+        self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
+        self._held = 0  # bytes that it holds, as last told to the server
 
     def settle(self) -> None:
-        """Tell the keyspace what is being received. A command that is run now is not: it is the store's."""
+        """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
         receiving = self._parser.receiving + self.postponed
         if receiving != self._receiving:
             self._keyspace.receiving += receiving - self._receiving
             self._receiving = receiving
 
     def queue(self, size: int) -> None:
-        """So many bytes more are of commands that wait for EXEC: the sender's, too."""
+        """Add bytes of a command that waits for EXEC. They count against the sender, too."""
         self._queued += size
         self._keyspace.receiving += size
 
     def unqueue(self) -> int:
-        """They do not wait any more: how many these were."""
+        """The queued commands do not wait any more: how many bytes they were."""
         queued = self._queued
         self.queue(-queued)
         return queued
 
     def account(self) -> None:
-        """Tell the server what is held, and have the limits on it kept."""
+        """Tell the server how much this connection holds, and enforce the limits."""
         client = self._client
         self.settle()
         held = client.held

@@ -23,11 +23,11 @@ class Replies:
     def __init__(self, client: Client) -> None:
         self._client = client
         self.pieces: list[Piece] = []
-        self._borrowed = 0  # bytes of the store's memory in them
+        self._borrowed = 0  # bytes of them that lie in the store's memory
         self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
-        self._is_one = False  # and not an array of many
-        self._is_whole = False  # and is to be done to its end
-        self._pushed: list[Reply] = []  # what waits for the end of it
+        self._is_one = False  # it is a single reply, not the items of an array
+        self._is_whole = False  # it is completed even when the client goes
+        self._pushed: list[Reply] = []  # messages that wait for its end
 
     @property
     def under_way(self) -> bool:
@@ -40,7 +40,7 @@ class Replies:
         return pieces
 
     def add(self, reply: Reply) -> bool:
-        """A command's reply. True when there is so much to send that it should be felt if the peer does not read."""
+        """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
         silent, much = self._client.silence, False
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
@@ -83,12 +83,12 @@ class Replies:
             encode(step, self._client.protocol, self.pieces)
             if monotonic_ns() >= deadline:
                 return False
-            if self._is_one and self.pieces:  # it leaves before what was needed for it is freed
+            if self._is_one and self.pieces:  # send it before what it borrows is freed
                 break
         return True
 
     def push(self, message: Reply, *, now: bool) -> None:
-        """Something that was not asked for; if not now, after the reply that is under way or about to be known."""
+        """Add a message that was not asked for: now, or after the reply that is under way or about to come."""
         self._pushed.append(message)
         if now:
             self._spell_pushed()
@@ -99,7 +99,7 @@ class Replies:
         self._pushed.clear()
 
     def drop(self) -> Iterator[Reply] | None:
-        """Nobody is told anything any more; the steps that are to be done nevertheless."""
+        """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
         steps = self._steps if self._is_whole else None
         self._steps = None
         self._pushed.clear()
@@ -108,5 +108,5 @@ class Replies:
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:
-    """Steps that tell nothing: what is not told is done nevertheless, and waits for what it needs."""
+    """The same steps without their replies, for a client that asked for silence."""
     return (step if type(step) is Wait else () for step in steps)

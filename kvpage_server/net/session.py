@@ -33,10 +33,10 @@ log = logging.getLogger("kvpage")
 
 
 class State(enum.Enum):
-    """What a session does with what comes. Only who is `READING` looks at it."""
+    """What a session does with what comes. Only a `READING` session looks at it."""
 
     READING = enum.auto()
-    IN_LINE = enum.auto()  # there is more to do, and others have their turn first
+    IN_LINE = enum.auto()  # it has more to do, and waits in line for its turn
     CROWDED = enum.auto()  # the peer reads too little of what it was told
     PAUSED = enum.auto()  # a command waits for the end of CLIENT PAUSE
     WAITING = enum.auto()  # for the disk
@@ -165,7 +165,7 @@ class Session:
         self._load.drop()
 
     def _leave(self) -> None:
-        """Be forgotten, and refer to nobody who refers back: the collector hardly ever looks for circles."""
+        """Leave the server's lists, and break reference cycles: the garbage collector rarely runs."""
         self._server.stats.bytes_out += self._transport.bytes_out
         self._server.forget(self.client)
         del self._transport, self.client.connection
@@ -238,7 +238,7 @@ class Session:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
         transport = self._transport
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
-        stopped = False  # for what waits to be sent; a moment later it may be little
+        stopped = False  # because too much waits to be sent; that may change soon
         self._events.acting = self.client
         try:
             while left and self._state is READING and not self._ending:
@@ -295,7 +295,7 @@ class Session:
         self._end_with(b"-OOM the system has no memory left for this value\r\n")
 
     def _end_with(self, last_words: bytes) -> None:
-        """Say what is wrong, and close: where the next command begins is not known."""
+        """Send an error and close: where the next command begins is not known."""
         self._replies.pieces.append(last_words)
         self._ending = True
         self._close()
@@ -319,8 +319,8 @@ class Session:
             self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
 
     def _wait(self, wait: Wait) -> None:
-        """Do nothing before the disk has done its part."""
-        if self._state is GONE:  # as what was sent just before has shown
+        """Wait for the disk."""
+        if self._state is GONE:  # sending has just found the connection broken
             return
         self._state = WAITING
         try:
@@ -330,7 +330,7 @@ class Session:
             self.abort()
 
     def _go_on(self) -> None:
-        """The disk has done its part, or failed: what was told is sent, unless it would be a lie."""
+        """The disk has finished or failed. Send the replies that wait, or an error if what they say is not on disk."""
         if self._state is not WAITING:
             return
         self._state = READING
@@ -353,7 +353,7 @@ class Session:
         self._postponed, load.postponed = None, 0
         queued = 0
         if not load.is_nothing:
-            load.settle()  # from here on it is the store's, unless it waits for EXEC
+            load.settle()  # its bytes belong to the store now, unless it waits for EXEC
             queued = load.unqueue() if is_unqueued(command) else 0
         before = self._promised.position if self._promised is not None else 0
         self._answering = True
@@ -393,7 +393,7 @@ class Session:
         return done
 
     def _note_promise(self, before: int) -> None:
-        """Changes that were made since have to be on disk before anything more is told, if that was promised."""
+        """Note the changes that must be on disk before the client gets its reply, if that is promised."""
         if self._promised is not None and self._promised.position != before:
             self.client.owes = self._promised.position
 
@@ -416,7 +416,7 @@ class Session:
             self._transport.write(self._replies.take())
 
     def _is_held_back(self) -> bool:
-        """Whether what was told has to wait until what was done is on disk."""
+        """Whether replies have to wait until changes are on disk."""
         tiered, owes = self._server.tiered, self.client.owes
         assert tiered is not None
         if tiered.behind.durable >= owes:
@@ -427,7 +427,7 @@ class Session:
         return True
 
     def _account(self) -> None:
-        """Have what it holds counted, unless that is nothing, as it was before."""
+        """Count what it holds, unless it holds nothing and held nothing before."""
         if self._state is not GONE and not (
             self._parser.is_idle
             and self._load.is_nothing

@@ -23,7 +23,7 @@ class TLSTransport(asyncio.Protocol):
     def __init__(self, start: Callable[[], Reader]) -> None:
         self._start = start
         self._queue: deque[Piece] = deque()
-        self._sent = 0  # bytes of the first piece that are gone
+        self._sent = 0  # bytes of the first piece that were sent
         self._full = False  # the loop takes no more for now
         self._closing = False
         self._crowded = False
@@ -35,7 +35,7 @@ class TLSTransport(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """The handshake is over."""
-        self._transport = cast(asyncio.Transport, transport)  # which uvloop's is without saying so
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has these methods and does not say so
         self._transport.set_write_buffer_limits(high=_PART)
         self._reader = self._start()
 
@@ -69,7 +69,7 @@ class TLSTransport(asyncio.Protocol):
             self._transport.resume_reading()
 
     def ignore(self) -> None:
-        """Tell of nothing that comes: it stays in the kernel, and the peer will feel it."""
+        """Receive nothing for now: it stays in the kernel, so the peer is slowed down."""
         if not self.ignored and not self._closing:
             self.ignored = True
             self._transport.pause_reading()

@@ -36,13 +36,13 @@ class Transport(Protocol):
 
     bytes_out: int
     queued: int  # bytes that wait to be sent
-    ignored: bool  # what comes is left where it is: the peer will feel it
+    ignored: bool  # what arrives stays in the kernel, so the peer is slowed down
 
     def write(self, pieces: list[Piece]) -> None:
         """Send pieces in order, when the peer takes them."""
 
     def renew(self) -> None:
-        """What waits to be sent may have moved: it is to be sent from where it is now."""
+        """What waits to be sent may have moved in memory: send it from where it is now."""
 
     def ignore(self) -> None:
         """Tell of nothing that comes."""
@@ -84,7 +84,7 @@ class SocketTransport:
             self._loop.add_reader(self._sock, self._reader.readable)
 
     def ignore(self) -> None:
-        """Leave what comes in the kernel: the peer will feel it."""
+        """Leave what arrives in the kernel, so that the peer is slowed down."""
         if not self.ignored:
             self.ignored = True
             self._loop.remove_reader(self._sock)

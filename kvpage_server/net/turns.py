@@ -35,7 +35,7 @@ class Line:
         self._stopped = False
 
     def stop(self) -> None:
-        """Nobody has a turn any more: what is not done by now is not done."""
+        """Nobody has a turn any more; what is not done yet will not be done."""
         self._stopped = True
 
     def join(self, waiting: Waiting) -> None:
@@ -60,7 +60,7 @@ class Line:
             self._loop.call_soon(self._serve)
 
     def finish(self, steps: Iterator[Reply]) -> None:
-        """Do what nobody waits for any more."""
+        """Complete the steps of a command whose client is gone."""
         self.join(_Rest(self, steps))
 
 

@@ -21,12 +21,12 @@ log = logging.getLogger("kvpage")
 FREE_FAILURES = 10
 _FORGIVEN_SECONDS = 6.0  # for one failure to be forgotten
 _PAUSE_SECONDS = 1.0  # between two tries
-_LONGEST_SECONDS = 10.0  # who would have to wait longer is refused
+_LONGEST_SECONDS = 10.0  # a try that would have to wait longer is refused
 _MOST_ADDRESSES = 10_000
 
 
 class TooMany(Exception):
-    """The address has sent too many wrong passwords to have another one looked at soon."""
+    """This address has sent too many wrong passwords: its next try is refused."""
 
     def __init__(self) -> None:
         super().__init__(

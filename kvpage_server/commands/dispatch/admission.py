@@ -1,4 +1,4 @@
-"""What stands in a command's way: rights, the state its client is in, a pause, memory that is full."""
+"""What is checked before a command runs: rights, the client's state, a pause, room in memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,10 @@ from kvpage_server.store.keyspace import OutOfMemory
 
 log = logging.getLogger("kvpage")
 
-_HTTP = (b"post", b"host:")  # what a browser that was tricked into talking to us says before a page's own words
+_HTTP = (
+    b"post",
+    b"host:",
+)  # how HTTP begins: a browser may have been tricked into sending commands
 
 
 class Paused(Exception):
@@ -50,7 +53,7 @@ def admit(client: Client, spec: Spec) -> None:
 
 
 def check_rights(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError when the client has not authenticated or its user has no right to this; the ACL log tells."""
+    """Raises ReplyError when the client has not authenticated, or its user has no right to this."""
     user = client.user
     if "no_auth" in spec.flags:
         return
@@ -64,7 +67,7 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
 
 
 def refused(client: Client, denial: Denial) -> ReplyError:
-    """What a client is told that lacks a right; the ACL log tells."""
+    """The error for a client that lacks a right. It is noted in the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)
     return ReplyError(denial.message)
 
@@ -81,8 +84,8 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 def have_room(client: Client) -> None:
     """Have room in memory for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
 
-    It is made here, before a command runs: nothing leaves memory in the middle of one, or of a transaction. Where very
-    much has to leave, others have their turn meanwhile.
+    Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If very
+    much has to be evicted, other clients have their turn in between.
     """
     try:
         if not client.server.keyspace.make_room():
@@ -102,7 +105,7 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
     elif isinstance(words[0], bytes) and words[0].lower() in _HTTP:
         log.warning("%s speaks HTTP: its connection ends, the rest of it may be commands", client.address)
         client.connection.abort()
-    meant = named(words[0])  # though it may have too many words
+    meant = named(words[0])  # even when the number of words is wrong
     if meant is not None and meant.runs_queued:
         client.end_transaction()
         return ReplyError(f"EXECABORT Transaction discarded because of: {str(error).removeprefix('ERR ')}")

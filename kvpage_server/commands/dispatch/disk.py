@@ -29,12 +29,12 @@ from kvpage_server.store.tiered import Tiered
 T = TypeVar("T")
 
 _MOST_AHEAD = 8 * 1024**2  # bytes that are fetched before somebody waits for them, and a step's
-_MOST_STEPS = 8  # that are looked at
+_MOST_STEPS = 8  # of a reply that are looked at in advance
 _SIZE, _UNIT, _HEADER = attrgetter("size"), attrgetter("unit"), attrgetter("header")
 
 
 class Postponed(Exception):
-    """The command is to be tried again after the wait; what is held for it is, until it has run, in place of before."""
+    """The command has to be tried again after the wait. `hold` keeps what it needs in memory until then."""
 
     def __init__(self, wait: Wait, hold: Hold | None = None) -> None:
         super().__init__("the command has to wait")
@@ -87,7 +87,7 @@ def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
     if cold and (failing := [value for value in cold if value.failing]):
         why = failing[0].failing
         for value in failing:
-            value.failing = ""  # who asks again finds out again
+            value.failing = ""  # the next command that asks tries again
         raise ReplyError(f"ERR reading from disk failed: {why}")
     return cold
 
@@ -127,7 +127,7 @@ def fetched(client: Client, find: Callable[[Tiered], Iterable[Needed]]) -> Itera
     del hold
 
 
-class Ahead(Generic[T]):
+class ReadAhead(Generic[T]):
     """What a long reply reads from disk: fetched some of its steps before it is sent.
 
     `find` tells the cold values of one of the `steps`, which are of pages or else of blocks. Those may be `lent`; what
@@ -167,7 +167,7 @@ class Ahead(Generic[T]):
         self._at += 1
 
     def loan_of(self, entries: Sequence[Entry | None]) -> tuple[Piece, ...] | None:
-        """All of a step as it is sent, when it was lent as it is. One cold entry was."""
+        """The pieces of a step that was lent as a whole, ready to be sent."""
         loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
         return None if loan is None else loan.pieces(entries)
 
@@ -175,7 +175,7 @@ class Ahead(Generic[T]):
         return [*filterfalse(self.lent.__contains__, self._find(tiered, step))]
 
     def _look_ahead(self, tiered: Tiered) -> None:
-        """Have what the next steps need fetched; nobody waits for it yet. The first goes ahead, the others follow."""
+        """Start fetching what the next steps need. Nobody waits for it yet."""
         sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
             return
@@ -187,7 +187,7 @@ class Ahead(Generic[T]):
         self._fetch(tiered, list(others))
 
     def _look_at_one_more(self, tiered: Tiered) -> list[Cold]:
-        """What the first step lacks that was not looked at yet."""
+        """What has to be fetched for the next step that was not looked at yet."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))

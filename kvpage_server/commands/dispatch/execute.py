@@ -1,4 +1,4 @@
-"""From a client's words to a reply: the command is found, what stands in its way is asked, it runs or is queued."""
+"""From a client's words to a reply: find the command, check whether it may run, run or queue it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvpage_server.resp.reply import Reply, ReplyError
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command. Errors are replies too; Paused and Postponed are raised: it is to be tried again."""
+    """The reply to one command; errors are replies, too. Raises Paused and Postponed: try it again later."""
     spec = None
     try:
         count = len(words)

@@ -22,7 +22,7 @@ from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items
-_CHECKS = 4000  # patterns that keys are held against in a step
+_CHECKS = 4000  # comparisons of a key with a pattern, in a step
 _RIGHTS = 16 * _CHECKS
 
 
@@ -39,12 +39,12 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def are_many_rights(client: Client, words: Command) -> bool:
-    """Whether to find out that its user may do this takes a while: very many keys, held against very many patterns."""
+    """Whether checking the rights takes long: very many keys, each compared with very many patterns."""
     return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """The reply to a command of which that is so: it runs at once, after its rights were asked. Raises Paused."""
+    """The reply to such a command. Rights are checked in steps; then the command runs at once. Raises Paused."""
     admit(client, spec)
     client.last_command = spec.name
 
@@ -105,7 +105,7 @@ def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
-    """Steps until there is room for what a command stores, and what it needs is in memory: to be held until it has run.
+    """Steps until there is room and what a command needs is in memory. Keep the result until the command has run.
 
     Raises ReplyError when either cannot be, or the disk cannot keep what is promised.
     """
@@ -156,7 +156,7 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
 
 
 def _items(client: Client, reply: Reply, count: int) -> tuple[Piece, ...]:
-    """The items of an array, without what says how many there are; an error in place of each if it is one."""
+    """The items of an array without its header. An error takes the place of every item."""
     pieces: list[Piece] = []
     encode(reply, client.protocol, pieces)
     return tuple(pieces * count) if isinstance(reply, ReplyError) else tuple(pieces[1:])

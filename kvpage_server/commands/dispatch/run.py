@@ -1,4 +1,4 @@
-"""A command that was admitted runs: what it costs is counted, what goes wrong becomes its reply."""
+"""Runs a command that was admitted. Counts what it costs; what goes wrong becomes its reply."""
 
 from __future__ import annotations
 

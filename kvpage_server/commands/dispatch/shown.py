@@ -1,4 +1,4 @@
-"""Commands as others see them: those who MONITOR, and who asks for the slow ones."""
+"""Commands as MONITOR and SLOWLOG show them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvpage_server.resp.reply import Raw
 
 _MOST_SHOWN = AT_ONCE  # words of a command that MONITOR shows
 _LONGEST_SHOWN = 1024  # bytes of a word that MONITOR shows
-_ALL_SHOWN = 32 * 1024  # bytes of all words, and what the last is longer: each byte is looked at
+_ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is escaped
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
@@ -36,7 +36,7 @@ def _cut(word: Argument, most: int) -> bytes:
 
 
 def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
-    """A call took so many nanoseconds, which somebody may want to know of."""
+    """Note a slow call for SLOWLOG and LATENCY."""
     server = client.server
     threshold = server.config.slowlog_log_slower_than
     if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:

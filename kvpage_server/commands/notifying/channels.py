@@ -78,14 +78,14 @@ class Channels:
                 self.by_pattern.remove(pattern)
 
     def forget(self, client: Recipient) -> None:
-        """The client listens to nothing any more. Who listened to very many is taken from their lists in steps."""
+        """The client listens to nothing any more. If it listened to very many channels, they are left in steps."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.settle()
 
         def steps() -> Steps:
             for number, channel in enumerate(channels, start=1):
-                if channel not in client.channels:  # it may have come back
+                if channel not in client.channels:  # it may have subscribed again
                     self._leave(channel, client)
                 if not number % _FEW:
                     yield
@@ -108,7 +108,7 @@ class Channels:
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        """Publish very many: the channel, the message, and the key that it is about. They are made as they are told."""
+        """Publish very many messages: channel, message, and the key it is about. Each is made when its turn comes."""
 
         def steps() -> Steps:
             for channel, message, about in messages:
@@ -135,7 +135,7 @@ class Channels:
         self._do(steps(), at_once=False)
 
     def _told(self, channel: bytes, message: bytes) -> list[tuple[Listeners, list[Reply]]]:
-        """Those who listen, by what they are told."""
+        """The listeners, grouped by the message that they get."""
         listeners = self.by_name.get(channel)
         told: list[tuple[Listeners, list[Reply]]] = []
         if listeners:
@@ -147,7 +147,7 @@ class Channels:
     # -- in turns ----------------------------------------------------------------------------------------------------
 
     def _do(self, steps: Steps, *, at_once: bool) -> None:
-        """Do some steps after those that are under way, in turns; now, if there are none and it is little."""
+        """Do some steps: now, if they are few and none are under way; otherwise in turns, after the others."""
         if at_once and not self._under_way:
             for _ in steps:
                 pass

@@ -25,11 +25,11 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 
 
 _BY_ITSELF = ("expired", "evicted")
-_NO_CHANGE = ("keymiss", "new")  # what comes to be is told of by what made it, too
+_NO_CHANGE = ("keymiss", "new")  # the command that made a new key tells of it, too
 
 
 class KeyEvents:
-    """Listens to a keyspace, which is only asked to tell when somebody cares."""
+    """Listens to a keyspace, and only while somebody wants to know."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
         self.acting: Recipient | None = None  # whose commands are being run
@@ -74,7 +74,7 @@ class KeyEvents:
         self._listen()
 
     def untrack(self, client: Recipient) -> None:
-        """It is told no more, if it was."""
+        """The client is not told any more."""
         self.tracking.end(client)
         self._listen()
 
@@ -98,7 +98,7 @@ class KeyEvents:
         self._notify(event, key)
 
     def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
-        """All at once: there may be thousands, of which nobody knows."""
+        """The same for all keys of a block at once: there may be thousands that nobody has asked about."""
         if self._watchers:
             for key in self._watchers.keys() & keys:
                 self._mark(key)

@@ -1,4 +1,4 @@
-"""Who is told something that it did not ask for: what the rest of this folder needs to know of a connection."""
+"""What this folder needs to know of a connection that is sent messages it did not ask for."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Mode:
     no_loop: bool = False  # its own changes are not told
     prefixes: dict[bytes, None] = field(default_factory=dict)
     asked: bool = False  # CLIENT CACHING was called for the next command
-    broken: bool = False  # whoever is to be told is gone
+    broken: bool = False  # the connection to redirect to is gone
 
     @property
     def notes_reads(self) -> bool:

@@ -1,4 +1,4 @@
-"""Recipient-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
+"""Client-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
 
 A tracking client's reads are noted: which client read which key. When the key changes, its readers are told, and the
 note is gone until they read it again. In broadcasting mode nothing is noted: a client is told of every change of keys
@@ -42,7 +42,7 @@ Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them;
 
 @dataclass(slots=True)
 class _Prefix:
-    """Those who are told of every key that begins so, and what changed that they are to be told, by whom if by one."""
+    """The clients that are told of every key with a prefix; the keys that changed, and the client that changed each."""
 
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
@@ -50,7 +50,7 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Due:
-    """What a client is to be told: that everything is gone, then keys."""
+    """What a client will be told: that every key is gone, or which keys changed."""
 
     flushed: bool = False
     keys: dict[bytes, None] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Tracking:
         self._everybody = clients
         self._most_keys = most_keys
         self._notes: Notes = OrderedDict()
-        self._of_requests: dict[bytes, set[bytes]] = {}  # noted names that stand for a whole request, by `kv:{req}:`
+        self._of_requests: dict[bytes, set[bytes]] = {}  # notes about whole requests, by `kv:{req}:`
         self._prefixes: dict[bytes, _Prefix] = {}
         self._lengths: list[int] = []  # of the prefixes, each once
         self._due: dict[Recipient, _Due] = {}
@@ -180,7 +180,7 @@ class Tracking:
                 self._tell_soon()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
-        """Something noted changed: its readers are to be told, and the note is gone."""
+        """A noted key changed: tell its readers, and forget the note."""
         readers = self._notes.pop(name)
         self.items -= len(readers)
         if request := _request_read(name):
@@ -192,7 +192,7 @@ class Tracking:
             self._due_to(client).keys[name] = None
 
     def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
-        """Very many changed at once: who read one of them is told that everything is gone. The notes stay."""
+        """Very many keys changed at once: their readers are told that every key is gone. The notes stay."""
         for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
@@ -204,7 +204,7 @@ class Tracking:
                 yield client
 
     def flushed(self) -> None:
-        """Every key is gone: all that track are told so."""
+        """Every key is gone: tell all clients that track."""
         for client in self.clients:
             due = self._due_to(client)
             due.flushed = True
@@ -228,7 +228,7 @@ class Tracking:
     def _tell_soon(self) -> None:
         if not self.is_due:
             self.is_due = True
-            asyncio.get_running_loop().call_soon(self.tell)  # unless something is sent before
+            asyncio.get_running_loop().call_soon(self.tell)  # or before the next reply is sent, if that is sooner
 
     def tell(self) -> None:
         """Tell what changed."""
@@ -245,7 +245,7 @@ class Tracking:
                 self._broadcast(prefix.clients, changed)
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Tell some clients of keys; the message to those who are told all of them is encoded once a protocol."""
+        """Tell some clients of keys. A message that is the same for several is encoded once for each protocol."""
         encoded: dict[int, Raw] = {}
         actors = set(changed.values())
         for client in clients:
@@ -263,7 +263,7 @@ class Tracking:
                 to.push(encoded[protocol])
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
-        """Tell a client, or who is told in its place, of keys that both may read; None: of all of them."""
+        """Tell a client, or the one it redirects to, of keys that both may read. None stands for all keys."""
         to = self._told(client)
         if to is None:
             return
@@ -274,7 +274,7 @@ class Tracking:
             to.push(_spelt(messages, to.protocol))
 
     def _told(self, client: Recipient) -> Recipient | None:
-        """Who is told what concerns a client; None when nobody can be."""
+        """The connection that is told about a client's keys; None when there is none."""
         mode, to = client.tracking, client
         assert mode is not None
         if mode.redirect:

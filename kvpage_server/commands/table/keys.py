@@ -48,7 +48,7 @@ def _starts(args: Sequence[Argument], first: int, step: int) -> range:
 
 
 def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
-    """SET's key, which its option GET reads, too."""
+    """SET's key. With the option GET it is read as well as written."""
     reads = any(plain(word).upper() == b"GET" for word in args[2:])
     yield plain(args[0]), access | READ if reads else access
 

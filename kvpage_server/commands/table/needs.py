@@ -20,7 +20,7 @@ from kvpage_server.store.tiered import Tiered
 
 
 class Named(Protocol):
-    """A row of the table, as far as it matters here."""
+    """What is used here of a row of the table."""
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
         """The keys that arguments name, and what is done to them."""
@@ -41,7 +41,7 @@ def everything(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterabl
 
 
 def nothing(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """The index alone answers it, or it replaces and removes what it need not know."""
+    """Nothing: the index alone answers it, or it replaces or removes values without reading them."""
     return ()
 
 
@@ -90,7 +90,7 @@ def blocks_of_request(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> 
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:
-    """Blocks that are spelt as they should be; of the others the command will complain."""
+    """The blocks whose names are well formed. The command itself reports the others."""
     for req_id, page in zip(map(plain, req_ids), map(plain, pages), strict=False):
         if page.isdigit() and len(page) <= _LONGEST_PAGE:
             yield req_id, int(page)

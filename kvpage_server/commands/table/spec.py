@@ -52,23 +52,23 @@ class Spec:
     most: int  # words of a subcommand at the most, 0 where there is no such number
     parts: Parts | None  # how it is done with more than AT_ONCE words; None when it takes no more
     flags: frozenset[str]  # Redis's command flags
-    stores: bool  # it is refused when memory is full: `denyoom`
+    stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`
     writes_keys: bool  # and the keys stand in fixed places
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
-    uses: Uses | None  # the keys that arguments spell, or what else they say of their use
+    uses: Uses | None  # for keys that are spelt from several arguments, or whose use depends on them
     access: int  # READ, WRITE or both: what it does to its keys
     all_keys: bool  # it concerns every key, or what only an administrator should see
-    filtered: bool  # it shows and does what the user may see and do
+    filtered: bool  # it shows and changes only what its user may see and change
     secret: bool  # nobody else is shown what it was given
     hashed: bool  # its long words are pages' bodies, which are hashed as they arrive
     unqueued: bool  # it runs at once in a transaction, the others wait for EXEC
-    runs_queued: bool  # it is EXEC
+    runs_queued: bool  # it runs what was queued: EXEC
     while_subscribed: bool  # a RESP2 client may call it while it listens to channels
     keeps_caching: bool  # what CLIENT CACHING said still holds for the next command
     needs: Needs  # what has to be in memory for it, where there is a disk
-    fetches: bool  # it sees to that itself as its reply goes on; within EXEC it has all of it before
+    fetches: bool  # it fetches what it needs while its reply is sent; inside EXEC everything is fetched before
     channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
     group: str
     since: str
@@ -77,7 +77,7 @@ class Spec:
     complexity: str
     reply: str  # its shape, see `shape`; empty for a container
     tips: tuple[str, ...]  # Redis's command tips
-    handler: Callable[[Any, list[Argument]], Reply]  # what it is given first is the client, which nobody here knows
+    handler: Callable[[Any, list[Argument]], Reply]  # called with the client, whose type is not known here
     parent: str  # the container of a subcommand, empty for a command
     words: int  # of its name: 2 for a subcommand
 
@@ -133,7 +133,7 @@ def find(words: Sequence[Argument]) -> Spec:
 
 
 def too_many(spec: Spec, words: Sequence[Argument]) -> ReplyError:
-    """The error for more words than `Spec.most`: one that Redis finds only when it runs the subcommand."""
+    """The error for more words than `Spec.most`, worded as Redis does."""
     shown, container = shorten(plain(words[1]), 128), spec.parent.upper()
     return ReplyError(f"ERR unknown subcommand or wrong number of arguments for '{shown}'. Try {container} HELP.")
 

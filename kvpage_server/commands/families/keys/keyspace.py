@@ -307,7 +307,7 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     1,
     "readonly fast keyspace filtered",
     group="server",
-    complexity="O(1), O(N) with N keys for who may not read all",
+    complexity="O(1), or O(N) with N keys for a user who may not read all of them",
     reply="integer",
     summary="Returns the number of keys.",
 )

@@ -11,7 +11,7 @@ from functools import lru_cache
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Ahead
+from kvpage_server.commands.dispatch.disk import ReadAhead
 from kvpage_server.commands.families.pages.misses import block_missed
 from kvpage_server.commands.families.pages.request import block_names, chained, hash_in_steps, page_id, request_name
 from kvpage_server.commands.registry import command
@@ -143,7 +143,7 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     name = request_name(args[0]), page_id(args[1])
 
     def body() -> Steps[Reply]:
-        ahead = Ahead(client, _cold_of, [name], of_pages=False)
+        ahead = ReadAhead(client, _cold_of, [name], of_pages=False)
         yield from ahead.next()
         return (yield from _read(client, *name, ahead.lent))
 
@@ -174,7 +174,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
         found = yield from each(names, lambda some: [index.block(*name) for name in some])
         yield from chained(client.keyspace, [block for block in found if block])
         yield Raw(b"*%d\r\n" % len(names))
-        ahead = Ahead(client, _cold_of, names, of_pages=False)
+        ahead = ReadAhead(client, _cold_of, names, of_pages=False)
         for req_id, page in names:
             yield from ahead.next()
             yield (yield from _read(client, req_id, page, ahead.lent))

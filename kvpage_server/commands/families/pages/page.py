@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, cast
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import Ahead, fetched
+from kvpage_server.commands.dispatch.disk import ReadAhead, fetched
 from kvpage_server.commands.families.pages.misses import page_missed, pages_missed
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.steps import Steps
@@ -29,6 +29,7 @@ from kvpage_server.store.known import Needed
 from kvpage_server.store.lookup import Found
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.tiered import Tiered
 
 AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn
@@ -127,7 +128,10 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
     """The body."""
-    return _page_or_none(client, args, client.keyspace.read(page_key(args)))
+    entry = client.keyspace.read(page_key(args))
+    if type(entry) is Slot and type(entry.unit) is Block:  # as nearly always; what follows would find the same
+        return (entry,)
+    return _page_or_none(client, args, entry)
 
 
 @command(
@@ -226,7 +230,7 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         for names, first, stop in batches
         for at in range(first, stop, FROM_DISK)
     ]
-    ahead = Ahead(client, _cold_in, steps, of_pages=True)
+    ahead = ReadAhead(client, _cold_in, steps, of_pages=True)
     for names, first, stop in steps:
         yield from ahead.next()
         found = client.keyspace.read_pages(names, first, stop)
@@ -238,7 +242,7 @@ def _cold_in(tiered: Tiered, step: _Step) -> Sequence[Cold]:
     return tiered.cold_of(step.names.keys[step.first : step.stop])
 
 
-def _spelt(client: Client, found: Found, ahead: Ahead[_Step] | None) -> tuple[Piece, ...]:
+def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:
     """What was found, as it is sent: null for what is no page, or cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
     if not found.others:  # pages in slots are sent as they lie there

@@ -167,7 +167,7 @@ def _settle(client: Client, changed: Collection[bytes]) -> Steps[None]:
 
 
 def _listens_too_much(client: Client) -> bool:
-    """Whether it hears what its user, if it is still one, may not."""
+    """Whether it listens to a channel that its user may not use."""
     if client in client.server.monitors and not client.sees_all:
         return True
     return not (client.user and all(map(client.hears, [*client.channels, *client.patterns])))

@@ -27,7 +27,7 @@ _SHORT = 1024  # bytes of patterns that are made ready at once
 
 
 def apply(server: Server, names: Iterable[str]) -> None:
-    """Let these parameters take effect where something depends on them besides the configuration itself."""
+    """Let changed parameters take effect in the parts of the server that keep a copy of them."""
     config = server.config
     for name in names:
         if name == "maxmemory":
@@ -217,7 +217,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
 
 
 def _users_beside(server: Server) -> list[bytes]:
-    """The lines of the users, but for a default one that is as requirepass makes it."""
+    """The lines of the users, without the default user if `requirepass` alone describes it."""
     usual = Users()
     usual.require_password(server.config.requirepass)
     return [line for line in server.users.lines() if line != bytes(usual.default)]

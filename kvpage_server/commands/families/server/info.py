@@ -113,7 +113,7 @@ def _memory(server: Server) -> Fields:
 
 
 def _maxmemory(server: Server) -> Fields:
-    """What a tenant may know of the memory."""
+    """The memory limit, shown to users who may not read every key."""
     keyspace = server.keyspace
     return {
         "maxmemory": keyspace.maxmemory,
@@ -298,7 +298,7 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
 }
 _DEFAULT = SECTIONS.keys() - {"commandstats", "latencystats"}
 
-# For whom not every key is: nothing that another's pages could change.
+# For users who may not read every key: nothing that depends on keys of others.
 _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}
 
 

@@ -30,7 +30,7 @@ log = logging.getLogger("kvpage")
     summary="Tells how the server is doing.",
 )
 def info(client: Client, args: list[Argument]) -> Reply:
-    """Text in sections of `name:value` lines; without what concerns all keys for who may not read them."""
+    """Text in sections of `name:value` lines; users who may not read every key are not shown what concerns all keys."""
     wanted = {word.decode("ascii", "replace").lower() for word in plain_all(args)}
 
     def steps() -> Steps[Reply]:
