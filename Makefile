@@ -27,8 +27,8 @@ demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two en
 	$(BIN)/kvpage-engine demo
 
 WORKERS ?= 2
-ON_BOTH_CORES := $(addprefix tests/test_,$(addsuffix .py,parser keyspace blocks extent strings sessions transactions reply \
-	receiving outbox mutations differential index_keys async_page_client page_client page_client_connections \
+ON_BOTH_CORES := $(addprefix tests/test_,$(addsuffix .py,keyspace blocks extent strings sessions transactions reply \
+	receiving mutations differential index_keys async_page_client page_client page_client_connections \
 	page_client_questions page_commands page_properties page_protection page_queries))
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core
 	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"

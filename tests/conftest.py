@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import re
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -46,6 +47,19 @@ class ByFile(LoadFileScheduling):
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
     """What `make test` divides its tests by."""
     return ByFile(config, log)
+
+
+SLOW = re.compile(  # modules that start servers by the dozen, compile, or wait for a clock
+    r"test_(access|app|bench|cold|cold_commands|core_choice|crash|defaults|disk_full|disk_policies|kvpage_cli|mapped|"
+    r"private_files|quotas|redis_py_suite|renewal|replay|shares|signals|snapshot|storm|stress|tiered|tls)"
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Modules that take long are marked as such in one place."""
+    for item in items:
+        if SLOW.fullmatch(item.path.stem):
+            item.add_marker("slow")
 
 
 @pytest.fixture(scope="session")

@@ -491,7 +491,6 @@ class TestProtectedMode:
                 assert elsewhere.ping()
 
 
-@pytest.mark.alone
 def test_guessing_passwords_does_not_keep_others_waiting(locked: RunningServer, admin: redis.Redis) -> None:
     guesses = b"".join(spell([b"AUTH", b"guess%d" % i]) for i in range(20_000))
     with locked.connect() as sock:

@@ -10,7 +10,7 @@ from small_disks import small_disk
 
 
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize("kills", [20, pytest.param(200, marks=pytest.mark.soak)])
+@pytest.mark.parametrize("kills", [10, pytest.param(200, marks=pytest.mark.soak)])
 def test_nothing_that_was_promised_is_lost_however_often_it_is_killed(tmp_path: Path, kills: int) -> None:
     harness = crash(tmp_path, kills, seed=kills)
     print(f"{harness.kills} kills, {harness.writes} acknowledged writes, nothing lost")

@@ -20,8 +20,6 @@ from servers import STOP_WITHIN, RunningServer, free_port, start_server
 from waiting import PATIENCE, until
 from wire import Wire, spell
 
-pytestmark = pytest.mark.alone
-
 OPTIONS = ("--maxmemory", "512mb", "--client-query-buffer-limit", "80mb", "--proto-max-bulk-len", "70mb")
 
 

@@ -236,7 +236,6 @@ def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
         began = time.thread_time()
 
 
-@pytest.mark.alone
 @pytest.mark.parametrize("order", ["a block", "a block each", "a block stored whole", "absent", "every other absent"])
 def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
     here, count = Here(), 16_384

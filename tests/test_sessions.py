@@ -328,7 +328,6 @@ class TestFairness:
         for sock in socks:
             sock.close()
 
-    @pytest.mark.alone
     def test_a_client_that_asks_without_pause_does_not_stop_the_others(
         self, quiet: RunningServer, honest: redis.Redis
     ) -> None:

@@ -22,8 +22,6 @@ from servers import RunningServer, start_server
 from kvpage_server.client import Page, PageClient
 from kvpage_server.page import BlockShape, DType, PageKey, Plane, decode_page
 
-pytestmark = pytest.mark.alone
-
 CLIENTS = 8
 REQUESTS = [b"shared", b"other"]
 SHAPE = BlockShape(layers=2, heads=4, page_size=32, planes=(Plane(0, DType.FLOAT16, 64), Plane(1, DType.FLOAT16, 64)))

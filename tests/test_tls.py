@@ -151,7 +151,6 @@ class TestTLS:
         command += ["--cert", "client.crt", "--key", "client.key", "PING"]
         assert subprocess.check_output(command, cwd=certificates) == b"PONG\n"
 
-    @pytest.mark.alone
     def test_what_is_no_handshake_harms_nobody(self, secure: SecureServer) -> None:
         """Plain commands, noise, silence and hanging up, on the encrypted port."""
         beginnings = (b"*1\r\n$4\r\nPING\r\n", bytes(range(256)), b"", b"\x16\x03\x01\x02\x00\x01")
@@ -164,7 +163,6 @@ class TestTLS:
             for sock in socks:
                 sock.close()
 
-    @pytest.mark.alone
     def test_a_slow_reader_is_waited_for_without_hoarding(self, secure: SecureServer) -> None:
         body = os.urandom(MIB)
         with secure.client() as client:
@@ -216,7 +214,6 @@ class TestTLS:
 
 
 class TestUnixSocket:
-    @pytest.mark.alone
     def test_has_the_permissions_it_was_given(self, tmp_path: Path) -> None:
         path = tmp_path / "socket"
         with start_server("--unixsocket", str(path), "--unixsocketperm", "760") as server:
