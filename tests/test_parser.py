@@ -287,7 +287,7 @@ class TestReceiving:
                 assert parser.next() == [b"PING"]
                 del parser
 
-    @pytest.mark.parametrize("size", [KEEP_FROM, 5000, DIRECT, 700_000])
+    @pytest.mark.parametrize("size", [KEEP_FROM, 1024, 5000, DIRECT, 700_000])
     def test_a_body_is_where_it_will_stay_and_has_its_digest_however_it_comes(
         self, core: ModuleType, size: int
     ) -> None:

@@ -1,16 +1,12 @@
+from kvpage_server.core.native.hashing cimport Digest
 from kvpage_server.core.native.slots cimport Slot
-
-
-cdef extern from "xxhash.h" nogil:
-    ctypedef struct XXH3_state_t:
-        pass
 
 
 cdef class LongWord:
     cdef Slot slot  # None when no long word is under way
     cdef Py_ssize_t filled, digested  # bytes of it that are there, its CRLF among them, and that are hashed
     cdef bint hashes  # whether its digest is wanted
-    cdef XXH3_state_t *digest
+    cdef Digest digest
 
     cdef int begin(self, Slot slot, bint hashes) except -1
     cdef Py_ssize_t missing(self) noexcept

@@ -3,19 +3,11 @@
 cimport cython
 from libc.string cimport memcpy
 
+from kvpage_server.core.native.hashing cimport Digest, digest_of
 from kvpage_server.core.native.slots cimport Slot
 
 from kvpage_server.core import protocol
 from kvpage_server.core.protocol import ProtocolError
-
-cdef extern from "xxhash.h" nogil:
-    ctypedef int XXH_errorcode
-    unsigned long long XXH3_64bits(const void *, size_t)
-    XXH3_state_t *XXH3_createState()
-    XXH_errorcode XXH3_freeState(XXH3_state_t *)
-    XXH_errorcode XXH3_64bits_reset(XXH3_state_t *)
-    XXH_errorcode XXH3_64bits_update(XXH3_state_t *, const void *, size_t)
-    unsigned long long XXH3_64bits_digest(const XXH3_state_t *)
 
 cdef Py_ssize_t ALONE = 16 * 1024  # bytes copied or hashed without the interpreter's lock
 
@@ -23,8 +15,8 @@ cdef Py_ssize_t ALONE = 16 * 1024  # bytes copied or hashed without the interpre
 @cython.final
 @cython.no_gc
 cdef class LongWord:
-    def __dealloc__(self):
-        XXH3_freeState(self.digest)
+    def __cinit__(self):
+        self.digest = Digest.__new__(Digest)
 
     cdef int begin(self, Slot slot, bint hashes) except -1:
         self.slot = slot
@@ -61,27 +53,23 @@ cdef class LongWord:
         cdef Py_ssize_t end = min(self.filled, slot.size)
         count = end - self.digested
         cdef const char *text = slot.at + self.digested
-        cdef XXH3_state_t *digest = self.digest
+        cdef Digest digest = self.digest
         if count == slot.size:
             if count >= ALONE:
                 with nogil:
-                    slot.digest = XXH3_64bits(text, count)
+                    slot.digest = digest_of(text, count)
             else:
-                slot.digest = XXH3_64bits(text, count)
+                slot.digest = digest_of(text, count)
         elif count:
-            if digest == NULL:
-                digest = self.digest = XXH3_createState()
-                if digest == NULL:
-                    raise MemoryError("the system has no memory to hash what is received")
             if not self.digested:
-                XXH3_64bits_reset(digest)
+                digest.begin()
             if count >= ALONE:
                 with nogil:
-                    XXH3_64bits_update(digest, text, count)
+                    digest.add(text, count)
             else:
-                XXH3_64bits_update(digest, text, count)
+                digest.add(text, count)
             if end == slot.size:
-                slot.digest = XXH3_64bits_digest(digest)
+                slot.digest = digest.value()
         self.digested = end
         return 0
 
