@@ -20,7 +20,7 @@ from wire import spell
 
 from kvpage_server.core import Limits, Parser, ProtocolError
 from kvpage_server.core.inline import split_words
-from kvpage_server.core.protocol import DIRECT, KEEP_FROM, MAX_LINE, MOST_LISTED, SCRATCH_SIZE
+from kvpage_server.core.protocol import AHEAD, DIRECT, KEEP_FROM, MAX_LINE, MOST_LISTED, RECEIVE_TURN, SCRATCH_SIZE
 from kvpage_server.page import checksum
 
 Words = list[bytes]
@@ -230,6 +230,51 @@ class TestReceiving:
         with pytest.raises(OSError, match="Bad file descriptor"):
             parser.receive(other.fileno() if other.fileno() >= 0 else 9999)
 
+    def test_a_command_that_is_there_is_received_in_one_call_however_long_its_words(self, core: ModuleType) -> None:
+        parser = core.Parser(core.Arena())
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 20)
+            for size in (100, DIRECT + AHEAD, SCRATCH_SIZE + DIRECT, 1, SCRATCH_SIZE + DIRECT):
+                words = [b"PAGE", b"key", bytes(size)]
+                one.sendall(spell(words))
+                assert parser.receive(other.fileno()) == len(spell(words))
+                assert plain(parser.next()) == words
+                assert parser.next() is None
+
+    def test_a_call_receives_no_more_than_others_may_wait_for(self, core: ModuleType) -> None:
+        parser = core.Parser(core.Arena())
+        data = spell([b"PAGE", b"key", bytes(8 * RECEIVE_TURN)])
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            sender = threading.Thread(target=send_all, args=(one, data))
+            sender.start()
+            counts: list[int] = []
+            while parser.next() is None:
+                counts.append(max(parser.receive(other.fileno()), 0))
+            sender.join()
+        assert sum(counts) == len(data)
+        assert max(counts) < 2 * RECEIVE_TURN
+
+    def test_what_is_wrong_is_told_when_the_command_is_asked_for(self, core: ModuleType) -> None:
+        """The bytes that came before it were received, and are counted."""
+        parser = core.Parser(core.Arena())
+        sent = b"PING\r\n*2\r\n$4\r\nECHO\r\n#oops\r\n"
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            one.sendall(sent[:13])
+            assert parser.receive(other.fileno()) == 13
+            assert parser.next() == [b"PING"]
+            assert parser.next() is None
+            one.sendall(sent[13:])
+            assert parser.receive(other.fileno()) == len(sent) - 13
+            with pytest.raises(ProtocolError, match="expected '\\$', got '#'"):
+                parser.next()
+
     def test_a_parser_that_is_gone_leaves_its_scratch_memory_to_the_others(self, core: ModuleType) -> None:
         one, other = socket.socketpair()
         with one, other:
@@ -242,7 +287,7 @@ class TestReceiving:
                 assert parser.next() == [b"PING"]
                 del parser
 
-    @pytest.mark.parametrize("size", [KEEP_FROM, 5000, DIRECT, 700_000])
+    @pytest.mark.parametrize("size", [KEEP_FROM, 1024, 5000, DIRECT, 700_000])
     def test_a_body_is_where_it_will_stay_and_has_its_digest_however_it_comes(
         self, core: ModuleType, size: int
     ) -> None:

@@ -13,7 +13,10 @@ KEEP_FROM = 512  # a word of so many bytes gets a slot of its own
 MOST_LISTED = 64  # words of a command that is a list; longer ones are `Words`
 WORD = 48  # bytes that a word takes beside its own
 SCRATCH_SIZE = 128 * 1024
-DIRECT = 32 * 1024  # when so much of a word is still to come it is received into its slot
+RECEIVE_TURN = 1024 * 1024  # bytes received in one call: others wait meanwhile
+MUCH = 64 * 1024  # bytes received at once: more may be there already
+DIRECT = 28 * 1024  # when so much of a word is still to come it is received into its slot
+AHEAD = 4 * 1024  # and so little of what comes behind it elsewhere: the next one may be as long
 
 TOO_LONG = "command exceeds the query buffer limit"
 NO_CRLF = "bulk string is not terminated by CRLF"

@@ -15,6 +15,7 @@ from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
 from kvpage_server.core import Command, Parser, ProtocolError, Scratch
+from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
 from kvpage_server.net import limits
 from kvpage_server.net.load import Load
 from kvpage_server.net.replies import Replies
@@ -23,10 +24,6 @@ from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.reply import QUEUED, Reply, Wait
 
 MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
-READ_TURN = 1024 * 1024  # bytes taken from one socket before others have their turn
-_MUCH = 64 * 1024  # bytes received at once: more may be there already
-
-_FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
@@ -117,7 +114,7 @@ class Session:
             self.client.active = monotonic()
             self._run()
             taken += count
-            if count < _MUCH or taken >= READ_TURN or self._state is not READING:
+            if count < MUCH or taken >= RECEIVE_TURN or self._state is not READING:
                 return
 
     def received(self, data: bytes) -> None:

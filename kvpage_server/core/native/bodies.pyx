@@ -9,6 +9,7 @@ from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdint cimport uint8_t, uint32_t, uint64_t
 from libc.string cimport memchr, memcmp, memcpy, memmove, memset
 
+from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.page_keys cimport Name, PageKeys, put_number
 from kvpage_server.core.native.sockets cimport iovec, msghdr, recvmsg
@@ -22,9 +23,6 @@ from kvpage_server.page import VERSION as _VERSION
 
 if sys.byteorder != "little":
     raise ImportError("headers are little-endian, this machine is not")
-
-cdef extern from "xxhash.h" nogil:
-    uint64_t XXH3_64bits(const void *, size_t)
 
 cdef enum:
     HEADER = 64
@@ -400,7 +398,7 @@ cdef Reason amiss(const Name *name, const char *header, const Py_buffer *body, b
     if u64(header + AT_PAGE) != name.page or u32(header + AT_BODY_SIZE) != <uint64_t>body.len:
         return HEADER_WRONG
     digest = u64(header + AT_CHECKSUM)
-    if verify and digest and XXH3_64bits(body.buf, body.len) != digest:
+    if verify and digest and digest_of(body.buf, body.len) != digest:
         return CHECKSUM_WRONG
     return FOUND
 

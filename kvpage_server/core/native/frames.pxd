@@ -1,10 +1,6 @@
-from kvpage_server.core.native.slots cimport Arena, Slot
+from kvpage_server.core.native.long_word cimport LongWord
+from kvpage_server.core.native.slots cimport Arena
 from kvpage_server.core.native.words cimport Packed
-
-
-cdef extern from "xxhash.h" nogil:
-    ctypedef struct XXH3_state_t:
-        pass
 
 
 cdef extern from "sys/uio.h" nogil:
@@ -39,20 +35,20 @@ cdef class Parser:
     cdef Py_ssize_t length  # of the next word, once its line was read; -1 before
     cdef Py_ssize_t most_words, most_bytes  # that this client may announce
     cdef Py_ssize_t max_command
-    cdef Slot slot  # of the word under way if it is long
-    cdef Py_ssize_t filled, digested  # bytes of it that are there, and that are hashed
-    cdef bint hashes  # whether its digest is wanted
-    cdef XXH3_state_t *digest
+    cdef LongWord word  # the word under way if it is long
+    cdef Py_ssize_t ahead  # bytes received of what is not known yet
+    cdef object fault  # that `next` is to raise
 
+    cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2
+    cdef bint completes(self) except -1
+    cdef bint is_whole(self) except -1
     cdef int keep(self, Py_ssize_t more) except -1
     cdef int make_room(self, iovec *room) except -1
-    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1
-    cdef int hash(self) except -1
     cdef int begin_command(self) except -1
     cdef int take_words(self) except -1
     cdef int read_length(self) except -1
-    cdef int begin_slot(self) except -1
-    cdef int end_slot(self) except -1
+    cdef int begin_long_word(self) except -1
+    cdef int end_long_word(self) except -1
     cdef int inline(self) except -1
     cdef bint skip_blank(self) noexcept
     cdef Py_ssize_t line(self, str too_long) except -2

@@ -13,20 +13,12 @@ from libc.errno cimport EAGAIN, EINTR, errno
 from libc.stdlib cimport free, malloc
 from libc.string cimport memchr, memcpy, memmove
 
-from kvpage_server.core.native.slots cimport Arena, Slot
+from kvpage_server.core.native.long_word cimport LongWord
+from kvpage_server.core.native.slots cimport Arena
 from kvpage_server.core.native.words cimport Packed, all_of
 
 from kvpage_server.core import protocol
 from kvpage_server.core.protocol import Limits, ProtocolError, count_of, inline_words, length_of
-
-cdef extern from "xxhash.h" nogil:
-    ctypedef int XXH_errorcode
-    unsigned long long XXH3_64bits(const void *, size_t)
-    XXH3_state_t *XXH3_createState()
-    XXH_errorcode XXH3_freeState(XXH3_state_t *)
-    XXH_errorcode XXH3_64bits_reset(XXH3_state_t *)
-    XXH_errorcode XXH3_64bits_update(XXH3_state_t *, const void *, size_t)
-    unsigned long long XXH3_64bits_digest(const XXH3_state_t *)
 
 cdef extern from "sys/uio.h" nogil:
     ssize_t readv(int, const iovec *, int)
@@ -37,9 +29,11 @@ cdef Py_ssize_t MOST_LISTED = protocol.MOST_LISTED
 cdef Py_ssize_t WORD = protocol.WORD
 cdef Py_ssize_t SCRATCH_SIZE = protocol.SCRATCH_SIZE
 cdef Py_ssize_t DIRECT = protocol.DIRECT
+cdef Py_ssize_t AHEAD = protocol.AHEAD
+cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
+cdef Py_ssize_t MUCH = protocol.MUCH
 cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: they are hashed while they are in the cache
 cdef Py_ssize_t LITTLE = 4096  # bytes left over that are moved when more is received
-cdef Py_ssize_t ALONE = 16 * 1024  # bytes copied or hashed without the interpreter's lock
 
 
 @cython.no_gc
@@ -62,13 +56,14 @@ cdef class Parser:
         self.hashed = hashed
         self.max_command = self.limits.max_command
         self.length = -1
+        self.ahead = SCRATCH_SIZE
+        self.word = LongWord.__new__(LongWord)
         self.trust(True)
 
     def __dealloc__(self):
         if self.scratch is not None and self.scratch.owner == <void *>self:
             self.scratch.owner = NULL
         free(self.own)
-        XXH3_freeState(self.digest)
 
     def trust(self, bint trusted):
         """Whether the client has authenticated."""
@@ -93,7 +88,7 @@ cdef class Parser:
 
     def give_up(self):
         """The words of the command under way, which will not come to its end; nothing is held any more."""
-        self.slot = None
+        self.word.slot = self.fault = None
         self.pos = self.end
         words = self.taken()
         return [] if words is None else words
@@ -101,40 +96,60 @@ cdef class Parser:
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, int descriptor):
-        """Receive from a socket, once; how many bytes. 0 at the stream's end, -1 when there is nothing yet.
+        cdef Py_ssize_t received = 0, count, room
+        while received < RECEIVE_TURN:
+            count = self.receive_once(descriptor, &room, received > 0)
+            if count <= 0:
+                return received or count
+            received += count
+            if self.completes() or (count < room and count < MUCH):
+                break
+        return received
 
-        To be called when `next` has answered None. Raises OSError.
-        """
+    cdef Py_ssize_t receive_once(self, int descriptor, Py_ssize_t *most, bint again) except -2:
+        """Receive from a socket once, `most` bytes. What goes wrong after something was received is met again."""
         cdef iovec room[2]
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
         self.make_room(room)
-        if self.slot is not None and self.end == 0 and self.slot.size + 2 - self.filled >= DIRECT:
-            straight = self.slot.size + 2 - self.filled
-            room[1] = room[0]
+        if self.word.slot is None:
+            room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, self.ahead)
+        elif self.end == 0 and self.word.missing() >= DIRECT:
+            straight = self.word.missing()
             rooms = 2 if straight <= PIECE else 1
             straight = min(straight, PIECE)
-            room[0].iov_base, room[0].iov_len = self.slot.at + self.filled, straight
+            room[1].iov_base, room[1].iov_len = room[0].iov_base, AHEAD
+            room[0].iov_base, room[0].iov_len = self.word.place(), straight
+        most[0] = room[0].iov_len + (room[1].iov_len if rooms == 2 else 0)
         with nogil:
             count = readv(descriptor, room, rooms)
         if count < 0:
-            if errno == EAGAIN or errno == EINTR:
+            if again or errno == EAGAIN or errno == EINTR:
                 return -1
             PyErr_SetFromErrno(OSError)
         straight = min(straight, count)
-        self.end += count - straight
         if straight:
-            self.filled += straight
-            self.hash()
+            self.word.arrived(straight)
+        if count > straight:
+            self.end += count - straight
+            self.ahead = SCRATCH_SIZE
         return count
+
+    cdef bint completes(self) except -1:
+        """Whether a command is whole, or something is wrong with it: `next` tells of either."""
+        try:
+            return self.is_whole()
+        except (ProtocolError, MemoryError) as fault:
+            self.fault = fault
+            return True
 
     def feed(self, const unsigned char[::1] data not None):
         """Take bytes that somebody else received."""
         cdef Py_ssize_t count = data.shape[0], taken = 0
         if not count:
             return
-        if self.slot is not None and self.pos == self.end:
-            taken = self.fill(<const char *>&data[0], count)
+        if self.word.slot is not None and self.pos == self.end:
+            taken = self.word.fill(<const char *>&data[0], count)
         if taken < count:
             self.keep(count - taken)
             memcpy(self.data + self.end, &data[0] + taken, count - taken)
@@ -186,18 +201,25 @@ cdef class Parser:
 
     def next(self):
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
-        while True:
-            if self.missing and not self.take_words():
-                break
-            if self.args is not None or self.packed is not None:
-                return self.taken()
-            if self.pos == self.end or not self.begin_command():
-                break
+        if self.fault is not None:
+            fault, self.fault = self.fault, None
+            raise fault
+        if self.is_whole():
+            return self.taken()
         if self.pos == self.end and self.own != NULL:
             free(self.own)
             self.data = self.own = NULL
             self.own_room = self.pos = self.end = 0
         return None
+
+    cdef bint is_whole(self) except -1:
+        """Take what has arrived of the next command: whether that is all of it."""
+        while not self.missing or self.take_words():
+            if self.args is not None or self.packed is not None:
+                return True
+            if self.pos == self.end or not self.begin_command():
+                break
+        return False
 
     cdef object taken(self):
         """The words of the command that was under way."""
@@ -287,16 +309,16 @@ cdef class Parser:
         """Take the words that have arrived; false when one is missing."""
         cdef const char *word
         while self.missing:
-            if self.slot is not None:
-                self.pos += self.fill(self.data + self.pos, self.end - self.pos)
-                if self.filled < self.slot.size + 2:
+            if self.word.slot is not None:
+                self.pos += self.word.fill(self.data + self.pos, self.end - self.pos)
+                if self.word.missing():
                     return False
-                self.end_slot()
+                self.end_long_word()
                 continue
             if self.length < 0 and not self.read_length():
                 return False
             if self.length >= KEEP_FROM:
-                self.begin_slot()
+                self.begin_long_word()
                 continue
             if self.end - self.pos < self.length + 2:
                 return False
@@ -327,75 +349,29 @@ cdef class Parser:
         self.length = length
         return True
 
-    cdef int begin_slot(self) except -1:
+    cdef int begin_long_word(self) except -1:
         """Have memory for a long word. Raises MemoryError."""
-        self.slot = self.arena.take(self.length)
-        self.receiving += self.slot.chunk.size_class.pitch
-        self.filled = self.digested = 0
         name = None
         if self.packed is not None and self.packed.count:
             name = all_of(self.packed)[0]
         elif self.args:
             name = self.args[0]
-        self.hashes = isinstance(name, bytes) and name in self.hashed
+        slot = self.arena.take(self.length)
+        self.receiving += slot.chunk.size_class.pitch
+        self.word.begin(slot, isinstance(name, bytes) and name in self.hashed)
+        if self.length >= DIRECT + AHEAD:
+            self.ahead = AHEAD
         return 0
 
-    cdef int end_slot(self) except -1:
+    cdef int end_long_word(self) except -1:
         """Take a long word that is whole."""
-        cdef Slot slot = self.slot
-        if slot.at[slot.size] != b"\r" or slot.at[slot.size + 1] != b"\n":
-            raise ProtocolError(protocol.NO_CRLF)
+        slot = self.word.end()
         if self.packed is None:
             self.args.append(slot)
         else:
             self.packed.add_slot(slot)
-        self.slot = None
         self.length = -1
         self.missing -= 1
-        return 0
-
-    cdef Py_ssize_t fill(self, const char *data, Py_ssize_t count) except -1:
-        """Copy what belongs to the word under way to its slot; so many bytes."""
-        count = min(count, self.slot.size + 2 - self.filled)
-        cdef char *place = self.slot.at + self.filled
-        if count >= ALONE:
-            with nogil:
-                memcpy(place, data, count)
-        elif count:
-            memcpy(place, data, count)
-        self.filled += count
-        self.hash()
-        return count
-
-    cdef int hash(self) except -1:
-        """Hash what has come of the word under way, if that is wanted: it is in the processor's cache now."""
-        if not self.hashes:
-            return 0
-        cdef Slot slot = self.slot
-        cdef Py_ssize_t end = min(self.filled, slot.size), count = end - self.digested
-        cdef const char *text = slot.at + self.digested
-        cdef XXH3_state_t *digest = self.digest
-        if count == slot.size:
-            if count >= ALONE:
-                with nogil:
-                    slot.digest = XXH3_64bits(text, count)
-            else:
-                slot.digest = XXH3_64bits(text, count)
-        elif count:
-            if digest == NULL:
-                digest = self.digest = XXH3_createState()
-                if digest == NULL:
-                    raise MemoryError("the system has no memory to hash what is received")
-            if not self.digested:
-                XXH3_64bits_reset(digest)
-            if count >= ALONE:
-                with nogil:
-                    XXH3_64bits_update(digest, text, count)
-            else:
-                XXH3_64bits_update(digest, text, count)
-            if end == slot.size:
-                slot.digest = XXH3_64bits_digest(digest)
-        self.digested = end
         return 0
 
 

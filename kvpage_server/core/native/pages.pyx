@@ -8,6 +8,7 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy
 
+from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.slots cimport Arena, Slot, header_of
 from kvpage_server.core.native.words cimport word_at
 
@@ -15,9 +16,6 @@ import secrets
 
 from kvpage_server import page as contract
 from kvpage_server.core import arguments, rows
-
-cdef extern from "xxhash.h" nogil:
-    uint64_t XXH3_64bits(const void *, size_t)
 
 cdef extern from *:
     int popcount "__builtin_popcountll"(unsigned long long) nogil
@@ -508,9 +506,9 @@ cdef uint64_t hash_of(Slot slot) noexcept:
     cdef const char *at = slot.at
     cdef Py_ssize_t size = slot.size
     if size < UNLOCKED_FROM:
-        return XXH3_64bits(at, size)
+        return digest_of(at, size)
     with nogil:
-        digest = XXH3_64bits(at, size)
+        digest = digest_of(at, size)
     return digest
 
 

@@ -7,6 +7,7 @@ from cpython.mem cimport PyMem_Free, PyMem_Malloc
 from libc.stdint cimport int64_t, uint8_t, uint32_t, uint64_t
 from libc.string cimport memcpy
 
+from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.memory cimport Memory
 from kvpage_server.core.native.page_keys cimport (
     Name,
@@ -24,9 +25,6 @@ from kvpage_server.page import FIELD_AT, DType, HEADER_SIZE, MAX_U32, pack_heade
 
 if sys.byteorder != "little":
     raise ImportError("headers are little-endian, this machine is not")
-
-cdef extern from "xxhash.h" nogil:
-    uint64_t XXH3_64bits(const void *, size_t)
 
 cdef enum:
     HEADER = 64
@@ -176,7 +174,7 @@ cdef char *put_blob(
     char *to, const Name *name, const Shape *shape, const char *common, const Py_buffer *body
 ) noexcept nogil:
     """A page's key, and its blob up to the body."""
-    cdef uint64_t page = name.page, digest = XXH3_64bits(body.buf, body.len)
+    cdef uint64_t page = name.page, digest = digest_of(body.buf, body.len)
     cdef uint32_t size = <uint32_t>body.len
     to = put_frame(put_key(to, name), HEADER + body.len)
     memcpy(to, common, HEADER)

@@ -18,6 +18,7 @@ from typing import Any, cast
 import xxhash
 
 from kvpage_server.core.protocol import (
+    AHEAD,
     DIRECT,
     KEEP_FROM,
     LONG_COUNT,
@@ -25,7 +26,9 @@ from kvpage_server.core.protocol import (
     LONG_LENGTH,
     MAX_LINE,
     MOST_LISTED,
+    MUCH,
     NO_CRLF,
+    RECEIVE_TURN,
     SCRATCH_SIZE,
     TOO_LONG,
     WORD,
@@ -82,6 +85,8 @@ class Parser:
         self._slot: Slot | None = None  # of the next word, if it is long
         self._filled = 0  # bytes of it that are there, those of its CRLF included
         self._digest: Any = None  # of them, if that is wanted
+        self._ahead = SCRATCH_SIZE  # bytes received of what is not known yet
+        self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
 
     def trust(self, trusted: bool) -> None:
         """Whether the client has authenticated."""
@@ -99,32 +104,63 @@ class Parser:
 
     def give_up(self) -> Command:
         """The words of the command under way, which will not come to its end; nothing is held any more."""
-        self._slot = None
+        self._slot = self._fault = None
         self._data, self._pos = b"", 0
         return self._taken()
 
     # -- receiving -------------------------------------------------------------------------------------------------
 
     def receive(self, descriptor: int) -> int:
-        """Receive from a socket, once; how many bytes. 0 at the stream's end, -1 when there is nothing yet.
+        """Receive until a command is whole, nothing more is there, or a turn is over: how many bytes.
 
-        To be called when `next` has answered None. Raises OSError.
+        0 at the stream's end, -1 when there is nothing yet. To be called when `next` has answered None. Raises OSError.
         """
-        room = [self._scratch.memory]
-        rest = 0
-        if self._slot is not None and self._slot.size + len(_CRLF) - self._filled >= DIRECT:
-            room.insert(0, self._slot.room[self._filled :])
-            rest = len(room[0])
+        received = 0
+        while received < RECEIVE_TURN:
+            room = self._room()
+            try:
+                count = os.readv(descriptor, room)
+            except (BlockingIOError, InterruptedError):
+                return received or -1
+            except OSError:
+                if received:
+                    break  # it will be met again
+                raise
+            self._put(room, count)
+            received += count
+            if not count or self._completes() or (count < sum(map(len, room)) and count < MUCH):
+                break
+        return received
+
+    def _room(self) -> list[memoryview]:
+        """Where the next bytes belong: the slot of a long word under way, and the scratch memory for what comes behind.
+
+        What is not known yet is taken to be as what came before: behind a body of which much can be received into its
+        slot, little is received elsewhere, so that of the next one much is still to come, too.
+        """
+        scratch = self._scratch.memory
+        if self._slot is None:
+            return [scratch[: self._ahead]]
+        rest = self._slot.room[self._filled :]
+        return [rest, scratch[:AHEAD]] if len(rest) >= DIRECT else [scratch]
+
+    def _put(self, room: list[memoryview], count: int) -> None:
+        """So many bytes were received there."""
+        *slot, scratch = room
+        for rest in slot:
+            self._arrived(rest[:count])
+            count = max(count - len(rest), 0)
+        if count:
+            self._keep(scratch[:count])
+            self._ahead = SCRATCH_SIZE
+
+    def _completes(self) -> bool:
+        """Whether a command is whole, or something is wrong with it: `next` tells of either."""
         try:
-            count = os.readv(descriptor, room)
-        except (BlockingIOError, InterruptedError):
-            return -1
-        straight = min(rest, count)
-        if straight:
-            self._arrived(room[0][:straight])
-        if count > straight:
-            self._keep(self._scratch.memory[: count - straight])
-        return count
+            return self._is_whole()
+        except (ProtocolError, MemoryError) as fault:
+            self._fault = fault
+            return True
 
     def feed(self, data: bytes | memoryview) -> None:
         """Take bytes that somebody else received."""
@@ -138,12 +174,21 @@ class Parser:
 
     def next(self) -> Command | None:
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        if self._fault is not None:
+            try:
+                raise self._fault
+            finally:
+                self._fault = None  # its traceback has this frame, and the frame this parser
+        return self._taken() if self._is_whole() else None
+
+    def _is_whole(self) -> bool:
+        """Take what has arrived of the next command: whether that is all of it."""
         while self._take_words():
             if self._words:
-                return self._taken()
+                return True
             if self._pos == len(self._data) or not self._begin_command():
                 break
-        return None
+        return False
 
     def _taken(self) -> Command:
         """The words of the command that was under way."""
@@ -216,6 +261,8 @@ class Parser:
             self._slot = self._arena.allocate(self._length)
             self.receiving += self._slot.footprint
             self._filled = 0
+            if self._length >= DIRECT + AHEAD:
+                self._ahead = AHEAD
             self._digest = xxhash.xxh3_64() if self._words and self._words[0] in self._hashed else None
         slot, room = self._slot, self._slot.room
         part = memoryview(self._data)[self._pos : self._pos + len(room) - self._filled]

@@ -1,0 +1,14 @@
+cdef extern from "xxhash.h" nogil:
+    ctypedef struct XXH3_state_t:
+        pass
+
+
+cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil
+
+
+cdef class Digest:
+    cdef XXH3_state_t *state
+
+    cdef int begin(self) except -1
+    cdef void add(self, const void *text, size_t size) noexcept nogil
+    cdef unsigned long long value(self) noexcept nogil

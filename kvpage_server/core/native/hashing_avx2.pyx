@@ -1,0 +1,34 @@
+"""XXH3 for x86-64 processors with AVX2. Where it is no GCC that compiles this, it is there in name only."""
+
+cdef extern from *:
+    """
+    #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+    #pragma GCC push_options
+    #pragma GCC target("avx2")
+    #define XXH_VECTOR XXH_AVX2
+    #include <xxhash.h>
+    static unsigned long long avx2_digest_of(const void *text, size_t size) { return XXH3_64bits(text, size); }
+    static void avx2_update(void *state, const void *text, size_t size) { XXH3_64bits_update(state, text, size); }
+    #pragma GCC pop_options
+    static int avx2_can_run(void) { return __builtin_cpu_supports("avx2") != 0; }
+    #else
+    static unsigned long long avx2_digest_of(const void *text, size_t size) { return 0; }
+    static void avx2_update(void *state, const void *text, size_t size) {}
+    static int avx2_can_run(void) { return 0; }
+    #endif
+    """
+    bint avx2_can_run() nogil
+    unsigned long long avx2_digest_of(const void *, size_t) nogil
+    void avx2_update(void *, const void *, size_t) nogil
+
+
+cdef bint can_run() noexcept nogil:
+    return avx2_can_run()
+
+
+cdef unsigned long long digest_of(const void *text, size_t size) noexcept nogil:
+    return avx2_digest_of(text, size)
+
+
+cdef void update(void *state, const void *text, size_t size) noexcept nogil:
+    avx2_update(state, text, size)
