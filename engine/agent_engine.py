@@ -22,16 +22,10 @@ from itertools import count
 from typing import Any, TypeVar
 
 from engine.batch_engine import BlockPoolBatchEngine
+from engine.generation.tokens import token_ids
 from engine.generation.unbatched import Sampler
 from engine.memory.blocks import AgentBlocks
-from engine.scheduling.request import (
-    CompletedGeneration,
-    EngineClosedError,
-    PromptReceiver,
-    Token,
-    TokenReceiver,
-    token_ids,
-)
+from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from engine.tiers.loading import Loaded, Loading
 from engine.tiers.metrics import Tier
 from engine.tiers.prefill_claims import Claim

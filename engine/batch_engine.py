@@ -34,6 +34,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from engine.generation.answer_text import AnswerText
 from engine.generation.one_pass import SHORT, ResumingGenerator
 from engine.generation.sampling import Guarded
+from engine.generation.tokens import (
+    EmptyPromptError,
+    PromptError,
+    PromptTooLongError,
+    UnknownTokenError,
+    check_prompt,
+    token_ids,
+)
 from engine.generation.unbatched import Sampler, SingleGenerator
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, check_agent_id
@@ -44,17 +52,11 @@ from engine.scheduling.block_manager import BlockKeeper
 from engine.scheduling.model_watch import ModelWatch
 from engine.scheduling.request import (
     CompletedGeneration,
-    EmptyPromptError,
     EngineClosedError,
-    PromptError,
     PromptReceiver,
-    PromptTooLongError,
     Request,
     Token,
     TokenReceiver,
-    UnknownTokenError,
-    check_prompt,
-    token_ids,
 )
 from engine.spec import ModelCacheSpec
 
@@ -217,7 +219,7 @@ class BlockPoolBatchEngine:
         """Raise what `submit` would, whatever the cache and however full the pool: PoolExhaustedError only when the
         answer may need more than the whole pool."""
         check_agent_id(agent_id)
-        check_prompt(self.spec, tokens)
+        check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         if max_tokens < 1:
             raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
         if not all(stop):

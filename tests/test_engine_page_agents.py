@@ -22,7 +22,7 @@ from engine.memory.blocks import AgentBlocks, BlockError, KVBlock
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier, Saved
-from engine.tiers.server import block_writer as saving
+from engine.tiers.server import block_writer
 from engine.tiers.server.manifest import block_names
 
 
@@ -169,7 +169,7 @@ def test_what_is_in_memory_is_not_fetched(tier: PageTier, client: redis.Redis, p
     fetch = tier.fetch("bob", (*TOKENS[:530], 1), held=memory.blocks[:1])
     loaded = fetch.result()
     assert loaded
-    assert fetch.nbytes == 256 * SPEC.token_nbytes
+    assert fetch.report.nbytes == 256 * SPEC.token_nbytes
     assert fetch.reach == 512
     assert loaded.blocks[0] is memory.blocks[0]
     assert pool.used_blocks == 3
@@ -192,7 +192,7 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
     fetch = tier.fetch("agent", FAMILY_TOKENS, held=[KVBlock(own, 256, block.layers)])
     loaded = fetch.result()
     assert loaded
-    assert fetch.nbytes == of.spec.state_nbytes(256)
+    assert fetch.report.nbytes == of.spec.state_nbytes(256)
     assert loaded.block_ids == [own]
     tier._pool.free([own], "memory")
     restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)
@@ -274,19 +274,19 @@ def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_en
 ) -> None:
     """Between bob's look at what is there and his manifest alice, the only one who had named the blocks, goes."""
     tier.save(context())
-    write = saving.write
+    write = block_writer.write
     deleted = []
 
-    async def delete_before(link: object, *args: object) -> None:
-        if link is tier._link and not deleted:
+    async def delete_before(connection: object, *args: object) -> None:
+        if connection is tier._connection and not deleted:
             deleted.append(await_deletion())
-        await write(link, *args)  # type: ignore[arg-type]
+        await write(connection, *args)  # type: ignore[arg-type]
 
     def await_deletion() -> bool:
         with ThreadPoolExecutor(1) as thread:
             return thread.submit(other.delete, "alice").result()
 
-    monkeypatch.setattr(saving, "write", delete_before)
+    monkeypatch.setattr(block_writer, "write", delete_before)
     assert tier.save(context(TOKENS, "bob"))
     assert deleted == [True]
     loaded = tier.load("bob")
@@ -304,14 +304,14 @@ def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
     ended = Counter[bool]()
     for milliseconds in (0.1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32):
         assert other.save(old)
-        tier._link.deadline = milliseconds / 1000
+        tier._connection.deadline = milliseconds / 1000
         ended[tier.save(new) is not None] += 1
         tier.breaker.succeeded()
         loaded = other.load("alice")
         assert same(loaded, new, 700) or same(loaded, old, 300)
         held(pool, loaded)
     assert ended[False]
-    tier._link.deadline = 10.0
+    tier._connection.deadline = 10.0
     assert other.save(old)
     assert tier.save(new)
     assert stored(client) == names(TOKENS)

@@ -75,7 +75,7 @@ def test_a_chunk_has_to_come_within_the_deadline_however_often_something_comes(
     proxy: Proxy, tier: PageTier, pool: BlockPool
 ) -> None:
     proxy.drip = 0.01
-    tier._link.deadline = 0.5
+    tier._connection.deadline = 0.5
     begun = time.monotonic()
     assert tier.load("alice", TOKENS) is None
     assert time.monotonic() - begun < 30
@@ -87,15 +87,15 @@ def test_chunks_that_come_in_time_may_together_take_longer_than_the_deadline(
 ) -> None:
     """As much as a slow link needs, either way."""
     assert held(pool, tier.load("alice")) == 700  # is connected
-    proxy.hold, tier._link.deadline = 0.1, 1.0
+    proxy.hold, tier._connection.deadline = 0.1, 1.0
     begun = time.monotonic()
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 700)
-    assert time.monotonic() - begun > tier._link.deadline
+    assert time.monotonic() - begun > tier._connection.deadline
     held(pool, loaded)
     begun = time.monotonic()
     assert tier.save(context(TOKENS[::-1]))
-    assert time.monotonic() - begun > tier._link.deadline
+    assert time.monotonic() - begun > tier._connection.deadline
     assert (tier.misses, tier.unsaved) == ({}, {})
 
 
@@ -103,7 +103,7 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     proxy: Proxy, tier: PageTier, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The link was fast when it was decided to fetch."""
-    monkeypatch.setattr("engine.tiers.server.fetch.LEAST", 1)
+    monkeypatch.setattr("engine.tiers.server.receive.LEAST_BYTES", 1)
     tier.rates.received(1 << 30, 1.0, 1 << 30)
     assert held(pool, tier.load("alice")) == 700
     tier.rates.prefilled(1000, 1.0)
@@ -112,16 +112,16 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     loaded = fetch.result()
     assert same(loaded, context(), 256)
     held(pool, loaded)
-    assert fetch.decision
-    assert not fetch.decision.fetch
-    assert fetch.decision.tokens == 700 - 256
+    assert fetch.report.decision
+    assert not fetch.report.decision.fetch
+    assert fetch.report.decision.tokens == 700 - 256
     assert tier.misses == {"recompute": 1}
 
 
 def test_what_came_before_the_deadline_is_of_use(proxy: Proxy, tier: PageTier, pool: BlockPool) -> None:
     """The link stalls in the second block."""
     proxy.stall_after = BLOCK + BLOCK // 2
-    tier._link.deadline = 1.0
+    tier._connection.deadline = 1.0
     loaded = tier.load("alice", TOKENS)
     assert same(loaded, context(), 256)
     held(pool, loaded)
@@ -222,7 +222,7 @@ def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeed
     now = 1000.0
     tier.breaker._clock = lambda: now
     proxy.stall_after = 0
-    tier._link.deadline = 0.1
+    tier._connection.deadline = 0.1
     for _ in range(FAILURES):
         assert tier.load("alice", TOKENS) is None
     assert tier.breaker.state == State.OPEN
@@ -232,7 +232,7 @@ def test_a_server_that_fails_again_and_again_is_left_alone_until_a_probe_succeed
     assert tier.claim("name", 1)
     assert tier.misses == {"slow": FAILURES, "open": 1}
     assert (tier.unsaved, tier.unasked) == ({"open": 1}, {"open": 2})
-    tier._link.deadline, proxy.stall_after = 10.0, None
+    tier._connection.deadline, proxy.stall_after = 10.0, None
     now += SHORTEST
     assert tier.breaker.state == State.HALF_OPEN
     assert held(pool, tier.load("alice", TOKENS)) == 700

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from engine.caches import ArraysLayer, FullLayer, Matrices
 from engine.memory.blocks import in_memory, page_bodies
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import Manifest, Place, block_names, block_shape
+from engine.tiers.server.manifest import BlockPlace, ContextManifest, block_names, block_shape
 from engine.tiers.server.restore_planner import Offer, Plan
 from kvpage_server.page import BlockShape, DType, Plane
 
@@ -34,7 +34,7 @@ class Question:
 
     spec: ModelCacheSpec
     wanted: tuple[int, ...]
-    manifest: Manifest | None
+    manifest: ContextManifest | None
     digests: dict[str, str]
     limit: int
 
@@ -50,16 +50,16 @@ def questions(draw: st.DrawFn) -> Question:
     manifest = None
     if draw(st.booleans()):
         tokens = (*wanted[: draw(st.integers(0, len(wanted)))], *draw(st.lists(st.integers(0, 1), max_size=6)))
-        manifest = Manifest.of("agent", tokens, spec)
+        manifest = ContextManifest.of("agent", tokens, spec)
     places = all_places(spec, wanted, manifest)
     kept = [seal for place in places for seal in (place.seal, place.state().seal) if draw(st.integers(0, 5))]
     limit = len(wanted) - draw(st.integers(0, 1)) if wanted else 0
     return Question(spec, wanted, manifest, dict.fromkeys(kept, "digest"), limit)
 
 
-def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None) -> list[Place]:
+def all_places(spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: ContextManifest | None) -> list[BlockPlace]:
     """Of the prompt's full blocks and of the agent's context."""
-    whole = Manifest.of("nobody", wanted, spec).places(spec)
+    whole = ContextManifest.of("nobody", wanted, spec).places(spec)
     return [*whole[: len(wanted) // SIZE], *(manifest.places(spec) if manifest else [])]
 
 
@@ -90,7 +90,10 @@ def longest(question: Question) -> int:
     """How far one gets by trying everything: each of the two contexts, block after block."""
     best = 0
     whole = len(question.wanted) // SIZE  # blocks of the prompt; what it has behind them is nobody's
-    for manifest, count in ((question.manifest, None), (Manifest.of("x", question.wanted, question.spec), whole)):
+    for manifest, count in (
+        (question.manifest, None),
+        (ContextManifest.of("x", question.wanted, question.spec), whole),
+    ):
         for place in manifest.places(question.spec)[:count] if manifest else []:
             if place.seal not in question.digests:
                 break

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
 from engine.generation.answer_text import AnswerText
+from engine.generation.tokens import UnknownTokenError
 from engine.memory.blocks import AgentBlocks, page_bodies
-from engine.scheduling.request import UnknownTokenError
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token

@@ -12,7 +12,7 @@ from test_engine_pages import SPEC, TOKENS, context, held
 
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
-from engine.tiers.server.cost_model import VALID, Decision, Rate, Rates
+from engine.tiers.server.cost_model import VALID_SECONDS, Decision, Rate, Rates
 
 MB = 1 << 20
 
@@ -64,7 +64,7 @@ def test_a_link_that_was_not_measured_for_a_while_is_measured_again() -> None:
     rates.prefilled(1000, 1.0)
     rates.received(1, 5.0, 10 * MB)
     assert not rates.decide(1000, 10 * MB).fetch
-    clock.now += VALID
+    clock.now += VALID_SECONDS
     assert rates.decide(1000, 10 * MB).fetch
 
 
@@ -94,9 +94,9 @@ def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
     fetch = tier.fetch("alice", TOKENS)
     assert fetch.result() is None
     assert fetch.why == "recompute"
-    assert fetch.decision
-    assert (fetch.decision.tokens, fetch.decision.nbytes) == (700, 700 * SPEC.token_nbytes)
-    assert not fetch.decision.fetch
+    assert fetch.report.decision
+    assert (fetch.report.decision.tokens, fetch.report.decision.nbytes) == (700, 700 * SPEC.token_nbytes)
+    assert not fetch.report.decision.fetch
     assert tier.misses == {"recompute": 1}
     assert tier.loads == {False: 1}
     assert held(tier._pool, tier.load("alice")) == 700  # who asks for a context without a prompt means it
@@ -107,18 +107,18 @@ def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
     tier.rates.prefilled(100, 1.0)
     fetch = tier.fetch("alice", TOKENS)
     assert held(tier._pool, fetch.result()) == 700
-    assert fetch.decision
-    assert fetch.decision.fetch
+    assert fetch.report.decision
+    assert fetch.report.decision.fetch
     assert tier.loads == {True: 1}
     assert not tier.misses
 
 
 def test_the_link_is_measured_by_what_comes_over_it(tier: PageTier, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("engine.tiers.server.cost_model.LEAST", 1000)
+    monkeypatch.setattr("engine.tiers.server.cost_model.LEAST_BYTES", 1000)
     assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
     fetch = tier.fetch("alice", TOKENS)
     held(tier._pool, fetch.result())
     assert tier.rates.latency
-    assert 0 < tier.rates.latency < fetch.seconds
+    assert 0 < tier.rates.latency < fetch.report.seconds
     assert tier.rates.link_rate
-    assert fetch.nbytes / fetch.seconds < tier.rates.link_rate < 100e9
+    assert fetch.report.nbytes / fetch.report.seconds < tier.rates.link_rate < 100e9

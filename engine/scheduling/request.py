@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from operator import index
 from typing import Any, cast
 
 import mlx.core as mx
@@ -16,61 +15,9 @@ from engine.memory.blocks import AgentBlocks, Arrays, KVBlock
 from engine.memory.kvcache import Cache
 from engine.spec import ModelCacheSpec
 
-MOST = 2**32  # token ids, as blocks are named
-
-
-class PromptError(ValueError):
-    """A prompt that the model cannot be given."""
-
 
 class EngineClosedError(RuntimeError):
     """The engine was drained or shut down and takes no more prompts."""
-
-
-class EmptyPromptError(PromptError):
-    """A prompt without a token."""
-
-
-class PromptTooLongError(PromptError):
-    """A prompt that leaves no room for an answer in the model's context."""
-
-
-class UnknownTokenError(PromptError):
-    """A prompt with an id that is not in the model's vocabulary."""
-
-
-def token_ids(tokens: Any, vocabulary: int = MOST) -> list[int]:
-    """`tokens` as a list of ids below `vocabulary`. Raises UnknownTokenError for what is no run of such numbers."""
-    tokens = tokens.tolist() if hasattr(tokens, "tolist") else tokens  # an array's are its own kind of number
-    if not isinstance(tokens, Iterable) or isinstance(tokens, str | bytes | bytearray | memoryview | Mapping):
-        raise UnknownTokenError(f"a prompt in tokens is a sequence of their ids, got {type(tokens).__name__}")
-    found = list(tokens)
-    if not all(type(token) is int for token in found):
-        found = [_token_id(token) for token in found]
-    if found and not (min(found) >= 0 and max(found) < vocabulary):
-        wrong = next(token for token in found if not 0 <= token < vocabulary)
-        raise UnknownTokenError(f"token ids are 0 to {vocabulary - 1}, got {wrong}")
-    return found
-
-
-def _token_id(token: Any) -> int:
-    """An array's scalar may be one. A truth value is a number only by accident."""
-    try:
-        if isinstance(token, bool):
-            raise TypeError
-        return index(token)
-    except TypeError:
-        raise UnknownTokenError(f"token ids are whole numbers, got {token!r:.80}") from None
-
-
-def check_prompt(spec: ModelCacheSpec, tokens: Sequence[int]) -> None:
-    """Raise EmptyPromptError, PromptTooLongError or UnknownTokenError for what a model cannot be given."""
-    if not tokens:
-        raise EmptyPromptError("a prompt has at least one token")
-    context = spec.context
-    if context and len(tokens) >= context:
-        raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
-    token_ids(tokens, spec.vocab_size)
 
 
 @dataclass(frozen=True, slots=True)

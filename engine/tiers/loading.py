@@ -13,11 +13,12 @@ from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
+from engine.tiers.load_states import FileState, LoadEvent, LoadState, Patience, moved
 from engine.tiers.metrics import Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.server.fetch import Fetch
 
-HEDGE_AFTER = 0.5  # seconds
+HEDGE_AFTER_SECONDS = 0.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +55,25 @@ class Ways:
     loaded: Callable[[Loaded, Sequence[int] | None], None]
 
 
+@dataclass(slots=True)
+class _File:
+    """The agent's file, as far as it is known."""
+
+    state: FileState
+    tokens: int = 0  # of use, as its header says
+    found: AgentBlocks | None = None
+    why: str | None = None  # it was of no use
+    hedged: bool = False  # it was read although the page server could still answer
+
+
 class Loading:
     """A load under way. `result`, or `cancel`, has to be called once: it holds blocks until then.
 
     The page server is asked for what memory lacks. The agent's file is looked at beside that: if it has more than the
-    server, or the server has not delivered after HEDGE_AFTER seconds, it is read, and the first that is there is
-    taken. The other is given up, and what it had taken is free. When memory has most of the prompt, the server is
-    waited for no longer than that. After so many seconds that a load may take nobody is waited for: what has come is
-    taken, and the rest is for the engine to compute.
+    server, or the server has not delivered after HEDGE_AFTER_SECONDS, it is read, and the first that is there is taken.
+    The other is given up, and what it had taken is free. When memory has most of the prompt, the server is waited for
+    no longer than that. After so many seconds that a load may take nobody is waited for: what has come is taken, and
+    the rest is for the engine to compute. `load_states` has the tables of what moves it.
     """
 
     def __init__(
@@ -73,26 +85,20 @@ class Loading:
         self._tokens = tokens
         self._memory = memory
         self._started = time.perf_counter()
-        self._seconds = 0.0  # until it was settled
-        self._settled: Future[None] = Future()
+        self._settled: Future[float] = Future()  # the seconds that it took
         self._loaded: Loaded | None = None
-        self._taken = False
-        self._cancelled = False
         self._lock = threading.Lock()  # of all below
-        self._over = False  # settled or cancelled
-        self._within = within
-        self._late = False  # HEDGE_AFTER has passed
-        self._overdue = False  # all of its time has
+        self._state = LoadState.WAITING
+        self._patience = Patience.FRESH
+        self._file = _File(FileState.LOOKING if ways.cold and not enough else FileState.DONE)
         self._fetch: Fetch | None = None
-        self._on_file: int | None = None if ways.cold and not enough else 0  # tokens; None: not known yet
-        self._reading = False
-        self._hedged = False  # the file is read although the server may still answer
-        self._was_read = not ways.cold or enough
-        self._from_file: AgentBlocks | None = None
-        self._why: str | None = None
-        self._timers = [threading.Timer(HEDGE_AFTER, self._be_late), threading.Timer(within, self._be_overdue)]
+        # The fetch has the same deadline, and ends then by itself, with what has come. A file is not waited for.
+        self._timers = [
+            threading.Timer(seconds, self._grow_impatient, [event])
+            for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
+        ]
         if not enough:
-            self._begin()
+            self._begin(within)
         self._go_on()
 
     def done(self) -> bool:
@@ -109,15 +115,16 @@ class Loading:
         Waits until it is done. Raises TimeoutError when that takes longer than `timeout` seconds, CancelledError after
         `cancel`.
         """
-        self._settled.result(timeout)
-        if self._cancelled:
-            raise CancelledError
+        seconds = self._settled.result(timeout)
+        with self._lock:
+            self._state = moved(self._state, LoadEvent.RESULT)
+            if self._state is LoadState.CANCELLED:
+                raise CancelledError
         if self._loaded is None:
-            self._taken = True
             start = time.perf_counter()
-            found = self._take()
-            seconds = self._seconds + time.perf_counter() - start
-            why = self._why if found.blocks else self._why or "absent"
+            found, why = self._take()
+            seconds += time.perf_counter() - start
+            why = why if found.blocks else why or "absent"
             self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds)
             self._ways.loaded(self._loaded, self._tokens)
         return self._loaded
@@ -125,25 +132,24 @@ class Loading:
     def cancel(self) -> None:
         """Give up, and free what was taken. After `result` this does nothing."""
         with self._lock:
-            if self._taken or self._cancelled:
+            before, self._state = self._state, moved(self._state, LoadEvent.CANCEL)
+            if self._state is before:
                 return
-            settled, self._over = self._over, True
-            self._cancelled = True
-            self._release(self._memory.blocks, self._from_file)
+            self._release(self._memory.blocks, self._file.found)
         self._stop_timers()
         if self._fetch:
             self._fetch.cancel()
-        if not settled:
-            self._settled.set_result(None)
+        if before is LoadState.WAITING:
+            self._settled.set_result(0.0)
 
-    def _begin(self) -> None:
+    def _begin(self, within: float) -> None:
         ways = self._ways
         if self._tokens is not None:
             ways.make_room(len(self._tokens) - self._memory.reach)
         if ways.pages:
             blocks = self._memory.blocks.blocks if self._memory.blocks else ()
             held = blocks[: self._memory.reach // ways.spec.block_tokens]
-            self._fetch = ways.pages.fetch(self._agent_id, self._tokens, held=held, within=self._within)
+            self._fetch = ways.pages.fetch(self._agent_id, self._tokens, held=held, within=within)
             self._fetch.add_done_callback(lambda _: self._go_on())
         for timer in self._timers:
             timer.daemon = True
@@ -151,13 +157,9 @@ class Loading:
         if ways.cold:
             ways.readers.submit(self._look)
 
-    def _be_late(self) -> None:
-        self._late = True
-        self._go_on()
-
-    def _be_overdue(self) -> None:
-        """The fetch has the same time, and ends now by itself, with what has come; a file is not waited for."""
-        self._overdue = True
+    def _grow_impatient(self, event: LoadEvent) -> None:
+        with self._lock:
+            self._patience = moved(self._patience, event)
         self._go_on()
 
     def _stop_timers(self) -> None:
@@ -169,71 +171,72 @@ class Loading:
         assert self._ways.cold
         reach = self._ways.cold.reach(self._agent_id, self._tokens)
         with self._lock:
-            self._on_file = reach if self._tokens is None else min(reach, len(self._tokens) - 1)
+            self._file.tokens = reach if self._tokens is None else min(reach, len(self._tokens) - 1)
+            self._file.state = moved(self._file.state, LoadEvent.LOOKED)
         self._go_on()
 
     def _read(self) -> None:
         """On a reader's thread: load the file."""
         assert self._ways.cold
-        if self._on_file:
+        if self._file.tokens:
             self._ways.tally.count("disk_loads")
-        self._ways.make_room((self._on_file or 0) - self._memory.reach)
-        found, why = self._ways.cold.find(self._agent_id, self._tokens, given_up=lambda: self._over)
+        self._ways.make_room(self._file.tokens - self._memory.reach)
+        found, why = self._ways.cold.find(
+            self._agent_id, self._tokens, given_up=lambda: self._state is not LoadState.WAITING
+        )
         with self._lock:
-            if self._over:
-                self._release(found)
+            if self._state is LoadState.WAITING:
+                self._file.state = moved(self._file.state, LoadEvent.READ_ENDED)
+                self._file.found, self._file.why = found, why
             else:
-                self._from_file, self._was_read = found, True
-                self._why = self._why or why
+                self._release(found)
         self._go_on()
 
     def _go_on(self) -> None:
         """Something has changed: settle, or begin to read the file, or go on waiting."""
         with self._lock:
-            if self._over or not self._decide():
+            if self._state is not LoadState.WAITING or not self._has_enough():
                 return
-            self._over = True
-            self._seconds = time.perf_counter() - self._started
+            self._state = moved(self._state, LoadEvent.SETTLE)
         self._stop_timers()
-        self._settled.set_result(None)
+        self._settled.set_result(time.perf_counter() - self._started)
 
-    def _decide(self) -> bool:
+    def _has_enough(self) -> bool:
         """Whether to wait no longer; begins to read the file when that is worth it."""
+        file, late = self._file, self._patience is Patience.LATE
         fetched = self._fetch is None or self._fetch.done()
-        in_vain = self._late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
+        in_vain = late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
         best = max(self._memory.reach, self._fetch.reach if self._fetch and fetched else 0)
-        if self._from_file or (self._overdue and fetched):
+        if file.found or (self._patience is Patience.OVERDUE and fetched):
             return True
-        if self._was_read:
+        if file.state is FileState.LOOKING:
+            return False
+        if file.state is FileState.READING:
+            return fetched and 0 < file.tokens <= best
+        worth_reading = file.tokens > best or (fetched and not best)  # of what is nowhere, the file tells why
+        if file.state is FileState.DONE or not worth_reading:
             return fetched or in_vain
-        if self._on_file is None:
-            return False
-        if self._reading:
-            return fetched and 0 < self._on_file <= best
-        if self._on_file > best or (fetched and not best):  # of what is nowhere, the file tells why
-            if fetched or self._late:
-                self._reading, self._hedged = True, not fetched
-                self._ways.readers.submit(self._read)
-            return False
-        return fetched or in_vain
+        if fetched or late:
+            file.state, file.hedged = moved(file.state, LoadEvent.READ_BEGAN), not fetched
+            self._ways.readers.submit(self._read)
+        return False
 
-    def _take(self) -> Found:
-        """What was settled upon; the rest is let go of."""
-        on_file, best = self._from_file, self._memory
-        if on_file:
-            best = Found(on_file, "cold", beginning(self._ways.spec, on_file, self._tokens)[1])
-        fetch = self._fetch
+    def _take(self) -> tuple[Found, str | None]:
+        """What was settled upon, and why there is not more; the rest is let go of."""
+        file, fetch, best = self._file, self._fetch, self._memory
+        if file.found:
+            best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])
         try:
             if fetch and fetch.done() and fetch.reach > best.reach and (fetched := fetch.result()):
                 best = Found(fetched, "page", fetch.reach)
         finally:
-            self._release(*(found for found in (self._memory.blocks, on_file) if found is not best.blocks))
+            self._release(*(found for found in (self._memory.blocks, file.found) if found is not best.blocks))
         if fetch and best.tier != "page":
             fetch.cancel()
-        if self._hedged:
+        if file.hedged:
             self._ways.tally.count("hedges_won" if best.tier == "cold" else "hedges_lost")
-        self._why = (fetch.why if fetch and fetch.done() else None) or self._why or ("late" if self._overdue else None)
-        return best
+        late = "late" if self._patience is Patience.OVERDUE else None
+        return best, (fetch.why if fetch and fetch.done() else None) or file.why or late
 
     def _release(self, *contexts: AgentBlocks | None) -> None:
         for context in contexts:

@@ -30,13 +30,13 @@ from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_i
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.server import block_writer as saving
-from engine.tiers.server import reference_counts as refs
+from engine.tiers.server import block_writer, reference_counts
 from engine.tiers.server.breaker import CircuitBreaker
-from engine.tiers.server.connection import Link
+from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
-from engine.tiers.server.manifest import Layout, Manifest, Miss, Place, manifest_key
+from engine.tiers.server.lookup import FetchRequest, Remote
+from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
 T = TypeVar("T")
@@ -90,25 +90,25 @@ class PageTier:
         self.unasked: Counter[str] = Counter()  # all other questions that got no answer, by reason
         self.loads: Counter[bool] = Counter()  # decided loads: whether they fetched
         self._spec = spec
-        self._layout = Layout(spec)
-        self._pool = pool
+        self._layout = BlockLayout(spec)
         self._within = within
-        self._link = Link(url, min(deadline, within / 2), connections)
+        self._connection = ServerConnection(url, min(deadline, within / 2), connections)
+        self._remote = Remote(self._connection, spec, self._layout, pool)
         self._token = uuid.uuid4().hex  # whose claims are ours
 
     @property
     def breaker(self) -> CircuitBreaker:
         """What keeps everybody from waiting for a server that fails."""
-        return self._link.breaker
+        return self._connection.breaker
 
     @property
     def rates(self) -> Rates:
         """What load-or-recompute is decided from; the engine tells it how fast prompts are computed."""
-        return self._link.rates
+        return self._connection.rates
 
     def close(self) -> None:
         """End what is under way and close the connections."""
-        self._link.close()
+        self._connection.close()
 
     # -- loading ---------------------------------------------------------------------------------------------------
 
@@ -127,12 +127,12 @@ class PageTier:
         """
         check_agent_id(agent_id)
         within = self._within if within is None else within
-        return Fetch(self._link, self._spec, self._layout, self._pool, agent_id, tokens, held, self._count, within)
+        return Fetch(self._remote, FetchRequest(agent_id, tokens, held, within), self._count)
 
     def _count(self, fetch: Fetch) -> None:
-        self.misses.update(fetch.reasons)
-        if fetch.decision:
-            self.loads[fetch.decision.fetch] += 1
+        self.misses.update(fetch.report.reasons)
+        if fetch.report.decision:
+            self.loads[fetch.report.decision.fetch] += 1
 
     def load(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()
@@ -156,31 +156,33 @@ class PageTier:
         context.validate(self._spec)
         if not context.blocks:
             return Saved(0, 0, 0)
-        manifest = Manifest.of(context.agent_id, context.tokens, self._spec)
-        parts = saving.parts_of(context, manifest, self._spec)
+        manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec)
+        parts = block_writer.parts_of(context, manifest, self._spec)
         return self._attempt(self._save(manifest, parts), self.unsaved)
 
     def publish(self, context: AgentBlocks) -> Saved | None:
         """Store the full blocks of a context for whoever begins in the same way, and nothing in its agent's name."""
         context.validate(self._spec)
         full = len(context) // self._spec.block_tokens * self._spec.block_tokens
-        manifest = Manifest.of(context.agent_id, context.tokens[:full], self._spec)
+        manifest = ContextManifest.of(context.agent_id, context.tokens[:full], self._spec)
         if not full:
             return Saved(0, 0, 0)
-        parts = saving.parts_of(context, manifest, self._spec)
+        parts = block_writer.parts_of(context, manifest, self._spec)
         return self._attempt(self._write(parts), self.unsaved)
 
-    async def _save(self, manifest: Manifest, parts: saving.Parts) -> Saved:
+    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
         saved = await self._write(parts)
-        await refs.replace(self._link, manifest.agent_id, self._spec.fingerprint, manifest.dump(self._spec))
+        await reference_counts.replace(
+            self._connection, manifest.agent_id, self._spec.fingerprint, manifest.dump(self._spec)
+        )
         again = await self._write(parts)  # what somebody deleted before this manifest held on to it
         if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
-            await refs.bury(self._link, manifest.names)
+            await reference_counts.bury(self._connection, manifest.names)
         return saved
 
-    async def _write(self, parts: saving.Parts) -> Saved:
-        missing = await saving.missing(self._link, self._layout, list(parts))
-        await saving.write(self._link, self._layout, parts, missing)
+    async def _write(self, parts: block_writer.Parts) -> Saved:
+        missing = await block_writer.missing(self._connection, self._layout, list(parts))
+        await block_writer.write(self._connection, self._layout, parts, missing)
         written = sum(not place.of_state for place in missing)
         present = sum(not place.of_state for place in parts) - written
         return Saved(written, present, self._layout.nbytes(*missing))
@@ -194,26 +196,26 @@ class PageTier:
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
-        return self._ask(refs.copy(self._link, agent_id, new_id, self._spec.fingerprint)) or False
+        return self._ask(reference_counts.copy(self._connection, agent_id, new_id, self._spec.fingerprint)) or False
 
     def delete(self, agent_id: str) -> bool:
         """Delete what is stored of the agent, by whatever model, but for blocks that others have too; whether there was
         something. Looks through all keys of the server."""
-        return self._ask(refs.delete(self._link, check_agent_id(agent_id))) or False
+        return self._ask(reference_counts.delete(self._connection, check_agent_id(agent_id))) or False
 
     def agents(self) -> list[str]:
         """Whose contexts of this model are here."""
-        return self._ask(refs.agents(self._link, self._spec.fingerprint)) or []
+        return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
 
     def has(self, agent_id: str) -> bool:
         """Whether there is a context of the agent, of this model."""
-        return bool(self._ask(self._link.ask_one(up_to(1), "EXISTS", self._key(agent_id))))
+        return bool(self._ask(self._connection.ask_one(up_to(1), "EXISTS", self._key(agent_id))))
 
     def tokens_of(self, agent_id: str) -> int | None:
         """How many tokens are stored of the agent; None when there is nothing of this model."""
-        raw = self._ask(self._link.ask_one(text, "GET", self._key(agent_id)))
+        raw = self._ask(self._connection.ask_one(text, "GET", self._key(agent_id)))
         try:
-            return len(Manifest.parse(raw, agent_id, self._spec).tokens) if raw is not None else None
+            return len(ContextManifest.parse(raw, agent_id, self._spec).tokens) if raw is not None else None
         except Miss:
             return None
 
@@ -224,8 +226,8 @@ class PageTier:
 
     def sealed(self, names: Sequence[str]) -> int:
         """How many of the blocks with these names, from the first on, are stored."""
-        places = [Place(name, self._spec.block_tokens, 0) for name in names]
-        missing = self._ask(saving.missing(self._link, self._layout, places))
+        places = [BlockPlace(name, self._spec.block_tokens, 0) for name in names]
+        missing = self._ask(block_writer.missing(self._connection, self._layout, places))
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
     def claim(self, name: str, seconds: float) -> bool:
@@ -244,7 +246,7 @@ class PageTier:
         return self._ask(self._change_claim(_claim_key(name), 0)) or False
 
     async def _claim(self, key: str, milliseconds: int) -> bool:
-        return await self._link.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
+        return await self._connection.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
 
     async def _change_claim(self, key: str, milliseconds: int) -> bool:
         """Let our claim live for so long from now, 0 not at all. Whether it was ours."""
@@ -255,7 +257,7 @@ class PageTier:
             ours = holder == self._token.encode()
             return [Question(["PEXPIRE", key, milliseconds], up_to(1))] if ours else []
 
-        await self._link.transaction([key], Question(["GET", key], text), change)
+        await self._connection.transaction([key], Question(["GET", key], text), change)
         return ours
 
     def _ask(self, work: Coroutine[Any, Any, T]) -> T | None:
@@ -263,7 +265,7 @@ class PageTier:
         return self._attempt(work, self.unasked)
 
     def _attempt(self, work: Coroutine[Any, Any, T], failures: Counter[str]) -> T | None:
-        return self._link.do(self._link.attempt(work, lambda why: failures.update([why])))
+        return self._connection.do(self._connection.attempt(work, lambda why: failures.update([why])))
 
 
 def _claim_key(name: str) -> str:

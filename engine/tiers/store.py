@@ -19,11 +19,11 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
 from engine.memory.prefix import root_of
 from engine.memory.prefix_cache import SharedPrefixCache
 from engine.pool import BlockPool
-from engine.scheduling.request import token_ids
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher

@@ -35,7 +35,7 @@ def reason(error: BaseException) -> str:
     return "down" if isinstance(error, Disconnected | OSError) else "refused"
 
 
-class Link:
+class ServerConnection:
     """Everything that is said to the server goes through `server`, to be used on the link's own thread."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:

@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-OVERTURN = 0.5  # how much of what was measured before still counts at the next measurement
-VALID = 30.0  # seconds; a link may be another one after that
-LEAST = 1 << 20  # bytes of a transfer that says something about a link
+DECAY = 0.5  # how much of what was measured before still counts at the next measurement
+VALID_SECONDS = 30.0  # a link may be another one after that
+LEAST_BYTES = 1 << 20  # of a transfer that says something about a link
 
 
 class Rate:
@@ -20,8 +20,8 @@ class Rate:
 
     def observe(self, amount: float, seconds: float) -> None:
         """`amount` took `seconds`."""
-        self._amount = self._amount * OVERTURN + amount
-        self._seconds = self._seconds * OVERTURN + seconds
+        self._amount = self._amount * DECAY + amount
+        self._seconds = self._seconds * DECAY + seconds
 
     @property
     def value(self) -> float | None:
@@ -50,7 +50,7 @@ class Rates:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` tells seconds."""
         self._clock = clock
-        self._link = Rate()
+        self._connection = Rate()
         self._questions = Rate()
         self._prefill = Rate()
         self._link_seen = 0.0  # when it was last observed
@@ -65,8 +65,8 @@ class Rates:
 
     def received(self, nbytes: int, seconds: float, wanted: int) -> None:
         """`nbytes` have come, of `wanted`. Little of it says nothing of the link, only of its latency."""
-        if wanted >= LEAST:
-            self._link.observe(nbytes, seconds)
+        if wanted >= LEAST_BYTES:
+            self._connection.observe(nbytes, seconds)
             self._link_seen = self._clock()
 
     @property
@@ -82,7 +82,7 @@ class Rates:
     @property
     def link_rate(self) -> float | None:
         """Bytes a second. None when it was not measured lately: then something is fetched, and it is."""
-        return self._link.value if self._clock() - self._link_seen < VALID else None
+        return self._connection.value if self._clock() - self._link_seen < VALID_SECONDS else None
 
     def decide(self, tokens: int, nbytes: int, link: float | None = None) -> Decision:
         """Whether to fetch `nbytes`, at `link` bytes a second or as fast as it was lately, rather than to compute

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple, Self
 import xxhash
 from typing_extensions import Buffer
 
+from engine.generation.tokens import token_ids
 from engine.memory.prefix import chain_hash, chain_hashes, root_of
-from engine.scheduling.request import token_ids
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane
@@ -32,7 +32,7 @@ class Miss(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockPlace:
     """Where on the server the tokens of a block lie, or the state after them."""
 
     name: str  # the block's chain hash
@@ -50,7 +50,7 @@ class Place:
         """As the server names it."""
         return self.name.encode(), int(self.of_state)
 
-    def state(self) -> Place:
+    def state(self) -> BlockPlace:
         """Where the state after these tokens lies."""
         return replace(self, of_state=True)
 
@@ -62,30 +62,30 @@ class Place:
         return digest.hexdigest()
 
 
-class Layout:
+class BlockLayout:
     """What lies at the places of a model, worked out once for each kind of place."""
 
     def __init__(self, spec: ModelCacheSpec) -> None:
         self._spec = spec
         self._kinds: dict[tuple[bool, int], _Kind] = {}
 
-    def nbytes(self, *places: Place) -> int:
+    def nbytes(self, *places: BlockPlace) -> int:
         """Of the arrays there, in all. 0 for the tokens of a model whose layers all carry states."""
         return sum(self._kind(place).nbytes for place in places)
 
-    def shapes(self, place: Place) -> Shapes:
+    def shapes(self, place: BlockPlace) -> Shapes:
         """Of the arrays there."""
         return self._kind(place).shapes
 
-    def block(self, place: Place) -> BlockShape:
+    def block(self, place: BlockPlace) -> BlockShape:
         """How the server is told of them, of which there must be some."""
         block = self._kind(place).block
         assert block is not None
         return block
 
-    def chunks(self, places: Iterable[Place]) -> Iterator[list[Place]]:
+    def chunks(self, places: Iterable[BlockPlace]) -> Iterator[list[BlockPlace]]:
         """Places in their order, neighbours at which the same lies together, of at most CHUNK bytes."""
-        chunk: list[Place] = []
+        chunk: list[BlockPlace] = []
         for place in places:
             full = (len(chunk) + 1) * self.nbytes(place) > CHUNK
             if chunk and (full or self.shapes(place) != self.shapes(chunk[0])):
@@ -95,7 +95,7 @@ class Layout:
         if chunk:
             yield chunk
 
-    def _kind(self, place: Place) -> _Kind:
+    def _kind(self, place: BlockPlace) -> _Kind:
         key = place.of_state, place.end if place.of_state else place.tokens
         kind = self._kinds.get(key)
         if kind is None:
@@ -130,7 +130,7 @@ def block_shape(shapes: Shapes) -> BlockShape:
 
 
 @dataclass(frozen=True, slots=True)
-class Manifest:
+class ContextManifest:
     """What an agent's context consists of."""
 
     agent_id: str
@@ -142,13 +142,13 @@ class Manifest:
         """Of an agent's context of these tokens."""
         return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
 
-    def place(self, index: int, spec: ModelCacheSpec) -> Place:
+    def place(self, index: int, spec: ModelCacheSpec) -> BlockPlace:
         """Where the tokens of block `index` lie."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
-        return Place(self.names[index], tokens, start + tokens)
+        return BlockPlace(self.names[index], tokens, start + tokens)
 
-    def places(self, spec: ModelCacheSpec) -> list[Place]:
+    def places(self, spec: ModelCacheSpec) -> list[BlockPlace]:
         """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec) for i in range(len(self.names))]
 

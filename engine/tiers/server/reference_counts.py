@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
-from engine.tiers.server.connection import Link
+from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import manifest_key, moved, names_in, older_key
 from kvpage_server.client.questions import Question, integer, ok, scanned, texts
 
@@ -22,13 +22,13 @@ SCANNED = 5000  # keys that are looked at in one go
 Stored = Mapping[str, bytes | None]  # manifests, by key
 
 
-async def replace(link: Link, agent_id: str, fingerprint: int, manifest: bytes) -> None:
+async def replace(connection: ServerConnection, agent_id: str, fingerprint: int, manifest: bytes) -> None:
     """Put an agent's manifest in place of the one that was there."""
     key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
-    await _change(link, [key, older], lambda _: {key: manifest, older: None})
+    await _change(connection, [key, older], lambda _: {key: manifest, older: None})
 
 
-async def copy(link: Link, agent_id: str, new_id: str, fingerprint: int) -> bool:
+async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
     """Let an agent have what another one has, in place of its own; whether there is something to be had."""
     source, key, older = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint), older_key(new_id)
     found = False
@@ -39,11 +39,11 @@ async def copy(link: Link, agent_id: str, new_id: str, fingerprint: int) -> bool
         found = manifest is not None
         return {key: manifest, older: None} if found else {}
 
-    await _change(link, [source, key, older], change)
+    await _change(connection, [source, key, older], change)
     return found
 
 
-async def delete(link: Link, agent_id: str) -> bool:
+async def delete(connection: ServerConnection, agent_id: str) -> bool:
     """Delete what any model has of an agent; whether there was something."""
     older, found = older_key(agent_id), False
 
@@ -52,27 +52,27 @@ async def delete(link: Link, agent_id: str) -> bool:
         found = found or any(manifest is not None for manifest in stored.values())
         return dict.fromkeys(stored)
 
-    await _change(link, [older, *await _scan(link, f"{older}:*")], change)
+    await _change(connection, [older, *await _scan(connection, f"{older}:*")], change)
     return found
 
 
-async def agents(link: Link, fingerprint: int) -> list[str]:
+async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
     """Who has a manifest of this model."""
     before, after = manifest_key("*", fingerprint).split("*")
-    found = await _scan(link, f"{before}*{after}")
+    found = await _scan(connection, f"{before}*{after}")
     return sorted(key.removeprefix(before).removesuffix(after) for key in found)
 
 
-async def _scan(link: Link, pattern: str) -> set[str]:
+async def _scan(connection: ServerConnection, pattern: str) -> set[str]:
     cursor, found = b"0", set[str]()
     while True:
-        cursor, keys = await link.ask_one(scanned, "SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED)
+        cursor, keys = await connection.ask_one(scanned, "SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED)
         found.update(key.decode(errors="replace") for key in keys)
         if cursor == b"0":
             return found
 
 
-async def _change(link: Link, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
+async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
     """Put manifests in place of others, or for None delete them, and bury what nobody names any more.
 
     `change` is given what lies at `keys`, and called anew when that has changed meanwhile.
@@ -96,12 +96,12 @@ async def _change(link: Link, keys: Sequence[str], change: Callable[[Stored], St
             *(Question(["DECRBY", _count_key(name), count], integer) for name, count in removed.items()),
         ]
 
-    answers = await link.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
+    answers = await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), questions)
     counts = answers[len(answers) - len(dropped) :]
-    await bury(link, [name for name, count in zip(dropped, counts, strict=True) if count <= 0])
+    await bury(connection, [name for name, count in zip(dropped, counts, strict=True) if count <= 0])
 
 
-async def bury(link: Link, names: Sequence[str]) -> None:
+async def bury(connection: ServerConnection, names: Sequence[str]) -> None:
     """Delete those of these blocks that no manifest names."""
     if not names:
         return
@@ -111,7 +111,7 @@ async def bury(link: Link, names: Sequence[str]) -> None:
         dead = [name for name, count in zip(names, counts, strict=True) if count is None or _is_none(count)]
         return [question for name in dead for question in _burial(name)]
 
-    await link.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
+    await connection.transaction(keys, Question(["MGET", *keys], texts(len(keys))), change)
 
 
 def _burial(name: str) -> list[Question]:

@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from engine.memory.prefix import ROOT, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import Manifest, Place
+from engine.tiers.server.manifest import BlockPlace, ContextManifest
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,8 +20,8 @@ class Plan:
     """What to fetch, and what it will be."""
 
     tokens: tuple[int, ...]  # the blocks hold its beginning
-    blocks: tuple[Place, ...]  # first to last, without a gap
-    states: tuple[Place, ...]  # the furthest first: one of them is needed; () where no layer carries a state
+    blocks: tuple[BlockPlace, ...]  # first to last, without a gap
+    states: tuple[BlockPlace, ...]  # the furthest first: one of them is needed; () where no layer carries a state
     reach: int  # tokens of the prompt that needn't be computed
 
 
@@ -30,7 +30,7 @@ class Offer:
     block in which the two part, if there is one."""
 
     def __init__(
-        self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: Manifest | None, root: str = ROOT
+        self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: ContextManifest | None, root: str = ROOT
     ) -> None:
         """`root` is where the agent's chains begin."""
         size = spec.block_tokens
@@ -39,16 +39,16 @@ class Offer:
         self.wanted = wanted
         self.manifest = manifest
         self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
-        self.full = [Place(name, size, (i + 1) * size) for i, name in enumerate(names)]
+        self.full = [BlockPlace(name, size, (i + 1) * size) for i, name in enumerate(names)]
         self.parting = manifest.place(self.common // size, spec) if manifest and self.common % size else None
 
     @property
-    def places(self) -> list[Place]:
+    def places(self) -> list[BlockPlace]:
         """All of them, and their states where layers carry one: what a plan needs the digests of."""
         blocks = [*self.full, self.parting] if self.parting else self.full
         return [*blocks, *(place.state() for place in blocks)] if self.spec.has_state else blocks
 
-    def stored(self, digests: Mapping[str, str]) -> list[Place]:
+    def stored(self, digests: Mapping[str, str]) -> list[BlockPlace]:
         """The full blocks up to the first without a digest. `digests` are by seal."""
         return list(takewhile(lambda place: place.seal in digests, self.full))
 
@@ -69,7 +69,9 @@ class Offer:
             plans.append(self._plan(self.manifest.tokens, blocks, digests, min(limit, self.common)))
         return max(plans, key=lambda plan: plan.reach)
 
-    def _plan(self, tokens: tuple[int, ...], blocks: Sequence[Place], digests: Mapping[str, str], limit: int) -> Plan:
+    def _plan(
+        self, tokens: tuple[int, ...], blocks: Sequence[BlockPlace], digests: Mapping[str, str], limit: int
+    ) -> Plan:
         if not self.spec.has_state:
             reach = min(blocks[-1].end if blocks else 0, self.common if tokens is not self.wanted else len(tokens))
             return Plan(tokens, tuple(blocks), (), reach)

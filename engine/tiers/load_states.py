@@ -1,0 +1,95 @@
+"""The states of a load. Every event that a table does not name leaves a state where it is.
+
+The load itself::
+
+    load      | SETTLE  | RESULT | CANCEL
+    ----------+---------+--------+----------
+    WAITING   | SETTLED | -      | CANCELLED
+    SETTLED   | -       | TAKEN  | CANCELLED
+    TAKEN     | -       | -      | -
+    CANCELLED | -       | -      | -
+
+Its agent's file::
+
+    file    | LOOKED | READ_BEGAN | READ_ENDED
+    --------+--------+------------+-----------
+    LOOKING | SEEN   | -          | -
+    SEEN    | -      | READING    | -
+    READING | -      | -          | DONE
+    DONE    | -      | -          | -
+
+How long the page server is still waited for::
+
+    patience | HEDGE_TIMER | DEADLINE
+    ---------+-------------+---------
+    FRESH    | LATE        | OVERDUE
+    LATE     | -           | OVERDUE
+    OVERDUE  | -           | -
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+from typing import TypeVar
+
+
+class LoadState(Enum):
+    """Where a load is."""
+
+    WAITING = auto()  # for the page server or the file
+    SETTLED = auto()  # what is there can be taken
+    TAKEN = auto()  # its blocks are the caller's
+    CANCELLED = auto()  # its blocks are free
+
+
+class FileState(Enum):
+    """What is known of the agent's file."""
+
+    LOOKING = auto()  # at its header, for how many tokens it has
+    SEEN = auto()  # and it was not worth reading so far
+    READING = auto()
+    DONE = auto()  # it was read, or is not wanted
+
+
+class Patience(Enum):
+    """How long the load has taken."""
+
+    FRESH = auto()
+    LATE = auto()  # the file is read beside the page server
+    OVERDUE = auto()  # what has come is taken
+
+
+class LoadEvent(Enum):
+    """What moves these states."""
+
+    SETTLE = auto()
+    RESULT = auto()
+    CANCEL = auto()
+    LOOKED = auto()
+    READ_BEGAN = auto()
+    READ_ENDED = auto()
+    HEDGE_TIMER = auto()
+    DEADLINE = auto()
+
+
+State = TypeVar("State", LoadState, FileState, Patience)
+
+_MOVES: dict[tuple[Enum, LoadEvent], Enum] = {
+    (LoadState.WAITING, LoadEvent.SETTLE): LoadState.SETTLED,
+    (LoadState.WAITING, LoadEvent.CANCEL): LoadState.CANCELLED,
+    (LoadState.SETTLED, LoadEvent.RESULT): LoadState.TAKEN,
+    (LoadState.SETTLED, LoadEvent.CANCEL): LoadState.CANCELLED,
+    (FileState.LOOKING, LoadEvent.LOOKED): FileState.SEEN,
+    (FileState.SEEN, LoadEvent.READ_BEGAN): FileState.READING,
+    (FileState.READING, LoadEvent.READ_ENDED): FileState.DONE,
+    (Patience.FRESH, LoadEvent.HEDGE_TIMER): Patience.LATE,
+    (Patience.FRESH, LoadEvent.DEADLINE): Patience.OVERDUE,
+    (Patience.LATE, LoadEvent.DEADLINE): Patience.OVERDUE,
+}
+
+
+def moved(state: State, event: LoadEvent) -> State:
+    """The state that follows."""
+    following = _MOVES.get((state, event), state)
+    assert isinstance(following, type(state))
+    return following

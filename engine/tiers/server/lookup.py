@@ -1,0 +1,161 @@
+"""What a page server has of a prompt: looked up, planned, and leased so that it stays until it is received."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from engine.generation.tokens import token_ids
+from engine.memory.blocks import KVBlock
+from engine.memory.prefix import root_of
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.server.connection import ServerConnection
+from engine.tiers.server.cost_model import Decision
+from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
+from engine.tiers.server.restore_planner import Offer, Plan
+from kvpage_server.client.questions import Question, texts, up_to
+
+
+@dataclass(frozen=True, slots=True)
+class Remote:
+    """A page server, and what of a model lies there."""
+
+    connection: ServerConnection
+    spec: ModelCacheSpec
+    layout: BlockLayout
+    pool: BlockPool  # for what is received
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What is to be fetched."""
+
+    agent_id: str
+    tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
+    held: Sequence[KVBlock]  # the first full blocks of the prompt, which are in memory and need not be received
+    within: float  # seconds
+
+
+@dataclass(slots=True)
+class FetchReport:
+    """What a fetch says of itself."""
+
+    reasons: list[str] = field(default_factory=list)  # why it found less than there might have been
+    decision: Decision | None = None  # None when there was nothing to decide on
+    nbytes: int = 0  # received
+    seconds: float = 0.0  # from the start to the end
+    reach: int = 0  # tokens of the prompt that need not be computed with what has come, once it is done
+
+    def missed(self, why: str) -> None:
+        """There is less than there might have been."""
+        if why not in self.reasons:
+            self.reasons.append(why)
+
+
+class Lookup:
+    """Of one request: what there is, and what of it is to be received."""
+
+    def __init__(self, remote: Remote, request: FetchRequest, report: FetchReport) -> None:
+        """Raises ValueError when more blocks are held than the prompt fills, and UnknownTokenError."""
+        prompt = () if request.tokens is None else tuple(token_ids(request.tokens))
+        if len(request.held) > (full := len(prompt) // remote.spec.block_tokens):
+            raise ValueError(f"held blocks are the first of {full} full ones, got {len(request.held)}")
+        self.remote = remote
+        self.report = report
+        self.whole_context = request.tokens is None
+        self._agent_id = request.agent_id
+        self._offer = Offer(remote.spec, prompt, None, root_of(request.agent_id))  # of the prompt alone, so far
+        self.held = dict(zip(self._offer.full, request.held, strict=False))
+        self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
+
+    @property
+    def limit(self) -> int:
+        """How many tokens a context that ends in a state may have: a prompt leaves one to be computed."""
+        return len(self._offer.wanted) - (not self.whole_context)
+
+    @cached_property
+    def digests_in_memory(self) -> dict[str, str]:
+        """What is held has no need of a digest, but a plan asks for one."""
+        blocks = dict.fromkeys((place.seal for place in self.held), "")
+        return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
+
+    def wanted(self, plan: Plan) -> list[BlockPlace]:
+        """What is to be received for a plan: the blocks that are not held, and the furthest state unless it is."""
+        return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
+
+    async def ask(self) -> dict[str, str]:
+        """What there is: the agent's manifest, which goes into the offer, and all digests a plan may need, by seal."""
+        connection, spec = self.remote.connection, self.remote.spec
+        seals = [place.seal for place in self._offer.places]
+        keys = [manifest_key(self._agent_id, spec.fingerprint), older_key(self._agent_id)]
+        begun = time.perf_counter()
+        (raw, older, *found) = await connection.ask_one(texts(2 + len(seals)), "MGET", *keys, *seals)
+        connection.rates.asked(time.perf_counter() - begun)
+        digests = dict(zip(seals, found, strict=True))
+        if manifest := self._manifest(raw, older):
+            wanted = manifest.tokens if self.whole_context else self._offer.wanted
+            self._offer = Offer(spec, wanted, manifest, root_of(self._agent_id))
+            if more := [place.seal for place in self._offer.places if place.seal not in digests]:
+                found = await connection.ask_one(texts(len(more)), "MGET", *more)
+                digests |= dict(zip(more, found, strict=True))
+        there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
+        there |= self.digests_in_memory
+        if self._offer.has_gap(there):
+            self.report.missed("gap")
+        return there
+
+    async def lease(self, digests: dict[str, str]) -> Plan:
+        """A plan of which all is there, protected for as long as this may take; without what is computed sooner."""
+        while True:
+            plan = self._offer.plan(digests, self.limit)
+            wanted = self.wanted(plan)
+            if not wanted:
+                return plan
+            if not self.whole_context:
+                tokens, nbytes = plan.reach - self.in_memory.reach, self.remote.layout.nbytes(*wanted)
+                self.report.decision = self.remote.connection.rates.decide(tokens, nbytes)
+                if not self.report.decision.fetch:
+                    self.report.missed("recompute")
+                    return self.in_memory
+            lost = await self._lease_all(wanted)
+            if not lost:
+                return plan
+            self.report.missed("gap")
+            for place in lost:
+                del digests[place.seal]
+
+    def _manifest(self, raw: bytes | None, older: bytes | None) -> ContextManifest | None:
+        """The agent's, or what an earlier version left in its place, which is not read."""
+        if raw is None:
+            if older is not None:
+                self.report.missed("manifest")
+            return None
+        try:
+            return ContextManifest.parse(raw, self._agent_id, self.remote.spec)
+        except Miss as error:
+            self.report.missed(str(error))
+            return None
+
+    async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
+        """Lease blocks, and states, from the first on up to one that is missing; what is lost with that."""
+        connection, layout = self.remote.connection, self.remote.layout
+        stored = [place for place in places if layout.nbytes(place)]
+        kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
+        rate = connection.rates.link_rate
+        expected = layout.nbytes(*stored) / rate if rate else 0.0
+        milliseconds = round(1000 * (connection.deadline + 2 * expected))
+        counts = await connection.ask(self._lease_prefix(kind, milliseconds) for kind in kinds)
+        short = [i for i, kind in enumerate(kinds) if counts[i] < len(kind)]
+        if short:  # perhaps because too much is leased already
+            again = await connection.ask(self._lease_prefix(kinds[i], 0) for i in short)
+            for i, count in zip(short, again, strict=True):
+                counts[i] = count
+        return [place for kind, count in zip(kinds, counts, strict=True) for place in kind[count:]]
+
+    def _lease_prefix(self, places: Sequence[BlockPlace], milliseconds: int) -> Question:
+        pages = self.remote.layout.block(places[0]).pages
+        names = [part for place in places for part in place.block]
+        return Question(["KVPAGEPREFIX", pages, milliseconds, len(places), *names], up_to(len(places)))

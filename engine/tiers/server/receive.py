@@ -1,0 +1,159 @@
+"""Receiving what was planned into the memory in which it is used, chunk by chunk, each checked as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import takewhile
+
+import mlx.core as mx
+import numpy as np
+
+from engine.memory.blocks import Arrays, in_memory
+from engine.spec import Shapes
+from engine.tiers.server.connection import OUTAGES
+from engine.tiers.server.cost_model import LEAST_BYTES
+from engine.tiers.server.lookup import Lookup
+from engine.tiers.server.manifest import BlockPlace, Miss
+from engine.tiers.server.restore_planner import Plan
+from kvpage_server.client.questions import integer
+
+Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memory for each
+
+
+class Receiver:
+    """What has come of a plan. The first block that is missing, or is not what was sealed, ends it."""
+
+    def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
+        """`digests` by seal."""
+        self.plan = plan
+        self.arrays: dict[BlockPlace, Arrays] = {}  # what has come and is what was sealed
+        self.state = next(iter(lookup.in_memory.states), None)  # that in which the blocks end, so far
+        self._lookup = lookup
+        self._report = lookup.report
+        self._connection = lookup.remote.connection
+        self._layout = lookup.remote.layout
+        self._digests = digests
+        self._broken = False  # what comes after the block that is missing is of no use
+        self._outage: Exception | None = None  # what kept blocks from coming
+        self._begun = time.perf_counter()
+
+    @property
+    def reach(self) -> int:
+        """Tokens of the prompt that need not be computed with what has come."""
+        kept = self.kept()
+        return max(0, min(self.plan.reach, kept[-1].end, self._lookup.limit)) if kept else 0
+
+    def kept(self) -> list[BlockPlace]:
+        """The blocks that are held or have come and are of use: where layers carry a state, as far as one has come."""
+        had = self._had()
+        if not self._lookup.remote.spec.has_state:
+            return had
+        return [place for place in had if self.state and place.end <= self.state.end]
+
+    async def receive(self) -> None:
+        """All of the plan that is not held. Raises what kept blocks from coming."""
+        wanted = self._layout.nbytes(*self._lookup.wanted(self.plan))
+        missing = [place for place in self.plan.blocks if place not in self._lookup.held]
+        self._begun = time.perf_counter()
+        try:
+            chunks = self._with_memory(missing)
+            await asyncio.gather(*(self._take_all(chunks) for _ in range(self._connection.connections)))
+            if self._outage:
+                raise self._outage
+            await self._take_state()
+        finally:
+            self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
+
+    def _had(self) -> list[BlockPlace]:
+        """The planned blocks from the first on that are held or have come."""
+        return list(takewhile(lambda place: place in self._lookup.held or place in self.arrays, self.plan.blocks))
+
+    def _with_memory(self, blocks: Sequence[BlockPlace]) -> Iterator[Chunk]:
+        """Chunks of blocks, each with memory to be received into, which is made ready while those before it come."""
+        upcoming = None
+        for chunk in self._layout.chunks(blocks):
+            ready, upcoming = upcoming, (chunk, self._memory(chunk))
+            if ready:
+                yield ready
+        if upcoming:
+            yield upcoming
+
+    def _memory(self, places: Sequence[BlockPlace]) -> list[mx.array]:
+        """For each of the places so many bytes, which MLX has begun to fill: eight at a time, since that is faster."""
+        sizes = [self._layout.nbytes(place) for place in places]
+        memory = [mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes] for nbytes in sizes]
+        mx.async_eval(memory)  # type: ignore[no-untyped-call]
+        return memory
+
+    async def _take_all(self, chunks: Iterator[Chunk]) -> None:
+        """Receive chunk after chunk until there are no more, or something is missing."""
+        while not self._broken and (chunk := next(chunks, None)):
+            try:
+                await self._take(*chunk)
+                self._reconsider()
+            except Miss as error:
+                self._report.missed(str(error))
+                self._broken = True
+            except OUTAGES as error:
+                self._outage = self._outage or error
+                self._broken = True
+
+    def _reconsider(self) -> None:
+        """Let the rest be computed, if that is sooner than to receive it as slowly as this has come."""
+        if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
+            return
+        rest = [place for place in self._lookup.wanted(self.plan) if place not in self.arrays]
+        rate = self._report.nbytes / (time.perf_counter() - self._begun)
+        again = self._connection.rates.decide(self.plan.reach - self.reach, self._layout.nbytes(*rest), rate)
+        if rest and not again.fetch:
+            self._report.decision = again
+            raise Miss("recompute")
+
+    async def _take(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
+        """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is
+        not what was sealed."""
+        nbytes = self._layout.nbytes(places[0])
+        mx.eval(memory)
+        there = [True] * len(places)
+        if nbytes:
+            names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
+            there = await self._connection.server.mget_blocks_into(names, self._layout.block(places[0]), bodies)
+            self._connection.progressed()  # what is done with them here is not the server's time
+        shapes = self._layout.shapes(places[0])
+        whole = [(place, body) for place, body, found in zip(places, memory, there, strict=True) if found]
+        made = await self._connection.beside(partial(_made, whole, self._digests, shapes))
+        for place, found in zip(places, there, strict=True):
+            if place not in made:
+                await self._connection.ask_one(integer, "DEL", place.seal)
+                raise Miss("checksum" if found else "shape")
+            self.arrays[place] = made[place]
+            self._report.nbytes += nbytes
+
+    async def _take_state(self) -> None:
+        """The furthest of the states that can be had, at the end of a block that was had."""
+        ends = {place.end for place in self._had()}
+        for place in self.plan.states:
+            if place.end not in ends:
+                continue
+            if place.seal not in self._lookup.digests_in_memory:
+                try:
+                    await self._take([place], self._memory([place]))
+                except Miss as error:
+                    self._report.missed(str(error))
+                    continue
+            self.state = place
+            return
+
+
+def _made(
+    bodies: Sequence[tuple[BlockPlace, mx.array]], digests: Mapping[str, str], shapes: Shapes
+) -> dict[BlockPlace, Arrays]:
+    """Arrays of these shapes, in the memory in which they have come: of all that are what was sealed."""
+    return {
+        place: in_memory(body, shapes)
+        for place, body in bodies
+        if place.digest([np.asarray(body).data]) == digests[place.seal]
+    }
