@@ -16,93 +16,24 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 from itertools import count
-from typing import Any, TypeVar
+from typing import TypeVar
 
+from engine.agent_job import Answer, Job, Reuse, Stage
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.tokens import token_ids
 from engine.generation.unbatched import Sampler
 from engine.memory.blocks import AgentBlocks
 from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
-from engine.tiers.loading import Loaded, Loading
-from engine.tiers.metrics import Tier
-from engine.tiers.prefill_claims import Claim
 from engine.tiers.store import AgentCacheStore
 
 log = logging.getLogger(__name__)
 
-AHEAD = 8  # prompts that are loaded before there is room for them
-LOOK_AGAIN = 0.02  # seconds, while somebody outside may make room, or somebody's patience may end
-PATIENCE = 2.0  # times as long as computing it takes, to wait for what another computes
-TELLING = 64  # tokens of a prompt whose time tells how fast they are computed
-
-
-@dataclass(frozen=True, slots=True)
-class Reuse:
-    """What an answer owes to the store."""
-
-    tier: Tier = "none"  # where it was found
-    tokens: int = 0  # of the prompt, not computed
-    restore_seconds: float = 0.0  # from asking the store to having its blocks
-    waited_seconds: float = 0.0  # for another who computed the same
-    time_to_first_token: float = 0.0  # seconds since submit, all of it included
-    why: str | None = None  # the reason, when the store found nothing or less
-
-
-@dataclass(frozen=True, slots=True)
-class Answer:
-    """A finished answer."""
-
-    uid: int
-    agent_id: str
-    text: str
-    tokens: tuple[int, ...]  # without the end-of-text token
-    finish_reason: str  # "stop" or "length"
-    prompt_tokens: int
-    reuse: Reuse
-    not_kept: str | None = None  # why the context could not be kept
-
-
-class _Stage(Enum):
-    SUBMITTED = auto()
-    LOADING = auto()
-    WAITING = auto()  # for another who computes the same
-    READY = auto()  # for the batch
-    RUNNING = auto()  # there, or waiting there for room
-
-
-@dataclass(slots=True, eq=False)
-class _Job:
-    """A prompt on its way to an answer."""
-
-    uid: int
-    agent_id: str
-    tokens: tuple[int, ...]
-    options: dict[str, Any]  # of the batch's submit
-    keep: bool
-    on_token: TokenReceiver | None
-    on_done: Callable[[Answer], None]
-    on_error: Callable[[Exception], None]
-    submitted: float = field(default_factory=time.perf_counter)
-    stage: _Stage = _Stage.SUBMITTED
-    error: Exception | None = None  # why it will not be answered
-    loading: Loading | None = None
-    loaded: Loaded | None = None  # the references on its blocks are held under the agent's id until it runs
-    restore_seconds: float = 0.0
-    claim: Claim | None = None
-    reach: int = 0  # tokens that were known when it was made
-    waiting_since: float = 0.0  # time.perf_counter()
-    waited: float = 0.0  # seconds
-    not_before: int = 0  # so many answers have ended: the pool was too full to load it
-    joined: float = 0.0  # the batch, time.perf_counter()
-    running: int | None = None  # its uid there
-
-    @property
-    def waits(self) -> bool:
-        """For another who has the claim."""
-        return self.claim is not None and self.claim.state == "wait"
+MAX_PROMPTS_AHEAD = 8  # that are loaded before there is room for them
+LOOK_AGAIN_SECONDS = 0.02  # while somebody outside may make room, or somebody's patience may end
+PATIENCE_FACTOR = 2.0  # times as long as computing it takes, to wait for what another computes
+MEASURED_TOKENS = 64  # of a prompt, at least: its time tells how fast tokens are computed
 
 
 class AgentEngine:
@@ -118,8 +49,8 @@ class AgentEngine:
         self._batch.wait_for_blocks = True
         self._store = store
         self._uids = count()
-        self._jobs: dict[int, _Job] = {}  # by uid; those that are pending, in their order
-        self._running: dict[int, _Job] = {}  # by the batch's uid
+        self._jobs: dict[int, Job] = {}  # by uid; those that are pending, in their order
+        self._running: dict[int, Job] = {}  # by the batch's uid
         self._speed = 0.0  # tokens of prompts a second, lately; 0 before it is known
         self._ended = 0  # answers that have given back what they needed
         self._woken = threading.Event()
@@ -152,7 +83,7 @@ class AgentEngine:
         with, PoolExhaustedError only when the answer may need more than the whole pool: what has no room now waits.
         """
         options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
-        job = _Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
+        job = Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
             if self._closed:
@@ -190,8 +121,8 @@ class AgentEngine:
         for done in self._batch.step_once():
             self._complete(done)
         if timeout > 0 and not self._batch.running:
-            look_again = self._batch.wanted or any(self._at(_Stage.WAITING))
-            self._woken.wait(min(timeout, LOOK_AGAIN) if look_again else timeout)
+            look_again = self._batch.wanted or any(self._at(Stage.WAITING))
+            self._woken.wait(min(timeout, LOOK_AGAIN_SECONDS) if look_again else timeout)
         self._woken.clear()
         return bool(self._jobs)
 
@@ -217,20 +148,20 @@ class AgentEngine:
             _tell(job.on_error, EngineClosedError("the engine was shut down before the answer was complete"))
         self._batch.shutdown()
 
-    def _at(self, stage: _Stage) -> Iterator[_Job]:
+    def _at(self, stage: Stage) -> Iterator[Job]:
         """In their order; what a receiver cancels meanwhile is left out."""
         return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
         """Begin to load what was submitted, not far ahead of what can run."""
-        ahead = sum(job.stage in (_Stage.LOADING, _Stage.READY) for job in self._jobs.values())
-        for job in self._at(_Stage.SUBMITTED):
+        ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
+        for job in self._at(Stage.SUBMITTED):
             if job.error:
                 self._fail(job, job.error)
             elif not self._store:
-                job.stage = _Stage.READY
-            elif ahead < AHEAD and (self._ended >= job.not_before or not self._batch.running):
-                job.stage = _Stage.LOADING
+                job.stage = Stage.READY
+            elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
+                job.stage = Stage.LOADING
                 # What it loads again, because another has computed it meanwhile, is on the same time.
                 job.loading = self._store.begin_load(
                     job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
@@ -240,7 +171,7 @@ class AgentEngine:
 
     def _take_up(self) -> None:
         """What was loaded is ready, unless somebody else computes what it lacks."""
-        for job in self._at(_Stage.LOADING):
+        for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue
             try:
@@ -251,11 +182,11 @@ class AgentEngine:
             job.restore_seconds += job.loaded.seconds
             if job.loaded.why == "pool" and not job.loaded.blocks and self._batch.running:
                 job.not_before = self._ended + 1
-                job.stage = _Stage.SUBMITTED
+                job.stage = Stage.SUBMITTED
             else:
                 self._claim(job, job.loaded.reach)
 
-    def _claim(self, job: _Job, reach: int) -> None:
+    def _claim(self, job: Job, reach: int) -> None:
         """What a prompt lacks is computed once, by whoever has the claim on it; who has waited for that loads again,
         and claims what is still missing, unless there is no more than before."""
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
@@ -264,27 +195,27 @@ class AgentEngine:
             job.claim = self._store.claims.begin(job.agent_id, job.tokens, reach)
             job.claim.add_done_callback(self.wake)
         job.waiting_since = time.perf_counter()
-        job.stage = _Stage.WAITING if job.waits else _Stage.READY
+        job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
         """Who has waited goes on; who has waited for longer than computing it takes does so, too."""
-        for job in self._at(_Stage.WAITING):
+        for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
-            if job.waits and self._speed and waited > PATIENCE * (len(job.tokens) - job.reach) / self._speed:
+            if job.waits and self._speed and waited > PATIENCE_FACTOR * (len(job.tokens) - job.reach) / self._speed:
                 self._release(job)
             if job.waits:
                 continue
             job.waited += waited
             has_all = not job.reach or (job.loaded and job.loaded.blocks)
             if has_all and job.claim and job.claim.state == "mine":
-                job.stage = _Stage.READY
+                job.stage = Stage.READY
             else:
                 self._let_go(job)
-                job.stage = _Stage.SUBMITTED
+                job.stage = Stage.SUBMITTED
 
     def _join(self) -> None:
         """Hand what is ready to the batch, in order; one at most waits for room there."""
-        for job in self._at(_Stage.READY):
+        for job in self._at(Stage.READY):
             if self._batch.wanted:
                 return
             job.joined = time.perf_counter()
@@ -300,7 +231,7 @@ class AgentEngine:
             except (ValueError, RuntimeError) as error:
                 self._fail(job, error)
             else:
-                job.stage = _Stage.RUNNING
+                job.stage = Stage.RUNNING
                 self._running[job.running] = job
                 self._let_go(job)
 
@@ -309,13 +240,13 @@ class AgentEngine:
         give back its blocks, those that were loaded for later prompts, which will be loaded again."""
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
-        for job in reversed([*self._at(_Stage.READY), *self._at(_Stage.WAITING)]):
+        for job in reversed([*self._at(Stage.READY), *self._at(Stage.WAITING)]):
             if job.loaded and job.loaded.blocks:
                 self._let_go(job)
-                job.stage = _Stage.WAITING if job.stage is _Stage.WAITING else _Stage.SUBMITTED
+                job.stage = Stage.WAITING if job.stage is Stage.WAITING else Stage.SUBMITTED
                 return
 
-    def _renamed(self, job: _Job) -> TokenReceiver:
+    def _renamed(self, job: Job) -> TokenReceiver:
         """Tokens bear the batch's uid; whoever asked knows another."""
         on_token = job.on_token
         assert on_token
@@ -325,7 +256,7 @@ class AgentEngine:
 
         return receive
 
-    def _publisher(self, job: _Job, store: AgentCacheStore) -> PromptReceiver:
+    def _publisher(self, job: Job, store: AgentCacheStore) -> PromptReceiver:
         """What a prompt had computed is known to all before its answer is complete."""
 
         def publish(blocks: AgentBlocks) -> None:
@@ -344,7 +275,7 @@ class AgentEngine:
         self._ended += 1
         self._release(job)
         computed = done.prompt_tokens - done.tokens_reused
-        if computed >= TELLING and done.tokens:
+        if computed >= MEASURED_TOKENS and done.tokens:
             self._speed = computed / done.prefill_seconds
             if self._store:
                 self._store.prefilled(computed, done.prefill_seconds)
@@ -355,21 +286,21 @@ class AgentEngine:
         if done.error:
             _tell(job.on_error, done.error)
         else:
-            _tell(job.on_done, _answer(job, done))
+            _tell(job.on_done, job.answer(done))
         return None
 
-    def _fail(self, job: _Job, error: Exception) -> None:
+    def _fail(self, job: Job, error: Exception) -> None:
         del self._jobs[job.uid]
         self._release(job)
         self._let_go(job)
         _tell(job.on_error, error)
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: Job) -> None:
         """Its claim: what it was for is published, or won't be."""
         if job.claim:
             job.claim.release()
 
-    def _let_go(self, job: _Job) -> None:
+    def _let_go(self, job: Job) -> None:
         """Of what is being loaded for it, or was."""
         if job.loading:
             job.loading.cancel()
@@ -377,28 +308,6 @@ class AgentEngine:
         if job.loaded and job.loaded.blocks:
             self._batch.pool.free(job.loaded.blocks.block_ids, job.agent_id)
             job.loaded = replace(job.loaded, blocks=None)
-
-
-def _answer(job: _Job, done: CompletedGeneration) -> Answer:
-    loaded = job.loaded
-    reuse = Reuse(
-        tier=loaded.tier if loaded and done.tokens_reused else "none",
-        tokens=done.tokens_reused,
-        restore_seconds=job.restore_seconds,
-        waited_seconds=job.waited,
-        time_to_first_token=job.joined - job.submitted + done.time_to_first_token,
-        why=loaded.why if loaded else None,
-    )
-    return Answer(
-        uid=job.uid,
-        agent_id=job.agent_id,
-        text=done.text,
-        tokens=done.tokens,
-        finish_reason=done.finish_reason,
-        prompt_tokens=done.prompt_tokens,
-        reuse=reuse,
-        not_kept=done.not_kept,
-    )
 
 
 _Told = TypeVar("_Told")
@@ -410,3 +319,6 @@ def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
         receiver(told)
     except Exception:
         log.exception("a receiver failed")
+
+
+__all__ = ["AgentEngine", "Answer", "Reuse"]

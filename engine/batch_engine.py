@@ -1,19 +1,10 @@
 """Continuous batching over mlx-lm, with contexts that come and go as blocks.
 
->>> model, tokenizer = engine.model.load("models/smollm2")
->>> spec = ModelCacheSpec.probe(model, tokenizer, model_id="smollm2")
->>> pool = BlockPool(64)
->>> batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
->>> pages = PageTier("redis://127.0.0.1:9221", spec, pool)
->>>
->>> known = pages.load("alice", batch.encode(prompt))  # None: nothing is known, all is computed
->>> batch.submit("alice", prompt, cache=known, max_tokens=100)
+>>> batch = BlockPoolBatchEngine(model, tokenizer, spec, BlockPool(64))
+>>> batch.submit("alice", prompt, cache=known, max_tokens=100)  # known: blocks of her last context, or None
 >>> for done in batch.step():
 ...     print(done.text, done.tokens_reused)
-...     pages.save(done.blocks)
-...     pool.free(done.blocks.block_ids)  # or keep them, for the agent's next turn
->>> if known:
-...     pool.free(known.block_ids)
+...     batch.pool.free(done.blocks.block_ids)  # or keep them, for the agent's next turn
 """
 
 from __future__ import annotations
@@ -23,32 +14,33 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from functools import partial
-from itertools import count, pairwise
+from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from engine.generation.answer_text import AnswerText
-from engine.generation.one_pass import SHORT, ResumingGenerator
 from engine.generation.sampling import Guarded
 from engine.generation.tokens import (
     EmptyPromptError,
     PromptError,
     PromptTooLongError,
     UnknownTokenError,
+    check_answer,
     check_prompt,
+    encode,
     token_ids,
 )
-from engine.generation.unbatched import Sampler, SingleGenerator
+from engine.generation.unbatched import Sampler
 from engine.memory import kvcache
 from engine.memory.blocks import AgentBlocks, check_agent_id
 from engine.memory.kvcache import Cache
-from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
-from engine.scheduling.block_manager import BlockKeeper
+from engine.scheduling.block_manager import BlockManager
+from engine.scheduling.config import SchedulerConfig
+from engine.scheduling.model_runner import ModelRunner
 from engine.scheduling.model_watch import ModelWatch
 from engine.scheduling.request import (
     CompletedGeneration,
@@ -62,7 +54,6 @@ from engine.spec import ModelCacheSpec
 
 log = logging.getLogger(__name__)
 
-PREFILL_CHUNK = 512  # tokens of a prompt computed between two tokens of an answer
 CHANGED = "the model is not the one that was probed"
 
 
@@ -89,30 +80,21 @@ class BlockPoolBatchEngine:
         tokenizer: Any,
         spec: ModelCacheSpec,
         pool: BlockPool,
-        *,
-        state_budget: int = 64 << 20,
-        prefill_chunk: int = PREFILL_CHUNK,
-        wait_for_blocks: bool = False,
+        config: SchedulerConfig | None = None,
+        **fields: Any,
     ) -> None:
-        """`wait_for_blocks`: a prompt for which the pool has no room now, but could have, waits instead of being
-        refused; those that wait are admitted in their order.
-
-        Raises ValueError for a chunk below 1.
-        """
-        if prefill_chunk < 1:
-            raise ValueError(f"prefill_chunk must be at least 1, got {prefill_chunk}")
+        """The `fields` of `config` can be given by their names. Raises ValueError for a chunk below 1."""
+        config = replace(config or SchedulerConfig(), **fields)
         self.spec = spec
         self.pool = pool
-        self._model = model
+        self.wait_for_blocks = config.wait_for_blocks
         self._watch = ModelWatch(model, spec)
-        self._keeper = BlockKeeper(spec, pool, state_budget)
-        self.wait_for_blocks = wait_for_blocks
+        self._block_manager = BlockManager(spec, pool, config.state_budget)
         self._tokenizer = tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
-        self._prefill_chunk = prefill_chunk
-        self._generator = self._new_generator()
+        self._runner = ModelRunner(model, spec, self._tokenizer.eos_token_ids, config.prefill_chunk)
         self._uids = count()
         self._waiting: deque[Request] = deque()  # for blocks
-        self._running: dict[int, Request] = {}  # by the generator's uid
+        self._running: dict[int, Request] = {}  # by the runner's uid
         self._completed: deque[CompletedGeneration] = deque()  # what a `step` that was left early has not handed out
         self._closed = False
 
@@ -131,16 +113,11 @@ class BlockPoolBatchEngine:
         """Blocks and bytes that have to be free for the first of those that wait; None when none does."""
         if not self._waiting:
             return None
-        return self._keeper.needed(self._waiting[0])
+        return self._block_manager.needed(self._waiting[0])
 
     def encode(self, text: str) -> list[int]:
         """The token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
-            raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
-        bos = self._tokenizer.bos_token
-        return list(self._tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))
+        return encode(self._tokenizer, text)
 
     def submit(
         self,
@@ -181,17 +158,19 @@ class BlockPoolBatchEngine:
         tokens = self.encode(prompt) if isinstance(prompt, str) else token_ids(prompt, self.spec.vocab_size)
         stop = (stop,) if isinstance(stop, str) else tuple(stop)
         self.check(agent_id, tokens, max_tokens=max_tokens, stop=stop, logprobs=logprobs)
-        max_tokens = self._room_for_answer(tokens, max_tokens)
-        reused = self._reusable(cache, tokens)
+        max_tokens = self.spec.answer_tokens(len(tokens), max_tokens)
+        if cache is not None:
+            cache.validate(self.spec)
+        reused = cache.reusable_for(self.spec, tokens) if cache else 0
         request = Request(
             uid=next(self._uids),
             agent_id=agent_id,
             prompt=tokens,
             tokens_reused=reused,
             max_tokens=max_tokens,
-            cache=self._reconstruct_cache(cache, reused) if cache and reused else self._empty_cache(),
+            cache=self._runner.cache(cache, reused),
             shared=cache.blocks[: reused // self.spec.block_tokens] if cache else (),
-            checkpoints=self._keeper.checkpoints(reused, len(tokens)),
+            checkpoints=self._block_manager.checkpoints(reused, len(tokens)),
             sampler=Guarded(sampler) if sampler else None,
             text=AnswerText(self._tokenizer.detokenizer, stop),
             submitted=submitted,
@@ -206,9 +185,9 @@ class BlockPoolBatchEngine:
             self._admit_waiting()
             return request.uid
         try:
-            self._keeper.reserve(request)
+            self._block_manager.reserve(request)
         except PoolExhaustedError:
-            self._keeper.release(request)
+            self._block_manager.release(request)
             raise
         self._start(request)
         return request.uid
@@ -220,14 +199,8 @@ class BlockPoolBatchEngine:
         answer may need more than the whole pool."""
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
-        if not all(stop):
-            raise ValueError("a stop string must not be empty")
-        if not 0 <= logprobs <= self.spec.vocab_size:
-            raise ValueError(f"logprobs must be 0 to {self.spec.vocab_size}, got {logprobs}")
-        capacity = len(tokens) + self._room_for_answer(tokens, max_tokens)
-        self._keeper.check_fits(len(tokens), capacity)
+        check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
+        self._block_manager.check_fits(len(tokens), len(tokens) + self.spec.answer_tokens(len(tokens), max_tokens))
 
     def cancel(self, uid: int) -> None:
         """Drop a prompt or an answer that isn't complete; its blocks are free at once.
@@ -237,12 +210,12 @@ class BlockPoolBatchEngine:
         for request in self._waiting:
             if request.uid == uid:
                 self._waiting.remove(request)
-                return self._keeper.release(request)
+                return self._block_manager.release(request)
         for running, request in self._running.items():
             if request.uid == uid:
-                self._generator.remove([running])
+                self._runner.remove(running)
                 del self._running[running]
-                return self._keeper.release(request)
+                return self._block_manager.release(request)
         raise KeyError(f"no request {uid} is pending")
 
     def model_changed(self) -> None:
@@ -274,7 +247,7 @@ class BlockPoolBatchEngine:
         if not self._running:
             return []
         try:
-            prompts, responses = self._generator.next()
+            prompts, responses = self._runner.step()
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to all whose step it was
             return self._begin_anew(error)
         ends = [self._alone(self._progress, prompt) for prompt in prompts]
@@ -294,39 +267,22 @@ class BlockPoolBatchEngine:
         self._closed = True
         for request in [*self._waiting, *self._running.values()]:
             self.cancel(request.uid)
-        self._generator.close()
-
-    def _reusable(self, cache: AgentBlocks | None, tokens: Sequence[int]) -> int:
-        """How many tokens of the prompt need not be computed: one at least must be fed to the model."""
-        if cache is None:
-            return 0
-        cache.validate(self.spec)
-        return cache.reusable(self.spec, min(common_prefix(cache.tokens, tokens), len(tokens) - 1))
-
-    def _room_for_answer(self, tokens: Sequence[int], max_tokens: int) -> int:
-        """Tokens that an answer may have at most."""
-        return min(max_tokens, self.spec.context - len(tokens)) if self.spec.context else max_tokens
+        self._runner.close()
 
     def _admit_waiting(self) -> None:
         """In their order: none overtakes another that needs more."""
         while self._waiting:
             try:
-                self._keeper.reserve(self._waiting[0])
+                self._block_manager.reserve(self._waiting[0])
             except PoolExhaustedError:
                 return
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:
-        if not self._keeps(request):
-            self._forget_reused(request)
-        ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
-        (uid,) = self._generator.insert_segments(
-            [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
-            max_tokens=[request.max_tokens],
-            caches=[request.cache],
-            all_tokens=[list(request.prompt[: request.tokens_reused])],
-            samplers=[request.sampler],
-        )
+        if not self._keeps(request):  # all of it is computed
+            self.pool.free((block.block_id for block in request.shared), request.agent_id)
+            request.shared, request.tokens_reused, request.cache = (), 0, self._runner.cache(None, 0)
+        uid = self._runner.insert(request)
         self._running[uid] = request
         request.started = time.perf_counter()
 
@@ -336,14 +292,15 @@ class BlockPoolBatchEngine:
         try:
             return work(response)
         except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
-            return self._fail(response.uid, error) if response.uid in self._running else None
+            if response.uid not in self._running:
+                return None
+            self._runner.remove(response.uid)
+            return self._failed(self._running.pop(response.uid), error)
 
     def _begin_anew(self, error: Exception) -> list[CompletedGeneration]:
         """A step of the model has failed, and with it all that was in the batch: nobody knows how far that came."""
         log.error("a step of the model failed", exc_info=error)
-        with suppress(Exception):
-            self._generator.close()
-        self._generator = self._new_generator()
+        self._runner.restart()
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
     def _keeps(self, request: Request) -> bool:
@@ -351,11 +308,6 @@ class BlockPoolBatchEngine:
         if not request.not_kept and not self._watch.same():
             request.not_kept = CHANGED
         return not request.not_kept
-
-    def _forget_reused(self, request: Request) -> None:
-        """All of it is computed."""
-        self.pool.free((block.block_id for block in request.shared), request.agent_id)
-        request.shared, request.tokens_reused, request.cache = (), 0, self._empty_cache()
 
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
         """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
@@ -365,7 +317,7 @@ class BlockPoolBatchEngine:
             return None
         computed = prompt.end_of_prompt
         if not computed and (request.checkpoints or self._has_more(request)):
-            cache, tokens = self._generator.extract_cache([prompt.uid])[prompt.uid]
+            cache, tokens = self._runner.extract(prompt.uid)
             if len(tokens) in request.checkpoints:
                 with suppress(ValueError, RuntimeError, MemoryError):  # a checkpoint less
                     request.states[len(tokens)] = kvcache.capture(self.spec, cache)
@@ -373,7 +325,7 @@ class BlockPoolBatchEngine:
             if computed and self._has_more(request):
                 # For want of memory they are made with the answer's last, or `not_kept` says why not.
                 with suppress(RuntimeError, MemoryError):
-                    self._keeper.make_full(request, cache, len(tokens))
+                    self._block_manager.make_full(request, cache, len(tokens))
         if not computed or not request.on_prompt:
             return None
         on_prompt, request.on_prompt = request.on_prompt, None
@@ -384,27 +336,6 @@ class BlockPoolBatchEngine:
         """Whether somebody waits for full blocks of the prompt that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
         return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
-
-    def _new_generator(self) -> Any:
-        """mlx-lm's batches, where they are right."""
-        stop, chunk = self._tokenizer.eos_token_ids, self._prefill_chunk
-        if not self.spec.batches:
-            return SingleGenerator(
-                self._model,
-                stop_tokens=stop,
-                prefill_step_size=chunk,
-                quantised_from=self.spec.quantised_from,
-                quantised=partial(kvcache.quantised, self.spec),
-            )
-        short = SHORT if self.spec.resumes else 0
-        return ResumingGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk, short=short)
-
-    def _empty_cache(self) -> Cache:
-        own = self.spec.refusal or self.spec.quantised_from
-        return make_prompt_cache(self._model) if own else kvcache.empty(self.spec)
-
-    def _reconstruct_cache(self, cache: AgentBlocks, tokens: int) -> Cache:
-        return kvcache.reconstruct(self.spec, cache.blocks, tokens)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
         """Take one token (mlx-lm's GenerationBatch.Response) into its request; the completion if it was the last."""
@@ -425,8 +356,8 @@ class BlockPoolBatchEngine:
             return self._complete(response.uid, response.prompt_cache, response.all_tokens, response.finish_reason)
         if not request.text.stopped:
             return None
-        cache, tokens = self._generator.extract_cache([response.uid])[response.uid]
-        self._generator.remove([response.uid])
+        cache, tokens = self._runner.extract(response.uid)
+        self._runner.remove(response.uid)
         return self._complete(response.uid, cache, tokens, "stop")
 
     def _complete(self, uid: int, cache: Cache, tokens: Sequence[int], reason: str) -> CompletedGeneration:
@@ -435,46 +366,18 @@ class BlockPoolBatchEngine:
         not_kept = None if self._keeps(request) else request.not_kept
         if not not_kept:
             try:
-                blocks = self._keeper.make_context(request, cache, tokens)
+                blocks = self._block_manager.make_context(request, cache, tokens)
             except Exception as error:  # noqa: BLE001 - no reason to lose the answer, or the others'
                 not_kept = str(error)
         if not blocks:
-            self._keeper.release(request)
-        return self._completion(request, "stop" if request.text.stopped else reason, blocks, not_kept)
-
-    def _fail(self, uid: int, error: Exception) -> CompletedGeneration:
-        """What a request's receiver or sampler raised is the end of it, and of nobody else."""
-        self._generator.remove([uid])
-        return self._failed(self._running.pop(uid), error)
+            self._block_manager.release(request)
+        return request.completed("stop" if request.text.stopped else reason, self.spec, blocks, not_kept)
 
     def _failed(self, request: Request, error: Exception) -> CompletedGeneration:
         with suppress(Exception):  # it may be the tokenizer that failed
             request.text.finish()
-        self._keeper.release(request)
-        return self._completion(request, "error", None, f"the answer failed: {error!r}", error)
-
-    def _completion(
-        self,
-        request: Request,
-        reason: str,
-        blocks: AgentBlocks | None,
-        not_kept: str | None,
-        error: Exception | None = None,
-    ) -> CompletedGeneration:
-        return CompletedGeneration(
-            uid=request.uid,
-            agent_id=request.agent_id,
-            text=request.text.text,
-            tokens=tuple(request.tokens),
-            finish_reason=reason,
-            blocks=blocks or AgentBlocks(request.agent_id, (), (), self.spec.fingerprint),
-            prompt_tokens=len(request.prompt),
-            tokens_reused=request.tokens_reused,
-            time_to_first_token=request.first_token - request.submitted,
-            prefill_seconds=request.first_token - request.started,
-            not_kept=not_kept,
-            error=error,
-        )
+        self._block_manager.release(request)
+        return request.completed("error", self.spec, None, f"the answer failed: {error!r}", error)
 
 
 __all__ = [
@@ -483,10 +386,8 @@ __all__ = [
     "EmptyPromptError",
     "EngineClosedError",
     "PromptError",
-    "PromptReceiver",
     "PromptTooLongError",
-    "Sampler",
+    "SchedulerConfig",
     "Token",
-    "TokenReceiver",
     "UnknownTokenError",
 ]

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -161,6 +161,10 @@ class ModelCacheSpec:
         """What the layers carry on after `end` tokens."""
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
+    def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
+        """How many tokens an answer may have, of `max_tokens`: the model's context ends somewhere."""
+        return min(max_tokens, self.context - prompt_tokens) if self.context else max_tokens
+
     def blocks_for(self, tokens: int) -> int:
         """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
@@ -218,7 +222,7 @@ def fingerprint(
         "layout": LAYOUT_VERSION,
         "model": identity,
         "vocabulary": hashlib.blake2b(json.dumps(sorted(tokenizer.get_vocab().items())).encode()).hexdigest(),
-        "layers": [[layer.KIND.__name__, dataclasses.astuple(layer)] for layer in layers],
+        "layers": [[layer.KIND.__name__, dataclasses.astuple(cast(Any, layer))] for layer in layers],
         "block_tokens": block_tokens,
         "quantised_from": quantised_from,
     }

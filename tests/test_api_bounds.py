@@ -25,7 +25,7 @@ from servers import resident
 
 from engine.api.openai import bounds
 from engine.api.openai.errors import ApiError
-from engine.api.openai.schema import Body, ChatBody, CompletionBody, ForkBody
+from engine.api.openai.schema import ChatBody, CompletionBody, ForkBody, RequestBody
 from engine.formats import json_bounds
 
 MEGABYTE = 1 << 20
@@ -93,7 +93,7 @@ def paths(kind: type[BaseModel]) -> Iterator[Callable[[bytes], bytes]]:
                 yield lambda value, name=name, path=path, form=form: body(name, form.replace(b"%b", path(value)))
 
 
-def refused(kind: type[Body], raw: bytes) -> ApiError | None:
+def refused(kind: type[RequestBody], raw: bytes) -> ApiError | None:
     try:
         kind.parse(raw)
     except ApiError as error:
@@ -112,7 +112,7 @@ def no_collections() -> Iterator[None]:
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("worst", WORST)
 @pytest.mark.parametrize("kind", [ChatBody, CompletionBody, ForkBody])
-def test_no_body_takes_long(kind: type[Body], worst: str) -> None:
+def test_no_body_takes_long(kind: type[RequestBody], worst: str) -> None:
     """Wherever it stands. Half a second is many times what a quiet machine needs; unbounded, it was seconds."""
     for path in paths(kind):
         raw = path(WORST[worst])

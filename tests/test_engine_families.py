@@ -88,7 +88,7 @@ def test_bytes_do_not_change_in_ten_rounds(server: RunningServer, client: redis.
             context = tier.load("agent")
             assert context
             cache = kvcache.reconstruct(of.spec, context.blocks, 270)
-            tier._pool.free(context.block_ids)
+            tier._remote.pool.free(context.block_ids)
             context = of.blocks(cache, 270)
             assert bytes_of(context) == first
 
@@ -128,7 +128,7 @@ def reach(tier: PageTier, agent_id: str, prompt: list[int]) -> int:
     loaded = tier.load(agent_id, prompt)
     if loaded is None:
         return 0
-    tier._pool.free(loaded.block_ids)
+    tier._remote.pool.free(loaded.block_ids)
     return len(loaded)
 
 
@@ -172,7 +172,7 @@ def test_a_lost_or_changed_state_shortens_the_prefix_to_the_one_before(
         assert reach(tier, "agent", [*TOKENS, 1]) == 0
         assert tier.misses == {"gap": 2, "checksum": 1}
         assert not client.exists(f"state:{full}")
-        assert tier._pool.available_blocks == 8
+        assert tier._remote.pool.available_blocks == 8
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -188,24 +188,24 @@ def test_a_state_that_memory_lacks_is_fetched_for_its_blocks(server: RunningServ
     tier = PageTier(server.url, of.spec, BlockPool(8))
     assert tier.save(whole)
     (block,) = whole.blocks
-    (own,) = tier._pool.allocate(1, "memory")
+    (own,) = tier._remote.pool.allocate(1, "memory")
     fetch = tier.fetch("agent", FAMILY_TOKENS, held=[KVBlock(own, 256, block.layers)])
     loaded = fetch.result()
     assert loaded
     assert fetch.report.nbytes == of.spec.state_nbytes(256)
     assert loaded.block_ids == [own]
-    tier._pool.free([own], "memory")
+    tier._remote.pool.free([own], "memory")
     restored = kvcache.reconstruct(of.spec, loaded.blocks, 256)
     assert np.array_equal(of.continuation(restored, 256), of.continuation(of.computed(256), 256))
-    nobody = PageTier(f"redis://127.0.0.1:{free_port()}", of.spec, tier._pool)
+    nobody = PageTier(f"redis://127.0.0.1:{free_port()}", of.spec, tier._remote.pool)
     without = nobody.fetch("agent", FAMILY_TOKENS, held=loaded.blocks)
     again = without.result()
     assert again
     assert (again.blocks, without.reach, without.why) == (loaded.blocks, 256, "down")
     nobody.close()
     for one in (loaded, again):
-        tier._pool.free(one.block_ids)
-    tier._pool.check_empty()
+        tier._remote.pool.free(one.block_ids)
+    tier._remote.pool.check_empty()
     tier.close()
 
 
@@ -356,7 +356,7 @@ def test_as_many_loads_as_one_likes_share_some_connections(server: RunningServer
     assert tier.save(context(TOKENS[:300]))
     fetches = [tier.fetch("alice") for _ in range(150)]
     for fetch in fetches:
-        assert held(tier._pool, fetch.result()) == 300
+        assert held(tier._remote.pool, fetch.result()) == 300
     assert not tier.misses
     assert len(client.client_list()) < 60
     tier.close()

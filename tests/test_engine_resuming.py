@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine.batch_engine import Token
-from engine.generation.one_pass import SHORT
+from engine.generation.one_pass import SHORT_TOKENS
 from engine.memory.blocks import AgentBlocks
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
@@ -65,9 +65,9 @@ def test_a_short_question_takes_one_pass_to_its_first_token(bench: Bench) -> Non
 
 
 def test_what_is_longer_and_what_is_asked_together_goes_through_the_batch(bench: Bench) -> None:
-    long = TOKENS[: KNOWN + SHORT + 1]
+    long = TOKENS[: KNOWN + SHORT_TOKENS + 1]
     done = bench.answer("alice", long, bench.known, max_tokens=4)
-    assert [tokens for _, tokens in bench.model.given[:2]] == [SHORT, 1]
+    assert [tokens for _, tokens in bench.model.given[:2]] == [SHORT_TOKENS, 1]
     alone = [bench.answer("alice", [*bench.prompt, last], bench.known, max_tokens=6) for last in (1, 2, 3)]
     bench.model.given.clear()
     for last in (1, 2, 3):

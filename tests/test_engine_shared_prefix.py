@@ -22,7 +22,7 @@ from engine.memory.blocks import AgentBlocks
 from engine.memory.prefix_cache import HOLDER, SharedPrefixCache
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers import prefill_claims as claim
+from engine.tiers import prefill_claims
 from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
 from engine.tiers.store import AgentCacheStore
@@ -217,7 +217,7 @@ def test_only_what_is_missing_in_common_is_waited_for(alone: Claims) -> None:
 
 
 def test_nobody_waits_for_ever(alone: Claims, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "PATIENCE", 0.2)
+    monkeypatch.setattr(prefill_claims, "PATIENCE_SECONDS", 0.2)
     first, second = alone.begin("alice", TOKENS), alone.begin("bob", TOKENS)
     assert ends(second) == "proceed"
     assert first.state == "mine"
@@ -253,8 +253,8 @@ def test_of_two_engines_one_computes_and_the_other_fetches(
 def test_a_claim_is_held_for_as_long_as_its_engine_lives(
     engines: Callable[[], Claims], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(claim, "LEASE", 2.0)
-    monkeypatch.setattr(claim, "RENEWAL", 0.1)
+    monkeypatch.setattr(prefill_claims, "LEASE_SECONDS", 2.0)
+    monkeypatch.setattr(prefill_claims, "RENEWAL_SECONDS", 0.1)
     here, there = engines(), engines()
     mine = here.begin("alice", TOKENS)
     assert ends(mine) == "mine"

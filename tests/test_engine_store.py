@@ -188,7 +188,7 @@ def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_
     cold: SafetensorsCacheAdapter,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(flush, "IDLE", 60.0)
+    monkeypatch.setattr(flush, "IDLE_SECONDS", 60.0)
     store = stores(cold=cold)
     with store._flusher.paused():  # the server is slow
         for count in range(10, 60):
@@ -196,7 +196,7 @@ def test_of_an_agent_only_the_newest_context_is_written_and_its_file_when_it_is_
     assert eventually(lambda: store.metrics().page.saves > 0)
     metrics = store.metrics()
     assert (metrics.page.saves, metrics.cold.saves, metrics.dirty_agents) == (1, 0, 1)
-    monkeypatch.setattr(flush, "IDLE", 0.0)  # as if it had been so long
+    monkeypatch.setattr(flush, "IDLE_SECONDS", 0.0)  # as if it had been so long
     store.evict_lru(0)
     assert eventually(lambda: store.metrics().dirty_agents == 0)
     assert (store.metrics().cold.saves, store.metrics().dirty_flushes) == (1, 1)
@@ -223,7 +223,7 @@ def test_what_is_dirty_is_written_at_the_end(
 def test_while_the_server_is_gone_files_remember_and_the_server_learns_it_later(
     pool: BlockPool, cold: SafetensorsCacheAdapter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush, "RETRY", 0.1)
+    monkeypatch.setattr(flush, "RETRY_SECONDS", 0.1)
     port = free_port()
     store = AgentCacheStore(SPEC, pool, pages=PageTier(f"redis://127.0.0.1:{port}", SPEC, pool), cold=cold)
     remember(store, pool, "alice", TOKENS[:50])
@@ -277,13 +277,13 @@ def test_a_server_that_answers_after_all_is_sooner_than_a_file_that_waits_for_it
     loading = second.begin_load("alice", TOKENS)
     disk = threading.Event()
     for _ in range(2):
-        second._readers.submit(disk.wait)  # behind the look at the file, before its reading
-    assert eventually(lambda: loading._hedged)
+        second._ways.readers.submit(disk.wait)  # behind the look at the file, before its reading
+    assert eventually(lambda: loading._file.hedged)
     server.process.send_signal(signal.SIGCONT)
     loaded = loading.result(timeout=60)
     assert (loaded.tier, taken(pool, loaded)) == ("page", 50)
     disk.set()
-    second._readers.submit(lambda: None).result()
+    second._ways.readers.submit(lambda: None).result()
     metrics = second.metrics()
     assert (metrics.hedges, metrics.hedges_won, metrics.warm_hits, metrics.page_hits) == (1, 0, 0, 1)
     assert eventually(lambda: pool.used_blocks == 7), "what memory keeps; the file's own blocks are given back"
@@ -531,7 +531,7 @@ def test_a_full_pool_makes_room_for_what_is_loaded(pool: BlockPool, cold: Safete
 def test_what_can_be_written_nowhere_is_lost_only_when_its_room_is_needed(
     pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(flush, "RETRY", 0.05)
+    monkeypatch.setattr(flush, "RETRY_SECONDS", 0.05)
     gone = PageTier(f"redis://127.0.0.1:{free_port()}", SPEC, pool)
     room = 64 * SPEC.token_nbytes
     store = AgentCacheStore(SPEC, pool, pages=gone, max_hot_agents=1, queue_bytes=room, prefix_bytes=0)

@@ -83,7 +83,7 @@ def tier(server: RunningServer, client: redis.Redis) -> Iterator[PageTier]:
     tier = PageTier(server.url, SPEC, BlockPool(32))
     assert tier.save(context())
     yield tier
-    tier._pool.check_empty()
+    tier._remote.pool.check_empty()
     tier.close()
 
 
@@ -99,14 +99,14 @@ def test_a_slow_link_is_not_used_by_a_fast_model(tier: PageTier) -> None:
     assert not fetch.report.decision.fetch
     assert tier.misses == {"recompute": 1}
     assert tier.loads == {False: 1}
-    assert held(tier._pool, tier.load("alice")) == 700  # who asks for a context without a prompt means it
+    assert held(tier._remote.pool, tier.load("alice")) == 700  # who asks for a context without a prompt means it
 
 
 def test_a_fast_link_is_used_by_a_slow_model(tier: PageTier) -> None:
     tier.rates.received(100 * MB, 0.1, 100 * MB)
     tier.rates.prefilled(100, 1.0)
     fetch = tier.fetch("alice", TOKENS)
-    assert held(tier._pool, fetch.result()) == 700
+    assert held(tier._remote.pool, fetch.result()) == 700
     assert fetch.report.decision
     assert fetch.report.decision.fetch
     assert tier.loads == {True: 1}
@@ -117,7 +117,7 @@ def test_the_link_is_measured_by_what_comes_over_it(tier: PageTier, monkeypatch:
     monkeypatch.setattr("engine.tiers.server.cost_model.LEAST_BYTES", 1000)
     assert (tier.rates.link_rate, tier.rates.latency) == (None, None)
     fetch = tier.fetch("alice", TOKENS)
-    held(tier._pool, fetch.result())
+    held(tier._remote.pool, fetch.result())
     assert tier.rates.latency
     assert 0 < tier.rates.latency < fetch.report.seconds
     assert tier.rates.link_rate

@@ -13,19 +13,18 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
-from engine.agent_engine import Answer
 from engine.api.openai.errors import ApiError, invalid
 from engine.api.openai.schema import Asked
 from engine.api.openai.shapes import Shape
 from engine.api.service import Service
 from engine.api.worker import Generation
-from engine.batch_engine import PromptError
+from engine.generation.tokens import PromptError
 from engine.pool import PoolExhaustedError
 from engine.scheduling.request import EngineClosedError, Token
 
 log = logging.getLogger(__name__)
 
-UNREAD = 5.0  # seconds that a client has for what waits to be read when its time is up
+UNREAD_SECONDS = 5.0  # that a client has for what waits to be read when its time is up
 
 _Result = TypeVar("_Result")
 
@@ -51,7 +50,8 @@ async def answer(service: Service, request: Request, generation: Generation, sha
             raise refusal(error, service) from error
         if body.stream:
             usage = body.stream_options.include_usage
-            return _Stream(service, generation, first, shape, deadline, ends.pop_all(), usage=usage)
+            events = _events(service, generation, first, shape, usage)
+            return _Stream(events, service, generation, deadline, ends.pop_all())
     assert generation.answer
     service.metrics.answered(generation.answer)
     return JSONResponse(shape.whole(generation.answer))
@@ -109,29 +109,18 @@ class _Stream(StreamingResponse):
     """Server-sent events, a chunk each."""
 
     def __init__(
-        self,
-        service: Service,
-        generation: Generation,
-        first: Token | None,
-        shape: Shape,
-        deadline: float,
-        ends: ExitStack,
-        *,
-        usage: bool,
+        self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
     ) -> None:
-        super().__init__(self._events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        super().__init__(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         self._service = service
         self._generation = generation
-        self._first = first
-        self._shape = shape
         self._deadline = deadline
         self._ends = ends
-        self._usage = usage
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         with self._ends:
             try:
-                async with asyncio.timeout_at(self._deadline + UNREAD):
+                async with asyncio.timeout_at(self._deadline + UNREAD_SECONDS):
                     await self.stream_response(send)
             except TimeoutError:
                 log.info("a client did not read its answer in time")
@@ -141,27 +130,26 @@ class _Stream(StreamingResponse):
                 if not self._generation.answer:
                     self._service.metrics.cancelled.inc()
 
-    async def _events(self) -> AsyncIterator[bytes]:
-        """Of a token each; the first has the opening with it, the last all that ends a stream."""
-        try:
-            first = self._shape.chunks(self._first) if self._first else ()
-            if events := _events([*self._shape.opening(), *first]):
+
+async def _events(
+    service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
+) -> AsyncIterator[bytes]:
+    """Of a token each; the first has the opening with it, the last all that ends a stream."""
+    try:
+        if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
+            yield events
+        async for token in generation:
+            if events := _encoded(shape.chunks(token)):
                 yield events
-            async for token in self._generation:
-                if events := _events(self._shape.chunks(token)):
-                    yield events
-            assert self._generation.answer
-            yield self._last(self._generation.answer)
-        except ClientDisconnect:
-            raise
-        except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
-            yield _events([refusal(error, self._service).body])
-
-    def _last(self, answer: Answer) -> bytes:
-        self._service.metrics.answered(answer)
-        usage = [self._shape.usage(answer)] if self._usage else []
-        return _events([*self._shape.closing(answer), *usage]) + b"data: [DONE]\n\n"
+        assert generation.answer
+        service.metrics.answered(generation.answer)
+        ending = [*shape.closing(generation.answer), *([shape.usage(generation.answer)] if usage else [])]
+        yield _encoded(ending) + b"data: [DONE]\n\n"
+    except ClientDisconnect:
+        raise
+    except Exception as error:  # noqa: BLE001 - the status is sent: an event tells it
+        yield _encoded([refusal(error, service).body])
 
 
-def _events(chunks: Iterable[dict[str, Any]]) -> bytes:
+def _encoded(chunks: Iterable[dict[str, Any]]) -> bytes:
     return b"".join(b"data: %s\n\n" % to_json(chunk, inf_nan_mode="null") for chunk in chunks)

@@ -17,7 +17,7 @@ from typing import cast
 import uvicorn
 import uvloop
 
-from engine.api.answering import UNREAD
+from engine.api.answering import UNREAD_SECONDS
 from engine.api.app import make_app
 from engine.api.auth import Tokens
 from engine.api.connections import IDLE_WITHIN, MAX_HEADERS, Connection, Door
@@ -79,7 +79,7 @@ def run(
         date_header=False,
         lifespan="off",
         ws="none",
-        timeout_graceful_shutdown=math.ceil(grace + UNREAD),
+        timeout_graceful_shutdown=math.ceil(grace + UNREAD_SECONDS),
     )
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(_Uvicorn(config), service, worker, listener, grace))

@@ -15,14 +15,14 @@ from engine.api.auth import AGENT_HEADER, Tenant, Tokens
 from engine.api.metrics import Metrics
 from engine.api.openai.errors import ApiError, shortened
 from engine.api.openai.prompts import Prompts
-from engine.api.openai.schema import Asked, Body
+from engine.api.openai.schema import Asked, RequestBody
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
 
 BODY_WITHIN = 30.0  # seconds that a client has to send it, at most
 SHORT = 4096  # bytes of a body that is parsed at once, in a fraction of a millisecond
 
-_Parsed = TypeVar("_Parsed", bound=Body)
+_Parsed = TypeVar("_Parsed", bound=RequestBody)
 
 
 @dataclass(frozen=True, slots=True)

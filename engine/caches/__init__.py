@@ -13,14 +13,13 @@ from typing import Any
 
 from engine.caches.arrays import ArraysLayer
 from engine.caches.chunked import ChunkedLayer
+from engine.caches.codec import StateLayer, TokenLayer
 from engine.caches.full import FullLayer
 from engine.caches.lists import Nesting, assemble, nesting, parts
 from engine.caches.planes import DTYPES, MLX_DTYPES, CacheStateError, Matrices, UnsupportedCacheError
 from engine.caches.quantized import QuantizedLayer, quantised
 from engine.caches.window import WindowLayer
 
-TokenLayer = FullLayer | QuantizedLayer
-StateLayer = WindowLayer | ChunkedLayer | ArraysLayer
 Layer = TokenLayer | StateLayer
 
 CODECS: tuple[type[Layer], ...] = (FullLayer, QuantizedLayer, WindowLayer, ChunkedLayer, ArraysLayer)

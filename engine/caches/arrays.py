@@ -9,15 +9,17 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ArraysCache
 
+from engine.caches.codec import StateLayer
 from engine.caches.planes import CacheStateError, Matrices, UnsupportedCacheError, plane_of
 from kvpage_server.page import MAX_KV_TYPE, Plane
 
 
 @dataclass(frozen=True, slots=True)
-class ArraysLayer:
+class ArraysLayer(StateLayer):
     """Arrays ``[1, dim]``, ``[1, rows, dim]`` or ``[1, heads, rows, dim]``, the n-th in the n-th plane."""
 
     KIND: ClassVar[type] = ArraysCache
+    RECURRENT: ClassVar[bool] = True
     planes: tuple[Plane, ...]
     shapes: tuple[tuple[int, ...], ...]  # of the arrays, as mlx-lm has them
 
@@ -33,7 +35,6 @@ class ArraysLayer:
         return cls(planes, tuple(array.shape for array in arrays))
 
     def empty(self) -> ArraysCache:
-        """A cache without a token."""
         return ArraysCache(len(self.shapes))
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
@@ -55,7 +56,6 @@ class ArraysLayer:
         )
 
     def restore(self, state: Sequence[mx.array], end: int) -> ArraysCache:
-        """The cache with that state."""
         cache = self.empty()
         cache.cache = [array.reshape(shape) for array, shape in zip(state, self.shapes, strict=True)]
         return cache

@@ -13,13 +13,14 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import ChunkedKVCache
 
+from engine.caches.codec import StateLayer
 from engine.caches.planes import CacheStateError, Matrices, plane_of
 from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkedLayer:
+class ChunkedLayer(StateLayer):
     """After n tokens: K and V of the last min(n, chunk), ``[heads, rows, head_dim]``, oldest first. No planes for a
     layer that keeps nothing."""
 
@@ -36,11 +37,9 @@ class ChunkedLayer:
         return cls((cache.keys.shape[1], cache.values.shape[1]), planes, cache.chunk_size)
 
     def empty(self) -> ChunkedKVCache:
-        """A cache without a token."""
         return ChunkedKVCache(self.chunk)
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
-        """The state after `end` tokens."""
         rows = min(end, self.chunk)
         return tuple(Matrices(plane, heads, rows) for plane, heads in zip(self.planes, self.heads, strict=True))
 
@@ -58,7 +57,6 @@ class ChunkedLayer:
         return tuple(mx.contiguous(array[0, :, held - rows : held]) for array in (cache.keys, cache.values))
 
     def restore(self, state: Sequence[mx.array], end: int) -> ChunkedKVCache:
-        """The cache after `end` tokens."""
         cache = self.empty()
         if not self.planes:
             return cache

@@ -12,13 +12,14 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import KVCache
 
+from engine.caches.codec import TokenLayer
 from engine.caches.planes import Matrices, plane_of
 from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
 
 
 @dataclass(frozen=True, slots=True)
-class FullLayer:
+class FullLayer(TokenLayer):
     """``[heads, tokens, head_dim]`` in the planes K and V, or in K alone; no planes for a layer that keeps nothing."""
 
     KIND: ClassVar[type] = KVCache
@@ -34,19 +35,15 @@ class FullLayer:
         return cls(heads, (keys, plane_of(KVType.V, values)) if values.shape[-1] else (keys,))
 
     def empty(self) -> KVCache:
-        """A cache without a token."""
         return KVCache()
 
     def matrices(self, tokens: int) -> tuple[Matrices, ...]:
-        """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, self.heads[plane.kv_type], tokens) for plane in self.planes)
 
     def arrays(self, cache: KVCache) -> tuple[mx.array, ...]:
-        """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
         return (cache.keys, cache.values)[: len(self.planes)]
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> KVCache:
-        """A cache with the first `tokens` tokens of the `pieces`."""
         cache = self.empty()
         if self.planes:
             keys, *values = (join(plane, tokens) for plane in zip(*pieces, strict=True))

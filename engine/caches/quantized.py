@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache
 
+from engine.caches.codec import TokenLayer
 from engine.caches.planes import Matrices, plane_of
 from engine.caches.rows import join
 from kvpage_server.page import KVType, Plane
@@ -17,7 +18,7 @@ _PLANES = (KVType.K, KVType.V, KVType.K_SCALES, KVType.K_BIASES, KVType.V_SCALES
 
 
 @dataclass(frozen=True, slots=True)
-class QuantizedLayer:
+class QuantizedLayer(TokenLayer):
     """Six planes: K and V packed in uint32, ``[heads, tokens, head_dim * bits / 32]``, then the scales and biases of K
     and of V, ``[heads, tokens, head_dim / group_size]`` in the model's dtype."""
 
@@ -35,20 +36,20 @@ class QuantizedLayer:
         planes = tuple(plane_of(kv_type, array) for kv_type, array in zip(_PLANES, arrays, strict=True))
         return cls(tuple(array.shape[1] for array in arrays), planes, cache.group_size, cache.bits)
 
+    @property
+    def packed(self) -> tuple[int, int]:
+        return self.bits, self.group_size
+
     def empty(self) -> QuantizedKVCache:
-        """A cache without a token."""
         return QuantizedKVCache(self.group_size, self.bits)
 
     def matrices(self, tokens: int) -> tuple[Matrices, ...]:
-        """What it keeps of `tokens` tokens."""
         return tuple(Matrices(plane, heads, tokens) for plane, heads in zip(self.planes, self.heads, strict=True))
 
     def arrays(self, cache: QuantizedKVCache) -> tuple[mx.array, ...]:
-        """Of a cache that holds one sequence: ``[1, heads, >= offset, dim]`` for each plane."""
         return _arrays(cache) if self.planes else ()
 
     def join(self, pieces: Sequence[tuple[mx.array, ...]], tokens: int) -> QuantizedKVCache:
-        """A cache with the first `tokens` tokens of the `pieces`."""
         cache = self.empty()
         if self.planes:
             keys, values, *rest = (join(plane, tokens) for plane in zip(*pieces, strict=True))

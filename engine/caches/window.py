@@ -13,6 +13,7 @@ from typing import ClassVar, Self
 import mlx.core as mx
 from mlx_lm.models.cache import RotatingKVCache
 
+from engine.caches.codec import StateLayer
 from engine.caches.planes import Matrices, UnsupportedCacheError, plane_of
 from kvpage_server.page import DType, KVType, Plane
 
@@ -20,7 +21,7 @@ _INDEX = Plane(int(KVType.K_SCALES), DType.UINT32, 1)  # the plane of the ring's
 
 
 @dataclass(frozen=True, slots=True)
-class WindowLayer:
+class WindowLayer(StateLayer):
     """After n tokens: K and V of the last min(n, window), ``[heads, rows, head_dim]``, oldest first, and in the plane
     after them the ring's index, where in the ring the youngest ends. No planes for a layer that keeps nothing."""
 
@@ -39,11 +40,9 @@ class WindowLayer:
         return cls((cache.keys.shape[1], cache.values.shape[1], 1), planes, cache.max_size)
 
     def empty(self) -> RotatingKVCache:
-        """A cache without a token."""
         return RotatingKVCache(self.window)
 
     def matrices(self, end: int) -> tuple[Matrices, ...]:
-        """The state after `end` tokens."""
         rows = min(end, self.window)
         return tuple(
             Matrices(plane, heads, 1 if plane is _INDEX else rows)
@@ -51,7 +50,6 @@ class WindowLayer:
         )
 
     def capture(self, cache: RotatingKVCache) -> tuple[mx.array, ...]:
-        """A copy of the state of a cache that holds one sequence."""
         if not self.planes:
             return ()
         rows = min(cache.offset, self.window)

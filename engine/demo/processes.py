@@ -103,7 +103,7 @@ def listens(port: int) -> bool:
 
 
 @dataclass(frozen=True)
-class Engine:
+class EngineProcess:
     """An engine in a process of its own."""
 
     process: Process
@@ -146,8 +146,8 @@ class Engine:
 
 
 @contextmanager
-def running_engine(name: str, model: str, store: str | None = None) -> Iterator[Engine]:
+def running_engine(name: str, model: str, store: str | None = None) -> Iterator[EngineProcess]:
     """An engine that keeps its contexts in `store`, or in its own memory alone."""
     options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
     with _running(name, "-P", TETHERED, "engine.cli", "serve", *options) as process:
-        yield Engine(process, MODEL)
+        yield EngineProcess(process, MODEL)

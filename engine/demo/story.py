@@ -12,7 +12,7 @@ from importlib.resources import files
 from rich.console import Console
 from rich.table import Table
 
-from engine.demo.processes import Engine, running_engine, running_store
+from engine.demo.processes import EngineProcess, running_engine, running_store
 from engine.demo.turn import Turn
 
 QUESTIONS = (
@@ -97,7 +97,7 @@ def say(console: Console, who: str, what: str) -> None:
     console.print(f"[bold]{who}[/] {what}", highlight=False, soft_wrap=True)
 
 
-def ask(engine: Engine, messages: list[dict[str, str]], question: str, console: Console) -> Turn:
+def ask(engine: EngineProcess, messages: list[dict[str, str]], question: str, console: Console) -> Turn:
     """Ask, show and return the answer; both are added to `messages`."""
     messages.append({"role": "user", "content": question})
     with console.status(question):

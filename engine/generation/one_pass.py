@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 from engine.generation.unbatched import NextToken, Progress, Sampler, likeliest, logprobs_after
 
-SHORT = 64  # tokens of a question that takes one pass; it holds up the others' next tokens for as long
+SHORT_TOKENS = 64  # of a question that takes one pass; it holds up the others' next tokens for as long
 
 
 @dataclass(slots=True)
@@ -33,11 +33,11 @@ class _Question:
     sampler: Sampler | None
 
 
-class ResumingGenerator:
+class OnePassGenerator:
     """mlx-lm's BatchGenerator, but for the first token of a short question to a context that comes back, alone."""
 
     def __init__(
-        self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT
+        self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT_TOKENS
     ) -> None:
         """`prefill_step_size`: tokens in a chunk of a prompt. `short`: tokens of a question that takes one pass."""
         self._model = model

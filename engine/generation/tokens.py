@@ -56,3 +56,23 @@ def check_prompt(tokens: Sequence[int], vocabulary: int, context: int | None) ->
     if context and len(tokens) >= context:
         raise PromptTooLongError(f"a prompt of {len(tokens)} tokens leaves no room in a context of {context}")
     token_ids(tokens, vocabulary)
+
+
+def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary: int) -> None:
+    """Raise ValueError for what an answer cannot be bound by."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
+    if not all(stop):
+        raise ValueError("a stop string must not be empty")
+    if not 0 <= logprobs <= vocabulary:
+        raise ValueError(f"logprobs must be 0 to {vocabulary}, got {logprobs}")
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """The token ids of `text`, as mlx-lm's own generate makes them. Raises UnknownTokenError for no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, which JSON can spell
+        raise UnknownTokenError(f"a prompt is text that UTF-8 can spell, got {text[error.start]!a}") from None
+    bos = tokenizer.bos_token
+    return list(tokenizer.encode(text, add_special_tokens=bos is None or not text.startswith(bos)))

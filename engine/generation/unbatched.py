@@ -55,7 +55,7 @@ class _Sequence:
     logprobs: mx.array | None = None  # [1, vocabulary], from which it was
 
 
-class SingleGenerator:
+class UnbatchedGenerator:
     """Runs each prompt on its own, in turns."""
 
     def __init__(

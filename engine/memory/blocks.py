@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, islice
 
@@ -12,6 +12,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from engine.caches import MLX_DTYPES, Matrices
+from engine.memory.prefix import common_prefix
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.page import DType
 
@@ -165,6 +166,10 @@ class AgentBlocks:
             return min(limit, len(self))
         restorable = zip(self.blocks, self.ends, strict=True)
         return max((end for block, end in restorable if block.state and end <= limit), default=0)
+
+    def reusable_for(self, spec: ModelCacheSpec, prompt: Sequence[int]) -> int:
+        """How many tokens of `prompt` need not be computed with these blocks: one at least is fed to the model."""
+        return self.reusable(spec, min(common_prefix(self.tokens, prompt), len(prompt) - 1))
 
     def validate(self, spec: ModelCacheSpec) -> None:
         """Raise IncompatibleBlocksError unless a model with `spec` can go on from these blocks."""

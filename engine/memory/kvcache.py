@@ -8,7 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from engine.caches import ArraysLayer, QuantizedLayer, StateLayer, TokenLayer, assemble, describe, parts, rows
+from engine.caches import StateLayer, TokenLayer, assemble, describe, parts, rows
 from engine.memory.blocks import Arrays, BlockError, KVBlock
 from engine.spec import ModelCacheSpec
 
@@ -25,8 +25,8 @@ def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
     return assemble(
         spec.nesting,
         (
-            part.to_quantized(layer.group_size, layer.bits)
-            if isinstance(layer, QuantizedLayer) and hasattr(part, "to_quantized")
+            part.to_quantized(group_size=layer.packed[1], bits=layer.packed[0])
+            if layer.packed and hasattr(part, "to_quantized")
             else part
             for layer, part in zip(spec.layers, parts(cache), strict=True)
         ),
@@ -142,7 +142,7 @@ def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
     """That all layers are there, of their kind, and hold `tokens` tokens."""
     _check_kinds(spec, cache)
     counted = zip(spec.layers, parts(cache), strict=True)
-    offsets = {held.offset for layer, held in counted if layer.planes and not isinstance(layer, ArraysLayer)}
+    offsets = {held.offset for layer, held in counted if layer.planes and not layer.RECURRENT}
     if offsets - {tokens}:
         raise BlockError(f"the layers of a cache of {tokens} tokens hold as many, got {sorted(offsets)}")
 

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import CacheList
 
-from engine.caches import ArraysLayer, FullLayer, Layer, Nesting, QuantizedLayer, WindowLayer, assemble, parts
+from engine.caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assemble, parts
 from engine.generation.unbatched import Sampler, logprobs_after
 
 _LENGTHS = (16, 15, 5, 9)  # of prompts: ragged by one, by many; the last joins the others while they answer
@@ -78,7 +78,7 @@ class Trial:
         A recurrence carries its rounding on, and what is nothing at the first token is another word at the sixth. So
         where there is one the two have to agree as closely as in float32.
         """
-        recurrent = any(isinstance(layer, ArraysLayer) for layer in self._layers)
+        recurrent = any(layer.RECURRENT for layer in self._layers)
         limit = _LIMITS[mx.float32] if recurrent else self._limit
         starts = [None, *(at for at in _BEGIN if at is not None and self._sees_so_far)]
         *rest, last = self._prompts[0][:_QUESTION]
@@ -150,7 +150,7 @@ class Trial:
     def _grown(self, i: int, layer: Layer, cache: Any, at: int | None) -> Any:
         if not layer.planes:
             return layer.empty()
-        if isinstance(layer, FullLayer):
+        if isinstance(layer, TokenLayer):
             tokens = cache.offset if at is None or not self._indexed else _INDEXED + at
             arrays = [array[0, :, : cache.offset] for array in layer.arrays(cache)]
             return layer.join([tuple(_longer(array, tokens, i) for array in arrays)], tokens)
@@ -160,7 +160,6 @@ class Trial:
             keys, values, _ = layer.capture(cache)
             index = mx.array([[[rows]]], mx.uint32)
             return layer.restore((_longer(keys, rows, i), _longer(values, rows, i), index), end)
-        assert not isinstance(layer, QuantizedLayer)  # there is no batch of them to be tried
         return layer.restore(layer.capture(cache), getattr(cache, "offset", 0))
 
 

@@ -31,7 +31,7 @@ from engine.persistent.language.graph import Graph
 from engine.persistent.model import Model
 from engine.persistent.state.memory import Memory
 from engine.persistent.storage.export import export
-from engine.persistent.storage.store import PersistentStore, Saved, StoredInstance
+from engine.persistent.storage.store import PersistentStore, SavedPages, StoredInstance
 
 FORMAT = 1  # of what a program's fingerprint stands for
 
@@ -205,7 +205,7 @@ class Executor:
             raise InputError("there is a trace after a step, for make_executor(trace=True)")
         return list(self._frame.trace)
 
-    def save(self) -> Saved:
+    def save(self) -> SavedPages:
         """Store what has changed since the last save; whoever resumes finds all of it or what was there before.
 
         Raises StoreError without an instance, ConflictError where somebody else saved it, redis.RedisError.

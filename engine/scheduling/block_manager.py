@@ -12,7 +12,7 @@ from engine.scheduling.request import Request
 from engine.spec import ModelCacheSpec
 
 
-class BlockKeeper:
+class BlockManager:
     """Reserves in `pool` every block that an answer may need, makes them from its cache, and gives back the others."""
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:

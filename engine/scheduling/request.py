@@ -111,3 +111,27 @@ class Request:
         likeliest = cast("list[int]", mx.argsort(-logprobs)[: self.logprobs].tolist())
         *top, logprob = cast("list[float]", logprobs[mx.array([*likeliest, response.token])].tolist())
         return Token(self.uid, response.token, text, ends_text, logprob, tuple(zip(likeliest, top, strict=True)))
+
+    def completed(
+        self,
+        reason: str,
+        spec: ModelCacheSpec,
+        blocks: AgentBlocks | None,
+        not_kept: str | None,
+        error: Exception | None = None,
+    ) -> CompletedGeneration:
+        """What is handed out at its end."""
+        return CompletedGeneration(
+            uid=self.uid,
+            agent_id=self.agent_id,
+            text=self.text.text,
+            tokens=tuple(self.tokens),
+            finish_reason=reason,
+            blocks=blocks or AgentBlocks(self.agent_id, (), (), spec.fingerprint),
+            prompt_tokens=len(self.prompt),
+            tokens_reused=self.tokens_reused,
+            time_to_first_token=self.first_token - self.submitted,
+            prefill_seconds=self.first_token - self.started,
+            not_kept=not_kept,
+            error=error,
+        )

@@ -40,7 +40,7 @@ import mlx.core as mx
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.caches import MLX_DTYPES, Matrices, QuantizedLayer
+from engine.caches import MLX_DTYPES, Matrices
 from engine.formats import json_bounds, tensor_file
 from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
 from engine.memory.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
@@ -225,11 +225,11 @@ class SafetensorsCacheAdapter:
 
 def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int]) -> dict[str, str]:
     tag = asdict(spec.tag)
-    quantised = next((layer for layer in spec.layers if isinstance(layer, QuantizedLayer)), None)
+    bits, group_size = next((layer.packed for layer in spec.layers if layer.packed), (None, None))
     values = [kept.plane.head_dim for layer in spec.token_shapes(1) for kept in layer if kept.plane.kv_type == KVType.V]
-    if quantised:
-        values = [dim * 32 // quantised.bits for dim in values]
-        tag["head_dim"] = tag["head_dim"] * 32 // quantised.bits
+    if bits:
+        values = [dim * 32 // bits for dim in values]
+        tag["head_dim"] = tag["head_dim"] * 32 // bits
     return {
         "version": VERSION,
         "agent_id": context.agent_id,
@@ -237,8 +237,8 @@ def _metadata(spec: ModelCacheSpec, context: AgentBlocks, states: Sequence[int])
         "fingerprint": f"{spec.fingerprint:016x}",
         "created_at": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_tokens": str(len(context)),
-        "kv_bits": str(quantised.bits) if quantised else "",
-        "kv_group_size": str(quantised.group_size) if quantised else "",
+        "kv_bits": str(bits or ""),
+        "kv_group_size": str(group_size or ""),
         "v_head_dim": str(values[0]) if values else "",
         "model_tag": json.dumps(tag),
         "layers": json.dumps([layer.KIND.__name__ for layer in spec.layers]),

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from engine.memory.blocks import AgentBlocks
-from engine.pool import BlockPool
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.hot import Below, CacheEntry, HotTier
 from engine.tiers.metrics import Tally
@@ -19,15 +18,15 @@ from engine.tiers.pages import PageTier
 log = logging.getLogger(__name__)
 
 Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
-RETRY = 1.0  # seconds until a tier is tried again that could not be written to
-IDLE = 5.0  # seconds without a use after which a context is written to its file
+RETRY_SECONDS = 1.0  # until a tier that could not be written to is tried again
+IDLE_SECONDS = 5.0  # without a use, until a context is written to its file
 
 
 class Flusher:
     """One thread that writes what is dirty, a context at a time, and never the same one twice.
 
     First what is to leave memory, then to the page server what has been dirty for longest, then to its file what has
-    not been used for IDLE seconds, so that a chatty agent's file is not written every turn. There is no copy in a
+    not been used for IDLE_SECONDS, so that a chatty agent's file is not written every turn. There is no copy in a
     queue: an agent's entry in the hot tier is what is owed, so a newer context is written instead of the older.
 
     While the page server fails, contexts go to their files at once, and stay dirty for the server until it is back.
@@ -37,19 +36,18 @@ class Flusher:
         self,
         hot: HotTier,
         changed: threading.Condition,
-        pool: BlockPool,
         pages: PageTier | None,
         cold: SafetensorsCacheAdapter | None,
         tally: Tally,
-        max_prompts: int,
+        max_prompt_bytes: int,
     ) -> None:
         """`changed` is the lock of `hot`, notified when something became dirty, and by this when something is not.
-        As much as `max_prompts` bytes of prompts wait to be published."""
+        As much as `max_prompt_bytes` of prompts wait to be published."""
         self._hot = hot
         self._changed = changed
-        self._pool = pool
+        self._pool = hot.pool
         self._tally = tally
-        self._max_prompts = max_prompts
+        self._max_prompt_bytes = max_prompt_bytes
         self._save: dict[Below, Save] = {}
         self._prompts: deque[tuple[AgentBlocks, Callable[[], object] | None]] = deque()
         if pages:
@@ -87,7 +85,7 @@ class Flusher:
         flusher's.
         """
         with self._changed:
-            full = sum(block.nbytes for prompt, _ in self._prompts for block in prompt.blocks) >= self._max_prompts
+            full = sum(block.nbytes for prompt, _ in self._prompts for block in prompt.blocks) >= self._max_prompt_bytes
             if "page" in self._save and "page" not in self._failed and not full and not self._closed:
                 self._prompts.append((context, over))
                 self._changed.notify_all()
@@ -140,7 +138,7 @@ class Flusher:
                 self._pool.free(context.block_ids, context.agent_id)
             elif self._try("page", self._publish_blocks, context) is None:
                 with self._changed:
-                    self._failed["page"] = time.monotonic() + RETRY
+                    self._failed["page"] = time.monotonic() + RETRY_SECONDS
             else:
                 self._tally.count("published")
         if over:
@@ -166,7 +164,7 @@ class Flusher:
 
     def _when(self, entry: CacheEntry, tier: Below) -> float:
         at_once = tier == "page" or entry.leaving or "page" in self._failed
-        return max(0.0 if at_once else entry.used + IDLE, self._failed.get(tier, 0.0))
+        return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
 
     def _write(self, agent_id: str, tier: Below) -> bool:
         """Write the agent's context, if it is owed there; whether all went well."""
@@ -199,7 +197,7 @@ class Flusher:
 
     def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
         if not well:
-            self._failed[tier] = time.monotonic() + RETRY
+            self._failed[tier] = time.monotonic() + RETRY_SECONDS
             entry.dirty_since = time.monotonic()  # it may be this context's fault: the others are next
             return
         self._failed.pop(tier, None)

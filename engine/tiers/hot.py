@@ -43,7 +43,7 @@ class HotTier:
     def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
         self.evictions = 0
         self.lost = 0  # contexts of which nothing is left anywhere
-        self._pool = pool
+        self.pool = pool
         self._max_agents = max_agents
         self._max_bytes = max_bytes
         self._max_leaving = max_leaving
@@ -90,7 +90,7 @@ class HotTier:
         """Forget the agent's context, written or not; whether there was one."""
         entry = self._entries.pop(agent_id, None)
         if entry:
-            self._pool.free(entry.context.block_ids, agent_id)
+            self.pool.free(entry.context.block_ids, agent_id)
         return entry is not None
 
     def trim(self, stuck: Collection[Below]) -> None:

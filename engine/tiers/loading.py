@@ -9,7 +9,6 @@ from concurrent.futures import CancelledError, Executor, Future
 from dataclasses import dataclass, replace
 
 from engine.memory.blocks import AgentBlocks
-from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
@@ -253,7 +252,7 @@ def beginning(
     """
     if tokens is None:
         return context, len(context)
-    reach = context.reusable(spec, min(common_prefix(context.tokens, tokens), len(tokens) - 1))
+    reach = context.reusable_for(spec, tokens)
     if reach <= 0:
         return None, 0
     blocks = context.blocks[: spec.blocks_for(reach)]

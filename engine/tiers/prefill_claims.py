@@ -1,9 +1,10 @@
 """Who computes a prefix that several want at once: one does, the others wait for it, and nobody for ever.
 
 A claim is on the first block of a prompt that is not to be had, by its chain hash. Agents of one engine line up for it;
-of several engines the first in each line asks the page server for a lease, which only one of them gets. It is renewed
+of several engines the first in each queue asks the page server for a lease, which only one of them gets. It is renewed
 for as long as its holder is alive, and runs out soon after, so another takes the claim over. Whoever waits does so
-until the block is published, and for PATIENCE at most. Without an answer of the server every engine is on its own.
+until the block is published, and for PATIENCE_SECONDS at most. Without an answer of the server every engine is on its
+own.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from enum import Enum, auto
 from typing import Literal
 
 from engine.memory.prefix import chain_hashes, root_of
@@ -20,16 +22,16 @@ from engine.tiers.pages import PageTier
 
 State = Literal["mine", "wait", "proceed"]
 
-PATIENCE = 30.0  # seconds to wait for another's prefix
-LEASE = 3.0  # seconds after which a holder that is not heard of any more has lost its claim
-RENEWAL = LEASE / 3
-POLL = 0.05  # seconds between two questions whether another engine is done
-ANSWER = 0.5  # seconds within which the server must answer the first question
+PATIENCE_SECONDS = 30.0  # to wait for another's prefix
+LEASE_SECONDS = 3.0  # after them, a holder that is not heard of any more has lost its claim
+RENEWAL_SECONDS = LEASE_SECONDS / 3
+POLL_SECONDS = 0.05  # between two questions whether another engine is done
+ANSWER_SECONDS = 0.5  # within them the server must answer the first question
 
 
 class Claim:
-    """A place in a line. ``wait``: somebody else computes it; ``mine``: compute it, and publish; ``proceed``: load once
-    more, it may be there now, and compute what isn't. To be released in any state."""
+    """A place in a queue. ``wait``: somebody else computes it; ``mine``: compute it, and publish; ``proceed``: load
+    once more, it may be there now, and compute what isn't. To be released in any state."""
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
         self.name = name  # the chain hash that is claimed; "" when nothing is missing
@@ -61,15 +63,22 @@ class Claim:
         return told
 
 
-class _Line:
+class Lease(Enum):
+    """Which engine computes a block, as the server said last. UNKNOWN before its first answer."""
+
+    UNKNOWN = auto()
+    ELSEWHERE = auto()
+    OURS = auto()
+
+
+class _Queue:
     """Who wants one block. The first asks the server, and has the claim when that says so."""
 
     def __init__(self, name: str) -> None:
         self.name = name
         self.claims: list[Claim] = []
-        self.leased = False  # by the server, to this engine
+        self.lease = Lease.UNKNOWN
         self.asking = False  # the server is being asked
-        self.answered = False
         self.due = 0.0  # when to ask or to renew
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
@@ -86,7 +95,7 @@ class _Line:
         return [claim for claim in self.claims if claim.state == "wait"]
 
     def give(self) -> list[Callable[[], object]]:
-        """The first in line has the claim; whom to tell."""
+        """The first in the queue has the claim; whom to tell."""
         return self.claims[0].settle("mine") if self.claims and self.claims[0].state == "wait" else []
 
 
@@ -98,7 +107,7 @@ class Claims:
         self.lock = threading.Condition()
         self._spec = spec
         self._pages = pages
-        self._lines: dict[str, _Line] = {}
+        self._queues: dict[str, _Queue] = {}
         self._closed = False
         self._server = ThreadPoolExecutor(1, "kvpage-claim")
         self._clock = threading.Thread(target=self._watch, name="kvpage-claims", daemon=True)
@@ -115,29 +124,29 @@ class Claims:
             return Claim(self, "", "proceed")
         name = chain_hashes(self._spec.fingerprint, tokens[:end], size, root_of(agent_id))[-1]
         with self.lock:
-            line = self._lines.setdefault(name, _Line(name))
-            alone = not line.claims and self._pages is None
+            queue = self._queues.setdefault(name, _Queue(name))
+            alone = not queue.claims and self._pages is None
             claim = Claim(self, name, "mine" if alone else "wait")
-            line.claims.append(claim)
+            queue.claims.append(claim)
             self.lock.notify_all()
         return claim
 
     def published(self, claim: Claim) -> None:
         """Those who wait for it proceed."""
         with self.lock:
-            line = self._lines.get(claim.name)
-            told = line.dismiss(line.waiting) if line else []
+            queue = self._queues.get(claim.name)
+            told = queue.dismiss(queue.waiting) if queue else []
         _tell(told)
 
     def release(self, claim: Claim) -> None:
-        """The next in line has what it had."""
+        """The next in the queue has what it had."""
         told: list[Callable[[], object]] = []
         with self.lock:
-            line = self._lines.get(claim.name)
-            if line and claim in line.claims:
-                told = line.dismiss([claim])
+            queue = self._queues.get(claim.name)
+            if queue and claim in queue.claims:
+                told = queue.dismiss([claim])
                 if claim.state == "mine":
-                    told += line.give()
+                    told += queue.give()
                 self.lock.notify_all()
         _tell(told)
 
@@ -145,7 +154,7 @@ class Claims:
         """Give up all claims; whoever waits proceeds."""
         with self.lock:
             self._closed = True
-            told = [tell for line in self._lines.values() for tell in line.dismiss(list(line.claims))]
+            told = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
             self.lock.notify_all()
         _tell(told)
         self._clock.join()
@@ -156,30 +165,30 @@ class Claims:
         while True:
             told: list[Callable[[], object]] = []
             with self.lock:
-                for line in list(self._lines.values()):
-                    told += self._look_after(line, time.monotonic())
-                if self._closed and not self._lines:
+                for queue in list(self._queues.values()):
+                    told += self._look_after(queue, time.monotonic())
+                if self._closed and not self._queues:
                     return
                 if not told:
-                    self.lock.wait(POLL if self._lines else None)
+                    self.lock.wait(POLL_SECONDS if self._queues else None)
             _tell(told)
 
-    def _look_after(self, line: _Line, now: float) -> list[Callable[[], object]]:
-        told = line.dismiss([claim for claim in line.waiting if now - claim.since > PATIENCE])
-        if self._pages and not line.asking:
-            if line.leased and not line.claims:
-                self._ask(self._give_back, line)
-            elif line.leased and line.due <= now:
-                self._ask(self._renew, line)
-            elif line.waiting and line.due <= now:
-                self._ask(self._apply, line)
-        if line.waiting and not line.answered and now - line.claims[0].since > ANSWER:
-            told += line.give()
-        if not (line.claims or line.asking or line.leased):
-            del self._lines[line.name]
+    def _look_after(self, queue: _Queue, now: float) -> list[Callable[[], object]]:
+        told = queue.dismiss([claim for claim in queue.waiting if now - claim.since > PATIENCE_SECONDS])
+        if self._pages and not queue.asking:
+            if queue.lease is Lease.OURS and not queue.claims:
+                self._ask(self._give_back, queue)
+            elif queue.lease is Lease.OURS and queue.due <= now:
+                self._ask(self._renew, queue)
+            elif queue.waiting and queue.due <= now:
+                self._ask(self._apply, queue)
+        if queue.waiting and queue.lease is Lease.UNKNOWN and now - queue.claims[0].since > ANSWER_SECONDS:
+            told += queue.give()
+        if not (queue.claims or queue.asking or queue.lease is Lease.OURS):
+            del self._queues[queue.name]
         return told
 
-    def _ask(self, question: Callable[[PageTier, _Line], list[Callable[[], object]]], line: _Line) -> None:
+    def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
         """Have the server asked, on the other thread."""
         pages = self._pages
         assert pages
@@ -187,36 +196,38 @@ class Claims:
         def ask() -> None:
             told: list[Callable[[], object]] = []
             try:
-                told = question(pages, line)
+                told = question(pages, queue)
             finally:
                 with self.lock:
-                    line.asking, line.answered = False, True
+                    queue.asking = False
+                    if queue.lease is Lease.UNKNOWN:  # it was asked in vain
+                        queue.lease = Lease.ELSEWHERE
                     self.lock.notify_all()
             _tell(told)
 
-        line.asking = True
+        queue.asking = True
         self._server.submit(ask)
 
-    def _apply(self, pages: PageTier, line: _Line) -> list[Callable[[], object]]:
-        granted = pages.claim(line.name, LEASE)
-        published = pages.sealed([line.name]) > 0  # asked last: it may have been just before the claim was granted
+    def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
+        granted = pages.claim(queue.name, LEASE_SECONDS)
+        published = pages.sealed([queue.name]) > 0  # asked last: it may have been just before the claim was granted
         with self.lock:
-            line.leased = granted
-            line.due = time.monotonic() + (RENEWAL if granted else POLL)
+            queue.lease = Lease.OURS if granted else Lease.ELSEWHERE
+            queue.due = time.monotonic() + (RENEWAL_SECONDS if granted else POLL_SECONDS)
             if published:
-                return line.dismiss(line.waiting)
-            return line.give() if granted else []
+                return queue.dismiss(queue.waiting)
+            return queue.give() if granted else []
 
-    def _renew(self, pages: PageTier, line: _Line) -> list[Callable[[], object]]:
-        pages.renew(line.name, LEASE)
+    def _renew(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
+        pages.renew(queue.name, LEASE_SECONDS)
         with self.lock:
-            line.due = time.monotonic() + RENEWAL
+            queue.due = time.monotonic() + RENEWAL_SECONDS
         return []
 
-    def _give_back(self, pages: PageTier, line: _Line) -> list[Callable[[], object]]:
+    def _give_back(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
         with self.lock:
-            line.leased = False
-        pages.release(line.name)
+            queue.lease = Lease.ELSEWHERE
+        pages.release(queue.name)
         return []
 
 

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
@@ -25,19 +26,17 @@ from engine.memory.prefix import root_of
 from engine.memory.prefix_cache import SharedPrefixCache
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher
 from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
 from engine.tiers.metrics import StoreMetrics, Tally
-from engine.tiers.pages import RESTORE_WITHIN, PageTier
+from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
 from kvpage_server.system import malloc
 
-MAX_HOT_AGENTS = 8
-READERS = 2  # files that are read at once
-QUEUE_BYTES = 1 << 30
-PREFIX_BYTES = 1 << 30
+READER_THREADS = 2  # files that are read at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,41 +70,28 @@ class AgentCacheStore:
         *,
         pages: PageTier | None = None,
         cold: SafetensorsCacheAdapter | None = None,
-        max_hot_agents: int = MAX_HOT_AGENTS,
-        hot_bytes: int | None = None,
-        queue_bytes: int | None = None,
-        prefix_bytes: int | None = None,
-        restore_within: float = RESTORE_WITHIN,
+        config: CacheConfig | None = None,
+        **fields: Any,
     ) -> None:
-        """`pages` and `cold` are the store's own from now on.
+        """`pages` and `cold` are the store's own from now on. The `fields` of `config` can be given by their names.
 
-        Of contexts in memory there are at most `max_hot_agents`, of `hot_bytes` (half of the pool). `queue_bytes` (a
-        quarter, a GiB at most) may have been evicted and wait to be written, and `prefix_bytes` (an eighth, a GiB at
-        most) of full blocks are kept for others. A load takes `restore_within` seconds at most, and what has not come
-        then is for the engine to compute. Raises ValueError for a limit below 0, or for no time at all.
+        Raises ValueError for a limit below 0, or for no time at all.
         """
-        if not restore_within > 0:
-            raise ValueError(f"restore_within must be more than 0 seconds, got {restore_within}")
-        if wrong := [limit for limit in (max_hot_agents, hot_bytes, queue_bytes, prefix_bytes) if limit and limit < 0]:
-            raise ValueError(f"a limit is at least 0, got {wrong[0]}")
-        block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
-        capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
-        hot_bytes = capacity // 2 if hot_bytes is None else hot_bytes
-        queue_bytes = min(capacity // 4, QUEUE_BYTES) if queue_bytes is None else queue_bytes
-        prefix_bytes = min(capacity // 8, PREFIX_BYTES) if prefix_bytes is None else prefix_bytes
+        config = replace(config or CacheConfig(), **fields)
+        hot_bytes, queue_bytes, prefix_bytes = config.sizes(spec, pool)
         self.spec = spec
+        self.restore_within = config.restore_within
         self._pool = pool
         self._pages = pages
         self._cold = cold
         self._tally = Tally()
         self._changed = threading.Condition()  # the lock of what is in memory
-        self._hot = HotTier(pool, max_hot_agents, hot_bytes, queue_bytes)
+        self._hot = HotTier(pool, config.max_hot_agents, hot_bytes, queue_bytes)
         self._prefixes = SharedPrefixCache(spec, pool, prefix_bytes)
-        self._flusher = Flusher(self._hot, self._changed, pool, pages, cold, self._tally, queue_bytes)
+        self._flusher = Flusher(self._hot, self._changed, pages, cold, self._tally, queue_bytes)
         self.claims = Claims(spec, pages)
-        self._readers = ThreadPoolExecutor(READERS, "kvpage-read")
-        self._ways = Ways(spec, pool, pages, cold, self._readers, self._tally, self._make_room_for, self._came)
-        self.restore_within = restore_within
+        readers = ThreadPoolExecutor(READER_THREADS, "kvpage-read")
+        self._ways = Ways(spec, pool, pages, cold, readers, self._tally, self._make_room_for, self._came)
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
@@ -304,7 +290,7 @@ class AgentCacheStore:
             loading.cancel()
         self.claims.close()
         self._flusher.close()
-        self._readers.shutdown()
+        self._ways.readers.shutdown()
         with self._changed:
             self._hot.clear()
             self._prefixes.clear()

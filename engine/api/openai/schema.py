@@ -78,7 +78,7 @@ def _prompt(prompt: Any) -> str | list[int]:
     return prompt
 
 
-class Body(BaseModel):
+class RequestBody(BaseModel):
     model_config = ConfigDict(extra="ignore", strict=True, allow_inf_nan=False)
 
     @classmethod
@@ -99,14 +99,14 @@ class Body(BaseModel):
             raise _refusal(error.errors(include_url=False)) from error
 
 
-class Function(Body):
+class Function(RequestBody):
     """What the model wants to be called."""
 
     name: str
     arguments: str = "{}"
 
 
-class ToolCall(Body):
+class ToolCall(RequestBody):
     """A call that the model made in an earlier turn."""
 
     id: str
@@ -114,7 +114,7 @@ class ToolCall(Body):
     function: Function
 
 
-class Message(Body):
+class Message(RequestBody):
     """One of a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -124,7 +124,7 @@ class Message(Body):
     tool_call_id: str | None = None
 
 
-class FunctionTool(Body):
+class FunctionTool(RequestBody):
     """A function that may be called."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
@@ -132,20 +132,20 @@ class FunctionTool(Body):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(Body):
+class Tool(RequestBody):
     """What may be called."""
 
     type: Literal["function"]
     function: FunctionTool
 
 
-class StreamOptions(Body):
+class StreamOptions(RequestBody):
     """How to stream."""
 
     include_usage: bool = False
 
 
-class ResponseFormat(Body):
+class ResponseFormat(RequestBody):
     """In what form to answer."""
 
     type: Annotated[str, _only("text")]
@@ -158,7 +158,7 @@ Stops = Annotated[
 ]
 
 
-class Asked(Body):
+class Asked(RequestBody):
     """What both kinds of completion have in common."""
 
     model: str
@@ -218,7 +218,7 @@ class CompletionBody(Asked):
     suffix: Annotated[str, _only("")] = ""
 
 
-class ForkBody(Body):
+class ForkBody(RequestBody):
     """Of POST /v1/agents/{id}/fork."""
 
     to: str

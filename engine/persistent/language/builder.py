@@ -49,12 +49,14 @@ from engine.persistent.language.parser import parse_expression
 
 
 @dataclass(frozen=True, slots=True)
-class Variable:
+class VariableRef:
     """A declared variable: itself, or with brackets some of it."""
 
     name: str
 
-    def __getitem__(self, indices: int | str | Variable | slice | tuple[int | str | Variable | slice, ...]) -> Access:
+    def __getitem__(
+        self, indices: int | str | VariableRef | slice | tuple[int | str | VariableRef | slice, ...]
+    ) -> Access:
         """``K[l, 0:t]``, ``K["l", "0..t"]``, and ``K[()]`` for all of it."""
         given = indices if isinstance(indices, tuple) else (indices,)
         return Access(self.name, tuple(_index(index) for index in given))
@@ -67,7 +69,7 @@ class GraphBuilder:
         self._declarations: list[Declaration] = []
         self._blocks: list[Block] = []
 
-    def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> Variable:
+    def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
         """What is inserted before each step."""
         return self._declare(Declaration("dynamic", name, dtype, _dims(dims)))
 
@@ -80,7 +82,7 @@ class GraphBuilder:
         init: bool | int | float | None = None,
         indices: Sequence[str] = (),
         reference: str | None = None,
-    ) -> Variable:
+    ) -> VariableRef:
         """What each step begins anew: the model's tensor, `init` or zeros. `reference` as @ref and @pattern say it."""
         return self._declare(
             Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
@@ -94,7 +96,7 @@ class GraphBuilder:
         *,
         indices: Sequence[str] = (),
         reference: str | None = None,
-    ) -> Variable:
+    ) -> VariableRef:
         """A tensor of the model, or with `indices` a family of them."""
         return self._declare(Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference))
 
@@ -109,7 +111,7 @@ class GraphBuilder:
         table: bool = False,
         auto_dim: Sequence[str] = (),
         fixed: Mapping[str, int] | None = None,
-    ) -> Variable:
+    ) -> VariableRef:
         """What stays from step to step."""
         limits = tuple((fixed or {}).items())
         return self._declare(
@@ -129,9 +131,9 @@ class GraphBuilder:
         """What has been built."""
         return Graph(tuple(self._declarations), tuple(self._blocks))
 
-    def _declare(self, declaration: Declaration) -> Variable:
+    def _declare(self, declaration: Declaration) -> VariableRef:
         self._declarations.append(declaration)
-        return Variable(declaration.name)
+        return VariableRef(declaration.name)
 
 
 class Body:
@@ -144,28 +146,30 @@ class Body:
         """All so far."""
         return tuple(self._statements)
 
-    def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> Variable:
+    def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
         """A variable of this step."""
         self._statements.append(Assign(Declaration("volatile", name, dtype, _dims(dims))))
-        return Variable(name)
+        return VariableRef(name)
 
-    def op(self, name: str, *arguments: Variable | Access, to: Variable, **parameters: _Parameter) -> None:
+    def op(self, name: str, *arguments: VariableRef | Access, to: VariableRef, **parameters: _Parameter) -> None:
         """``op name(arguments, parameters) >> to``"""
         given = tuple((key, _value(value)) for key, value in parameters.items())
         self._statements.append(Operation(name, tuple(map(_access, arguments)), given, to.name))
 
-    def transfer(self, source: Variable | Access, to: Variable) -> None:
+    def transfer(self, source: VariableRef | Access, to: VariableRef) -> None:
         """``transfer source >> to``"""
         self._statements.append(Transfer(_access(source), to.name))
 
     @contextmanager
-    def loop(self, name: str, variable: str, start: int | str | Variable, stop: int | str | Variable) -> Iterator[Body]:
+    def loop(
+        self, name: str, variable: str, start: int | str | VariableRef, stop: int | str | VariableRef
+    ) -> Iterator[Body]:
         """A loop, whose statements are what is called on the body; the stop is not included."""
         body = Body()
         yield body
         self._statements.append(Loop(name, variable, _expression(start), _expression(stop), body.statements()))
 
-    def branch(self, condition: Variable, then: str, otherwise: str) -> None:
+    def branch(self, condition: VariableRef, then: str, otherwise: str) -> None:
         """``branch condition then otherwise``"""
         self._statements.append(Branch(condition.name, then, otherwise))
 
@@ -177,31 +181,31 @@ class Body:
         """``return``"""
         self._statements.append(Return())
 
-    def read(self, source: Variable | Access, to: Variable) -> None:
+    def read(self, source: VariableRef | Access, to: VariableRef) -> None:
         """``cache.read source >> to``"""
         self._statements.append(Read(_access(source), to.name))
 
-    def write(self, source: Variable | Access, to: Variable | Access) -> None:
+    def write(self, source: VariableRef | Access, to: VariableRef | Access) -> None:
         """``cache.write source >> to``"""
         self._statements.append(Write(_access(source), _access(to)))
 
-    def increment(self, scalar: Variable, amount: int = 1) -> None:
+    def increment(self, scalar: VariableRef, amount: int = 1) -> None:
         """``cache.increment amount scalar``"""
         self._statements.append(Increment(scalar.name, amount))
 
-    def decrement(self, scalar: Variable, amount: int = 1) -> None:
+    def decrement(self, scalar: VariableRef, amount: int = 1) -> None:
         """``cache.decrement amount scalar``"""
         self._statements.append(Increment(scalar.name, -amount))
 
-    def reset(self, what: Variable | Access) -> None:
+    def reset(self, what: VariableRef | Access) -> None:
         """``cache.reset what``"""
         self._statements.append(Reset(_access(what)))
 
 
-_Parameter = int | float | str | Variable | tuple[int | str | Variable, ...] | list[int | str | Variable]
+_Parameter = int | float | str | VariableRef | tuple[int | str | VariableRef, ...] | list[int | str | VariableRef]
 
 
-def _access(what: Variable | Access) -> Access:
+def _access(what: VariableRef | Access) -> Access:
     return what if isinstance(what, Access) else Access(what.name)
 
 
@@ -209,13 +213,13 @@ def _dims(dims: Sequence[int | str]) -> tuple[Expression, ...]:
     return tuple(_expression(dim) for dim in dims)
 
 
-def _expression(given: int | str | Variable) -> Expression:
-    if isinstance(given, Variable):
+def _expression(given: int | str | VariableRef) -> Expression:
+    if isinstance(given, VariableRef):
         return Name(given.name)
     return parse_expression(given) if isinstance(given, str) else given
 
 
-def _index(given: int | str | Variable | slice) -> Index:
+def _index(given: int | str | VariableRef | slice) -> Index:
     if isinstance(given, str) and ".." in given:
         start, stop = (bound.strip() or None for bound in given.split("..", 1))
         given = slice(start, stop)

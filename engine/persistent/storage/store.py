@@ -48,7 +48,7 @@ _Received = tuple[str, Entry, mx.array]  # of which table, from which entry on, 
 
 
 @dataclass(frozen=True, slots=True)
-class Saved:
+class SavedPages:
     """What a save wrote."""
 
     pages: int
@@ -136,7 +136,7 @@ class StoredInstance:
             return manifest.steps
         raise ConflictError(f"instance {self.name} is being saved by somebody else all the time")
 
-    def save(self, memory: Memory, steps: int) -> Saved:
+    def save(self, memory: Memory, steps: int) -> SavedPages:
         """Write the entries that changed, then the manifest, then delete what it replaced.
 
         Raises WrongProgramError or ConflictError when the manifest is not the one that was last seen here.
@@ -160,7 +160,7 @@ class StoredInstance:
         with suppress(redis.RedisError):  # nothing refers to them; the next save tries again
             self._store.server.delete(stale)
             self._stale = []
-        return Saved(len(written), sum(memoryview(page.body).nbytes for page in written))
+        return SavedPages(len(written), sum(memoryview(page.body).nbytes for page in written))
 
     # -- writing -------------------------------------------------------------------------------------------------------
 

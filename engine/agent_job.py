@@ -1,0 +1,111 @@
+"""A prompt of an agent on its way to an answer, and what whoever asked is told."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any
+
+from engine.scheduling.request import CompletedGeneration, TokenReceiver
+from engine.tiers.loading import Loaded, Loading
+from engine.tiers.metrics import Tier
+from engine.tiers.prefill_claims import Claim
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """What an answer owes to the store."""
+
+    tier: Tier = "none"  # where it was found
+    tokens: int = 0  # of the prompt, not computed
+    restore_seconds: float = 0.0  # from asking the store to having its blocks
+    waited_seconds: float = 0.0  # for another who computed the same
+    time_to_first_token: float = 0.0  # seconds since submit, all of it included
+    why: str | None = None  # the reason, when the store found nothing or less
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """A finished answer."""
+
+    uid: int
+    agent_id: str
+    text: str
+    tokens: tuple[int, ...]  # without the end-of-text token
+    finish_reason: str  # "stop" or "length"
+    prompt_tokens: int
+    reuse: Reuse
+    not_kept: str | None = None  # why the context could not be kept
+
+
+class Stage(Enum):
+    """Where a prompt is on its way::
+
+    SUBMITTED  what the store has of it is loaded, as soon as there may be room         -> LOADING, READY
+    LOADING    it is being loaded                                                       -> WAITING, READY, SUBMITTED
+    WAITING    another computes the same                                                -> READY, SUBMITTED
+    READY      for the batch                                                            -> RUNNING, SUBMITTED
+    RUNNING    in the batch, or waiting there for room
+    """
+
+    SUBMITTED = auto()
+    LOADING = auto()
+    WAITING = auto()  # for another who computes the same
+    READY = auto()  # for the batch
+    RUNNING = auto()  # there, or waiting there for room
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A prompt on its way to an answer."""
+
+    uid: int
+    agent_id: str
+    tokens: tuple[int, ...]
+    options: dict[str, Any]  # of the batch's submit
+    keep: bool
+    on_token: TokenReceiver | None
+    on_done: Callable[[Answer], None]
+    on_error: Callable[[Exception], None]
+    submitted: float = field(default_factory=time.perf_counter)
+    stage: Stage = Stage.SUBMITTED
+    error: Exception | None = None  # why it will not be answered
+    loading: Loading | None = None
+    loaded: Loaded | None = None  # the references on its blocks are held under the agent's id until it runs
+    restore_seconds: float = 0.0
+    claim: Claim | None = None
+    reach: int = 0  # tokens that were known when it was made
+    waiting_since: float = 0.0  # time.perf_counter()
+    waited: float = 0.0  # seconds
+    not_before: int = 0  # so many answers have ended: the pool was too full to load it
+    joined: float = 0.0  # the batch, time.perf_counter()
+    running: int | None = None  # its uid there
+
+    @property
+    def waits(self) -> bool:
+        """For another who has the claim."""
+        return self.claim is not None and self.claim.state == "wait"
+
+    def answer(self, done: CompletedGeneration) -> Answer:
+        """What whoever asked is told at its end."""
+        loaded = self.loaded
+        reuse = Reuse(
+            tier=loaded.tier if loaded and done.tokens_reused else "none",
+            tokens=done.tokens_reused,
+            restore_seconds=self.restore_seconds,
+            waited_seconds=self.waited,
+            time_to_first_token=self.joined - self.submitted + done.time_to_first_token,
+            why=loaded.why if loaded else None,
+        )
+        return Answer(
+            uid=self.uid,
+            agent_id=self.agent_id,
+            text=done.text,
+            tokens=done.tokens,
+            finish_reason=done.finish_reason,
+            prompt_tokens=done.prompt_tokens,
+            reuse=reuse,
+            not_kept=done.not_kept,
+        )

@@ -1,0 +1,87 @@
+"""The model, run: prompts in, tokens out, in mlx-lm's batches where they are right."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from engine.generation.one_pass import SHORT_TOKENS, OnePassGenerator
+from engine.generation.unbatched import UnbatchedGenerator
+from engine.memory import kvcache
+from engine.memory.blocks import AgentBlocks
+from engine.memory.kvcache import Cache
+from engine.scheduling.request import Request
+from engine.spec import ModelCacheSpec
+
+
+class ModelRunner:
+    """Runs requests by uids of its own, a step at a time. A step that fails leaves nobody running: see `restart`."""
+
+    def __init__(self, model: nn.Module, spec: ModelCacheSpec, stop_tokens: Any, prefill_chunk: int) -> None:
+        self._model = model
+        self._spec = spec
+        self._stop_tokens = stop_tokens
+        self._prefill_chunk = prefill_chunk
+        self._generator = self._new_generator()
+
+    def insert(self, request: Request) -> int:
+        """Take up a request, in segments that end at its checkpoints; its uid here."""
+        ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
+        (uid,) = self._generator.insert_segments(
+            [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
+            max_tokens=[request.max_tokens],
+            caches=[request.cache],
+            all_tokens=[list(request.prompt[: request.tokens_reused])],
+            samplers=[request.sampler],
+        )
+        return int(uid)
+
+    def step(self) -> tuple[list[Any], list[Any]]:
+        """Every prompt a chunk further, every answer a token: mlx-lm's responses for each."""
+        prompts, tokens = self._generator.next()
+        return prompts, tokens
+
+    def extract(self, uid: int) -> tuple[Cache, list[int]]:
+        """The cache of a request, and the tokens that it holds."""
+        cache, tokens = self._generator.extract_cache([uid])[uid]
+        return cache, tokens
+
+    def remove(self, uid: int) -> None:
+        """Forget a request."""
+        self._generator.remove([uid])
+
+    def restart(self) -> None:
+        """Forget all requests, as after a step that failed: nobody knows how far it came."""
+        with suppress(Exception):
+            self._generator.close()
+        self._generator = self._new_generator()
+
+    def close(self) -> None:
+        """Give back what mlx-lm holds."""
+        self._generator.close()
+
+    def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:
+        """One that holds the first `tokens` tokens of `blocks`; an empty one for none."""
+        if blocks and tokens:
+            return kvcache.reconstruct(self._spec, blocks.blocks, tokens)
+        if self._spec.refusal or self._spec.quantised_from:
+            return list(make_prompt_cache(self._model))
+        return kvcache.empty(self._spec)
+
+    def _new_generator(self) -> Any:
+        stop, chunk = self._stop_tokens, self._prefill_chunk
+        if self._spec.batches:
+            short = SHORT_TOKENS if self._spec.resumes else 0
+            return OnePassGenerator(self._model, stop_tokens=stop, prefill_step_size=chunk, short=short)
+        return UnbatchedGenerator(
+            self._model,
+            stop_tokens=stop,
+            prefill_step_size=chunk,
+            quantised_from=self._spec.quantised_from,
+            quantised=partial(kvcache.quantised, self._spec),
+        )

@@ -1,0 +1,41 @@
+"""What can be set of what agents remember."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from engine.pool import BlockPool
+from engine.spec import ModelCacheSpec
+from engine.tiers.pages import RESTORE_WITHIN
+
+MAX_HOT_AGENTS = 8
+MAX_QUEUE_BYTES = 1 << 30
+MAX_PREFIX_BYTES = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """How much of what agents remember is kept in memory, and how long a load takes. None: what the pool suggests."""
+
+    max_hot_agents: int = MAX_HOT_AGENTS  # contexts in memory
+    hot_bytes: int | None = None  # of them; half of the pool
+    queue_bytes: int | None = None  # evicted and waiting to be written; a quarter of the pool, a GiB at most
+    prefix_bytes: int | None = None  # full blocks kept for others; an eighth of the pool, a GiB at most
+    restore_within: float = RESTORE_WITHIN  # seconds; what has not come then is for the engine to compute
+
+    def __post_init__(self) -> None:
+        if not self.restore_within > 0:
+            raise ValueError(f"restore_within must be more than 0 seconds, got {self.restore_within}")
+        for limit in (self.max_hot_agents, self.hot_bytes, self.queue_bytes, self.prefix_bytes):
+            if limit is not None and limit < 0:
+                raise ValueError(f"a limit is at least 0, got {limit}")
+
+    def sizes(self, spec: ModelCacheSpec, pool: BlockPool) -> tuple[int, int, int]:
+        """`hot_bytes`, `queue_bytes` and `prefix_bytes`, with nothing left open."""
+        block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
+        capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
+        return (
+            capacity // 2 if self.hot_bytes is None else self.hot_bytes,
+            min(capacity // 4, MAX_QUEUE_BYTES) if self.queue_bytes is None else self.queue_bytes,
+            min(capacity // 8, MAX_PREFIX_BYTES) if self.prefix_bytes is None else self.prefix_bytes,
+        )
