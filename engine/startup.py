@@ -23,7 +23,7 @@ from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter
-from engine.tiers.pages import RESTORE_WITHIN, PageTier
+from engine.tiers.pages import RESTORE_SECONDS, PageTier
 from engine.tiers.store import AgentCacheStore
 
 log = logging.getLogger(__name__)
@@ -41,7 +41,7 @@ class Options:
     cold: Path | None = None  # a directory for contexts in files
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
-    restore_within: float = RESTORE_WITHIN  # seconds that loading a context takes at most
+    restore_within: float = RESTORE_SECONDS  # seconds that loading a context takes at most
     kv_quantised_from: int = 0  # tokens of a prompt that are computed before its keys and values are quantised
 
 

@@ -135,7 +135,7 @@ def test_what_a_body_holds_is_counted_as_a_parser_would(value: Any, piece: int) 
     limits = dict(zip(("containers", "strings", "values"), counted(value), strict=True))
     raw = json.dumps(value).encode()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(json_bounds, "PIECE", piece)
+        patch.setattr(json_bounds, "PIECE_BYTES", piece)
         json_bounds.check(raw, **limits)
         for name, found in limits.items():
             if found:

@@ -234,7 +234,7 @@ def test_a_load_takes_no_longer_than_it_may_and_has_what_came(
     server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
     """Chunk after chunk comes in time, but all of it does not. That is no failure of the server's."""
-    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", 1)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK_BYTES", 1)
     direct = PageTier(server.url, SPEC, pool)
     assert direct.save(context())
     direct.close()

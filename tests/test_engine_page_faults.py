@@ -46,7 +46,7 @@ def proxy(server: RunningServer, client: redis.Redis) -> Iterator[Proxy]:
 @pytest.fixture
 def tier(proxy: Proxy, pool: BlockPool, monkeypatch: pytest.MonkeyPatch) -> Iterator[PageTier]:
     """Behind the proxy; it asks for block after block."""
-    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK", BLOCK)
+    monkeypatch.setattr("engine.tiers.server.manifest.CHUNK_BYTES", BLOCK)
     tier = PageTier(proxy.url, SPEC, pool, deadline=10.0, connections=1)
     yield tier
     tier.close()

@@ -18,12 +18,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from engine.api.openai.errors import ApiError, invalid
 
-HEADERS_WITHIN = 10.0  # seconds, from connecting or from a request's first byte to the end of its headers
-IDLE_WITHIN = 30  # seconds between two requests; longer than clients keep a connection that they do not use
-UNREAD_WITHIN = 10.0  # seconds that a client has to read what waits for it
-SLICE = 2048  # bytes that are parsed before others have their turn; in the worst case some 500 chunks or headers
-MAX_HEADERS = 16_384  # bytes
-MAX_LINES = 512  # of headers
+HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
+IDLE_SECONDS = 30  # between two requests; longer than clients keep a connection that they do not use
+UNREAD_SECONDS = 10.0  # that a client has to read what waits for it
+SLICE_BYTES = 2048  # that are parsed before others have their turn; in the worst case some 500 chunks or headers
+MAX_HEADERS_BYTES = 16_384
+MAX_HEADER_LINES = 512  # of headers
 MAX_CHUNK_LINES = 65_536  # of a body in chunks, two a chunk: each takes as long as kilobytes of a whole one
 BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # requests: one's headers are not complete
 HEALTH = ("/health", "/health/live", "/health/ready")
@@ -165,14 +165,14 @@ class Connection(H11Protocol):
     def _parse(self) -> None:
         if not self._incoming or self.transport.is_closing():
             return None
-        part = bytes(self._incoming[:SLICE])
-        del self._incoming[:SLICE]
+        part = bytes(self._incoming[:SLICE_BYTES])
+        del self._incoming[:SLICE_BYTES]
         if not self._requests and not self._silence:
             self._be_patient()
         super().data_received(part)
         if self.conn.states == BETWEEN:
             self._lines += part.count(b"\n")
-            if self._lines > MAX_LINES:
+            if self._lines > MAX_HEADER_LINES:
                 return self.send_400_response("Too many headers.")
         elif self._chunked:
             self._lines += part.count(b"\r\n")
@@ -221,7 +221,7 @@ class Connection(H11Protocol):
         return None
 
     def _be_patient(self) -> None:
-        self._silence = self.loop.call_later(HEADERS_WITHIN, self.drop, "silent")
+        self._silence = self.loop.call_later(HEADERS_SECONDS, self.drop, "silent")
 
     def _hear(self) -> None:
         if self._silence:
@@ -230,7 +230,7 @@ class Connection(H11Protocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._unread = self.loop.call_later(UNREAD_WITHIN, self.drop, "unread")
+        self._unread = self.loop.call_later(UNREAD_SECONDS, self.drop, "unread")
 
     def resume_writing(self) -> None:
         self._read()

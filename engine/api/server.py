@@ -20,7 +20,7 @@ import uvloop
 from engine.api.answering import UNREAD_SECONDS
 from engine.api.app import make_app
 from engine.api.auth import Tokens
-from engine.api.connections import IDLE_WITHIN, MAX_HEADERS, Connection, Door
+from engine.api.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Connection, Door
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.startup import CANNOT_OPEN, Engine, Options, model_name
@@ -28,11 +28,11 @@ from kvpage_server.system import signals
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY = 1.0  # seconds, whether the engine's thread is still there
+LOOK_EVERY_SECONDS = 1.0  # whether the engine's thread is still there
 
 # Seconds that a token waits for the event loop to run, while the engine's thread builds its next step. Python's own, 5
 # milliseconds, would be most of what HTTP adds to a first token.
-SWITCH_INTERVAL = 0.0002
+SWITCH_INTERVAL_SECONDS = 0.0002
 
 
 class ServeError(RuntimeError):
@@ -64,15 +64,15 @@ def run(
     Raises ServeError when the engine can't be put together.
     """
     signals.begin()
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, tell))
     service = Service(worker, name or model_name(options.model), tokens, limits)
     door = Door(limits.connections, limits.for_each, service.metrics.closed)
     config = uvicorn.Config(
         make_app(service),
         http=cast("type[asyncio.Protocol]", partial(Connection, door=door)),
-        h11_max_incomplete_event_size=MAX_HEADERS,
-        timeout_keep_alive=IDLE_WITHIN,
+        h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
+        timeout_keep_alive=IDLE_SECONDS,
         log_level="warning",
         access_log=False,
         server_header=False,
@@ -98,7 +98,7 @@ async def _serve(
             host, port = listener.getsockname()[:2]
             print(f"{service.model_id} is served on http://{host}:{port}", flush=True)
         while not stopping.is_set() and service.alive:
-            await _first_of(stopping.wait(), asyncio.sleep(LOOK_EVERY))
+            await _first_of(stopping.wait(), asyncio.sleep(LOOK_EVERY_SECONDS))
     except CANNOT_OPEN as error:
         raise ServeError(str(error)) from error
     finally:

@@ -19,8 +19,8 @@ from engine.api.openai.schema import Asked, RequestBody
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
 
-BODY_WITHIN = 30.0  # seconds that a client has to send it, at most
-SHORT = 4096  # bytes of a body that is parsed at once, in a fraction of a millisecond
+BODY_SECONDS = 30.0  # that a client has to send it, at most
+SHORT_BODY_BYTES = 4096  # of a body that is parsed at once, in a fraction of a millisecond
 
 _Parsed = TypeVar("_Parsed", bound=RequestBody)
 
@@ -95,7 +95,7 @@ class Service:
         if int(length) > self.limits.body:
             raise self._too_long()  # who expects to be asked for it is not
         body = bytearray()
-        within = min(BODY_WITHIN, self.limits.seconds)
+        within = min(BODY_SECONDS, self.limits.seconds)
         try:
             async with asyncio.timeout(within):
                 async for part in request.stream():
@@ -112,7 +112,7 @@ class Service:
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
         """What was sent, as a body of that kind; a long one is parsed beside the event loop. Raises ApiError."""
         raw = await self.body(request)
-        if len(raw) <= SHORT:
+        if len(raw) <= SHORT_BODY_BYTES:
             return kind.parse(raw)
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
 

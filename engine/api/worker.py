@@ -24,7 +24,7 @@ from engine.startup import Engine
 
 log = logging.getLogger(__name__)
 
-IDLE = 1.0  # seconds the engine waits for something to do, before it looks whether it should end
+IDLE_SECONDS = 1.0  # the engine waits for something to do, before it looks whether it should end
 
 Event = Token | Answer | Exception  # an answer's next token, all of it, or why there is none
 _Result = TypeVar("_Result")
@@ -196,7 +196,7 @@ class EngineThread:
             while not self._stop.is_set() or self._calls:
                 while self._calls:
                     self._calls.popleft()(engine)
-                engine.agents.step(IDLE)
+                engine.agents.step(IDLE_SECONDS)
         except Exception as error:
             log.exception("the engine has failed")
             for generation in list(self._generations):

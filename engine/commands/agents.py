@@ -17,7 +17,7 @@ from rich.table import Table
 from engine.commands import Failure
 
 TOKEN = "KVPAGE_TOKEN"  # in the environment
-WITHIN = 60.0  # seconds
+ANSWER_SECONDS = 60.0
 
 
 def add_to(commands: Any) -> None:
@@ -79,7 +79,7 @@ def _asked(args: argparse.Namespace, method: str, path: str, body: Any = None) -
     headers = {"Authorization": f"Bearer {args.token}"} if args.token else {}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(args.url + path, data, headers, method=method), timeout=WITHIN) as reply:
+        with urlopen(Request(args.url + path, data, headers, method=method), timeout=ANSWER_SECONDS) as reply:
             return json.load(reply)
     except HTTPError as error:
         raise Failure(_said(error)) from error

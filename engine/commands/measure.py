@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from engine.agent_engine import Answer
     from engine.startup import Engine
 
-DECODED = 16  # tokens of an answer whose speed is measured
+DECODED_TOKENS = 16  # of an answer whose speed is measured
 PINGS = 50
 
 
@@ -160,7 +160,7 @@ def _speed(engine: Engine, agent: str, prompt: list[int]) -> Speed:
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
     """Tokens a second after the first."""
     came: list[float] = []
-    ask(engine, agent, prompt, max_tokens=DECODED, on_token=lambda token: came.append(time.perf_counter()))
+    ask(engine, agent, prompt, max_tokens=DECODED_TOKENS, on_token=lambda token: came.append(time.perf_counter()))
     return (len(came) - 1) / (came[-1] - came[0]) if len(came) > 1 else 0.0
 
 
@@ -187,7 +187,7 @@ def _scratch(engine: Engine) -> Iterator[str]:
 def _prompt(engine: Engine, tokens: int) -> list[int]:
     """Random, so that nobody has it."""
     context = engine.spec.context
-    if context and tokens + DECODED >= context:
+    if context and tokens + DECODED_TOKENS >= context:
         raise Failure(f"--tokens {tokens} leaves no room in a context of {context}")
     return [secrets.randbelow(engine.spec.vocab_size) for _ in range(tokens)]
 

@@ -17,8 +17,8 @@ from typing import IO
 
 from engine.demo.turn import Messages, Turn, ask, save
 
-START_WITHIN = 30.0  # seconds, for the store
-STOP_WITHIN = 10.0
+START_SECONDS = 30.0  # for the store
+STOP_SECONDS = 10.0
 # OpenBLAS's threads wait for one another at every multiplication: on a busy machine they would measure what else runs.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 MODEL = "smollm2"  # what it is called by its clients
@@ -73,7 +73,7 @@ def _running(name: str, *command: str) -> Iterator[Process]:
         finally:
             popen.terminate()
             with suppress(subprocess.TimeoutExpired):
-                popen.wait(STOP_WITHIN)
+                popen.wait(STOP_SECONDS)
             popen.kill()
 
 
@@ -87,7 +87,7 @@ def running_store() -> Iterator[str]:
         TemporaryDirectory() as directory,
         _running("the store", "-P", TETHERED, "kvpage_server.app", *options, "--dir", directory) as process,
     ):
-        deadline = time.monotonic() + START_WITHIN
+        deadline = time.monotonic() + START_SECONDS
         while not listens(port):
             if process.ended or time.monotonic() > deadline:
                 raise process.failure()

@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 AGENT = "keeper"
 MAX_TOKENS = 24
-WITHIN = 300.0  # seconds, without a word
+ANSWER_SECONDS = 300.0  # without a word
 
 Messages = Sequence[dict[str, str]]
 
@@ -43,7 +43,7 @@ def ask(url: str, model: str, messages: Messages) -> Turn:
     text, first = "", 0.0
     kvpage: dict[str, Any] = {}
     usage: dict[str, Any] = {}
-    with urlopen(Request(f"{url}/v1/chat/completions", json.dumps(body).encode()), timeout=WITHIN) as reply:
+    with urlopen(Request(f"{url}/v1/chat/completions", json.dumps(body).encode()), timeout=ANSWER_SECONDS) as reply:
         for line in reply:
             if not line.startswith(b"data: {"):
                 continue
@@ -58,5 +58,5 @@ def ask(url: str, model: str, messages: Messages) -> Turn:
 
 def save(url: str) -> None:
     """Return when another engine can go on. Raises OSError likewise."""
-    with urlopen(Request(f"{url}/v1/agents/{AGENT}/save", method="POST"), timeout=WITHIN):
+    with urlopen(Request(f"{url}/v1/agents/{AGENT}/save", method="POST"), timeout=ANSWER_SECONDS):
         pass

@@ -6,7 +6,7 @@ would make: lists and objects, strings, and what lies between commas. Counting l
 
 from __future__ import annotations
 
-PIECE = 64 << 10  # bytes
+PIECE_BYTES = 64 << 10
 LONG_NUMBER = b"0" * 400  # takes as long as thousands of others
 ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 
@@ -23,8 +23,8 @@ def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:
     found_containers = quotes = commas = 0
     inside = False  # a string
     rest = b""  # of an escape that the last piece has begun
-    for start in range(0, len(raw), PIECE):
-        piece = (rest + raw[start : start + PIECE]).replace(b"\\\\", b"")
+    for start in range(0, len(raw), PIECE_BYTES):
+        piece = (rest + raw[start : start + PIECE_BYTES]).replace(b"\\\\", b"")
         rest = b"\\" if piece.endswith(b"\\") else b""
         parts = piece[: len(piece) - len(rest)].replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[1::2] if inside else parts[::2])

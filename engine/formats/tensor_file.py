@@ -26,8 +26,8 @@ from engine.formats import json_bounds
 
 ITEMSIZES = {"BOOL": 1, "I8": 1, "U8": 1, "F16": 2, "BF16": 2, "I16": 2, "U16": 2, "F32": 4, "I32": 4, "U32": 4}
 ITEMSIZES |= {"F64": 8, "I64": 8, "U64": 8}  # bytes
-_LENGTH = 8
-_MAX_HEADER = 16 << 20  # bytes; the format allows more, and a context of a million tokens has half of it
+_LENGTH_BYTES = 8
+_MAX_HEADER_BYTES = 16 << 20  # the format allows more, and a context of a million tokens has half of it
 _MAX_TENSORS = 16_384
 _MAX_DIMENSIONS = 8
 _NO_DIGEST = "0" * 16
@@ -63,8 +63,8 @@ def write(
         start, end = end, end + tensor.nbytes
         described[name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": [start, end]}
     header = json.dumps(described, separators=(",", ":")).encode()
-    header += b" " * (-len(header) % _LENGTH)  # so that what follows is aligned
-    file.write(len(header).to_bytes(_LENGTH, "little"))
+    header += b" " * (-len(header) % _LENGTH_BYTES)  # so that what follows is aligned
+    file.write(len(header).to_bytes(_LENGTH_BYTES, "little"))
     file.write(header)
     digest = xxhash.xxh3_64(header)
     for (name, tensor), body in zip(tensors.items(), bodies, strict=True):
@@ -72,9 +72,9 @@ def write(
             raise ValueError(f"{name} has {tensor.nbytes} bytes, got {body.nbytes}")
         digest.update(body.data)
         file.write(body.data)
-    file.seek(_LENGTH + header.index(_NO_DIGEST.encode()))
+    file.seek(_LENGTH_BYTES + header.index(_NO_DIGEST.encode()))
     file.write(digest.hexdigest().encode())
-    return _LENGTH + len(header) + end
+    return _LENGTH_BYTES + len(header) + end
 
 
 class TensorReader:
@@ -89,9 +89,9 @@ class TensorReader:
         if not stat.S_ISREG(status.st_mode):
             raise DamagedFileError("it is no file")
         self._left = status.st_size
-        length = int.from_bytes(self._read(_LENGTH), "little")
-        if length > _MAX_HEADER:
-            raise DamagedFileError(f"a header has at most {_MAX_HEADER} bytes, this one {length}")
+        length = int.from_bytes(self._read(_LENGTH_BYTES), "little")
+        if length > _MAX_HEADER_BYTES:
+            raise DamagedFileError(f"a header has at most {_MAX_HEADER_BYTES} bytes, this one {length}")
         self._header = self._read(length).tobytes()
         try:
             self.metadata, placed = _described(self._header)

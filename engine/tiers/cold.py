@@ -80,7 +80,7 @@ _NAMES = (
     "v_layer_{}_biases",
 )
 MAX_TOKENS = 2_000_000  # of a context; a header has no room for more
-_STRIP = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
+_STRIP_COLUMNS = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
 
 
 class _Place(NamedTuple):
@@ -368,8 +368,8 @@ def _transpose(matrices: Bits, into: Bits | None = None) -> Bits:
     """``[heads, a, b]`` as ``[heads, b, a]``."""
     heads, height, width = matrices.shape
     result = np.empty((heads, width, height), matrices.dtype) if into is None else into
-    for start in range(0, height, _STRIP):
-        result[:, :, start : start + _STRIP] = matrices[:, start : start + _STRIP].transpose(0, 2, 1)
+    for start in range(0, height, _STRIP_COLUMNS):
+        result[:, :, start : start + _STRIP_COLUMNS] = matrices[:, start : start + _STRIP_COLUMNS].transpose(0, 2, 1)
     return result
 
 

@@ -40,7 +40,7 @@ from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifes
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
 T = TypeVar("T")
-RESTORE_WITHIN = 10.0  # seconds
+RESTORE_SECONDS = 10.0
 __all__ = ["Fetch", "PageTier", "Saved"]
 
 
@@ -82,7 +82,7 @@ class PageTier:
 
         Raises ValueError for a URL that isn't one, and for a time that isn't more than 0.
         """
-        within = max(RESTORE_WITHIN, 2 * deadline) if restore_within is None else restore_within
+        within = max(RESTORE_SECONDS, 2 * deadline) if restore_within is None else restore_within
         if not min(deadline, within) > 0:
             raise ValueError(f"a time must be more than 0 seconds, got {min(deadline, within)}")
         self.misses: Counter[str] = Counter()  # what loads did not find, by reason

@@ -23,7 +23,7 @@ from engine.spec import ModelCacheSpec
 
 SHORT = 1000  # letters, made in half a millisecond
 FEW = 16  # messages
-LETTERS = 16  # a token has fewer, nearly always
+LETTERS_A_TOKEN = 16  # a token has fewer, nearly always
 
 _Made = TypeVar("_Made")
 
@@ -101,7 +101,7 @@ class Prompts:
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
         """Of a text that is far too long the beginning is, too: the rest need not be looked at."""
-        limit = LETTERS * (self._spec.context or 0)
+        limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(self._encode("".join(text[:limit] for text in texts)[:limit]), param, least="at least ")
 

@@ -47,7 +47,7 @@ from engine.persistent.language.graph import (
     Transfer,
     Write,
 )
-from engine.persistent.state.lane import MEMORY
+from engine.persistent.state.lane import MEMORY_BYTES
 from engine.persistent.state.table import Layout
 
 Get = Callable[[Frame], mx.array]
@@ -352,8 +352,8 @@ class _Compiler:
                 if value.ndim != rank:
                     raise RankError(f"{name} has {rank} dimensions, got the shape {list(value.shape)}")
                 raise ShapeError(f"{name} has the shape {list(shape)}, got {list(value.shape)}")
-            if elastic and value.nbytes > MEMORY:  # MLX would take the process down with it
-                raise GrowthError(f"{name} would take {value.nbytes} bytes, this machine has {MEMORY}")
+            if elastic and value.nbytes > MEMORY_BYTES:  # MLX would take the process down with it
+                raise GrowthError(f"{name} would take {value.nbytes} bytes, this machine has {MEMORY_BYTES}")
             frame.values[name] = value
 
         return put

@@ -17,7 +17,7 @@ from engine.persistent.errors import (
     UnknownNameError,
 )
 from engine.persistent.language.graph import Arithmetic, Assign, Declaration, Expression, Graph, Name
-from engine.persistent.state.lane import MEMORY
+from engine.persistent.state.lane import MEMORY_BYTES
 from engine.persistent.state.table import MAX_DIM, Layout, Shape
 
 
@@ -73,8 +73,8 @@ def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> 
             raise DeviceError(f"{declaration.name} is f64, which MLX computes on the CPU alone; use Device.CPU")
         _check_attributes(declaration)
         shape = tuple(_dim(dim, declaration, sizes) for dim in declaration.dims)
-        if (nbytes := math.prod(shape) * dtype.itemsize) > MEMORY:
-            raise DimError(f"{declaration.name} would take {nbytes} bytes, this machine has {MEMORY}", at)
+        if (nbytes := math.prod(shape) * dtype.itemsize) > MEMORY_BYTES:
+            raise DimError(f"{declaration.name} would take {nbytes} bytes, this machine has {MEMORY_BYTES}", at)
         if len(declaration.auto_dim) > len(shape):
             raise DeclarationError(
                 f"@auto_dim names {len(declaration.auto_dim)} dimensions, {declaration.name} has {len(shape)}", at

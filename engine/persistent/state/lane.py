@@ -18,7 +18,7 @@ from engine.persistent.errors import GrowthError
 from engine.persistent.state.journal import Journal
 
 Literal = bool | int | float | None
-MEMORY = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")  # bytes
+MEMORY_BYTES = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 class Lane:
@@ -103,7 +103,7 @@ class Lane:
         room = len(self._written)
         if count > room:
             more = max(count, 2 * room) - room
-            if (nbytes := (room + more) * math.prod(self._shape) * self._dtype.itemsize) > MEMORY:
-                raise GrowthError(f"{count} entries would take {nbytes} bytes, this machine has {MEMORY}")
+            if (nbytes := (room + more) * math.prod(self._shape) * self._dtype.itemsize) > MEMORY_BYTES:
+                raise GrowthError(f"{count} entries would take {nbytes} bytes, this machine has {MEMORY_BYTES}")
             self._array = mx.concatenate([self._array, self._fill(more)])
             self._written.extend(bytes(more))

@@ -39,7 +39,7 @@ from kvpage_server.client import Page, PageClient
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 
-CHUNK = 8 << 20  # bytes of pages in one command, at most, but for one page
+CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
 TRIES = 10  # to read an instance that somebody else keeps saving
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
@@ -266,7 +266,7 @@ class StoredInstance:
     def _receive_rows(self, name: str, prefix: Entry, lane: StoredLane, run: list[int], rows: Any) -> None:
         if not rows.size:
             return
-        step = max(1, CHUNK // rows.shape[1])
+        step = max(1, CHUNK_BYTES // rows.shape[1])
         for start in range(0, len(run), step):
             indices = run[start : start + step]
             keys = [self._page_key(lane.number, index, lane.slots[index]) for index in indices]
@@ -361,7 +361,7 @@ def _chunks(pages: Sequence[Page]) -> Iterator[list[Page]]:
     nbytes = 0
     for page in pages:
         size = memoryview(page.body).nbytes
-        if run and nbytes + size > CHUNK:
+        if run and nbytes + size > CHUNK_BYTES:
             yield run
             run, nbytes = [], 0
         run.append(page)

@@ -20,7 +20,7 @@ from kvpage_server.page import BlockShape, DType, Plane
 FORMAT = 4  # of manifests
 OLDER = 3  # one an agent, without a digest before it
 DIGESTS = 3  # the format of blocks' digests
-CHUNK = 8 << 20  # bytes of blocks that are asked for or sent in one go, a block at least
+CHUNK_BYTES = 8 << 20  # of blocks that are asked for or sent in one go, a block at least
 MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
 
 
@@ -84,10 +84,10 @@ class BlockLayout:
         return block
 
     def chunks(self, places: Iterable[BlockPlace]) -> Iterator[list[BlockPlace]]:
-        """Places in their order, neighbours at which the same lies together, of at most CHUNK bytes."""
+        """Places in their order, neighbours at which the same lies together, of at most CHUNK_BYTES bytes."""
         chunk: list[BlockPlace] = []
         for place in places:
-            full = (len(chunk) + 1) * self.nbytes(place) > CHUNK
+            full = (len(chunk) + 1) * self.nbytes(place) > CHUNK_BYTES
             if chunk and (full or self.shapes(place) != self.shapes(chunk[0])):
                 yield chunk
                 chunk = []

@@ -18,7 +18,7 @@ from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import manifest_key, moved, names_in, older_key
 from kvpage_server.client.questions import Question, integer, ok, scanned, texts
 
-SCANNED = 5000  # keys that are looked at in one go
+SCAN_COUNT = 5000  # keys that are looked at in one go
 Stored = Mapping[str, bytes | None]  # manifests, by key
 
 
@@ -66,7 +66,7 @@ async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
 async def _scan(connection: ServerConnection, pattern: str) -> set[str]:
     cursor, found = b"0", set[str]()
     while True:
-        cursor, keys = await connection.ask_one(scanned, "SCAN", cursor, "MATCH", pattern, "COUNT", SCANNED)
+        cursor, keys = await connection.ask_one(scanned, "SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
         found.update(key.decode(errors="replace") for key in keys)
         if cursor == b"0":
             return found
