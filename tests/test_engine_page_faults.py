@@ -112,9 +112,9 @@ def test_the_rest_is_computed_when_it_comes_more_slowly(
     loaded = fetch.result()
     assert same(loaded, context(), 256)
     held(pool, loaded)
-    assert fetch.report.decision
-    assert not fetch.report.decision.fetch
-    assert fetch.report.decision.tokens == 700 - 256
+    assert fetch.decision
+    assert not fetch.decision.fetch
+    assert fetch.decision.tokens == 700 - 256
     assert tier.misses == {"recompute": 1}
 
 

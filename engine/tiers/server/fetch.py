@@ -25,6 +25,7 @@ from enum import Enum, auto
 
 from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.pool import PoolExhaustedError
+from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.lookup import FetchReport, FetchRequest, Lookup, Remote
 from engine.tiers.server.receive import Receiver
 
@@ -104,6 +105,16 @@ class Fetch:
     def why(self) -> str | None:
         """Why it found less than there might have been; None when nothing was missing."""
         return self.report.reasons[0] if self.report.reasons else None
+
+    @property
+    def decision(self) -> Decision | None:
+        """Whether fetching is sooner than computing; None when there was nothing to decide on."""
+        return self.report.decision
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes received."""
+        return self.report.nbytes
 
     @property
     def reach(self) -> int:
