@@ -198,7 +198,7 @@ def test_each_tier_gives_an_agent_its_context_back(running: RunningServer, url: 
 def test_others_go_on_while_a_context_is_on_its_way(running: RunningServer, url: str) -> None:
     """The server holds back what one agent waits for; another, that needs nothing of it, is answered meanwhile."""
     with start_proxy(running.port) as proxy:
-        bench = Bench(proxy.url, deadline=1.0)
+        bench = Bench(proxy.url, deadline=3.0)
         known = bench.ask("bob", SYSTEM)
         bench.store.flush_dirty()
         proxy.stall_after = 0

@@ -81,7 +81,7 @@ def test_a_master_that_is_killed_costs_nothing_that_its_replica_has(cluster: Clu
 
 
 def test_a_node_that_hangs_costs_its_blocks_for_a_while_and_no_wait_past_its_deadline(masters: Cluster) -> None:
-    with PageClient(masters.url, deadline=30, node_deadline=1.0) as pages:
+    with PageClient(masters.url, deadline=60, node_deadline=2.0) as pages:
         pages.mset_blocks(NAMES, SHAPE, BODIES)
         stopped = masters.masters[1]
         its_own = of(stopped, masters)
@@ -91,7 +91,7 @@ def test_a_node_that_hangs_costs_its_blocks_for_a_while_and_no_wait_past_its_dea
             assert pages.misses == {"gone": sum(its_own)}
             before = time.monotonic()
             read(pages)
-            assert time.monotonic() - before < 20  # less than the call's deadline
+            assert time.monotonic() - before < 40  # less than the call's deadline
         finally:
             stopped.signal(signal.SIGCONT)
         assert eventually(lambda: all(read(pages)))
@@ -141,11 +141,11 @@ def test_bad_weather_before_a_node_never_becomes_wrong_bytes(masters: Cluster) -
         announce(node, proxy.port, masters)
         try:
             proxy.weather = Weather(flips=60, cuts=30, truncations=30, delays=60, random=chance)
-            with PageClient(masters.url, deadline=5, node_deadline=0.3, retry=NO_RETRY) as pages:
+            with PageClient(masters.url, deadline=20, node_deadline=1.0, retry=NO_RETRY) as pages:
                 kinds = set()
-                for _ in range(40):
+                for _ in range(20):
                     try:
-                        found = read(pages, deadline=5)
+                        found = read(pages, deadline=20)
                         assert all(there or its for there, its in zip(found, its_own, strict=True))
                         kinds.add("read")
                     except PageClientError as error:

@@ -19,6 +19,7 @@ import redis
 from proxy import Weather, start_proxy
 from servers import RunningServer
 from test_engine_pages import MODEL, SPEC, TOKENS, context, held, letter_tokenizer, same
+from waiting import PATIENCE
 
 # isort: split
 from engine.batch_engine import BlockPoolBatchEngine
@@ -187,7 +188,8 @@ def test_the_loop_of_the_readme_survives_bad_weather(
         proxy.weather = Weather(random=random.Random(6))
         pages = PageTier(proxy.url, SPEC, pool, deadline=0.3, restore_within=2.0)
         end = time.monotonic() + seconds
-        while time.monotonic() < end:
+        while time.monotonic() < end or not found:
+            assert time.monotonic() < end + PATIENCE, "nothing was ever found"
             agent = f"agent-{random_.randrange(4)}"
             start = random_.randrange(6)
             prompt = TOKENS[start : start + random_.randrange(20, 400)]
@@ -214,7 +216,6 @@ def test_the_loop_of_the_readme_survives_bad_weather(
         )
         pages.close()
     pool.check_empty()
-    assert found
     assert pages.misses["garbled"] or seconds < 20
     assert longest < 2.0 + 20.0
 
@@ -259,13 +260,13 @@ def test_who_waits_for_a_turn_waits_for_no_server(server: RunningServer, client:
     assert direct.save(context(TOKENS[:9]))
     direct.close()
     with start_proxy(server.port) as proxy:
-        tier = PageTier(proxy.url, SPEC, pool, deadline=1.5, restore_within=60.0)
+        tier = PageTier(proxy.url, SPEC, pool, deadline=3.0, restore_within=60.0)
         proxy.hold = 0.15
         begun = time.monotonic()
-        fetches = [tier.fetch("alice") for _ in range(80)]
+        fetches = [tier.fetch("alice") for _ in range(100)]
         for fetch in fetches:
             assert held(pool, fetch.result()) == 9
-        assert time.monotonic() - begun > 1.5
+        assert time.monotonic() - begun > 3.0
         assert not tier.misses
         assert tier.breaker.opened == 0
         tier.close()
