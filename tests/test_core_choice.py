@@ -13,6 +13,7 @@ from servers import start_server
 
 from kvpage_server import core
 
+pytestmark = pytest.mark.timeout(1200)  # it compiles
 ROOT = Path(__file__).parent.parent
 BUILT = "built.*.so"
 needs_native = pytest.mark.skipif(core.NAME != "native", reason=f"the compiled core does not run: {core.REASON}")
@@ -23,7 +24,7 @@ def run(*words: str, where: Path = ROOT, **variables: str) -> subprocess.Complet
     """A program of Python's that finds the package in the folder `where`."""
     environment = {name: value for name, value in os.environ.items() if name != "KVPAGE_CORE"} | variables
     return subprocess.run(
-        [sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True, timeout=100
+        [sys.executable, *words], cwd=where, env=environment, capture_output=True, text=True, timeout=500
     )
 
 
