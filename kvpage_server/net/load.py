@@ -10,7 +10,7 @@ from kvpage_server.net import limits
 class Load:
     """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
 
-    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "postponed")
+    __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "postponed")
 
     def __init__(self, client: Client, parser: Parser) -> None:
         self._client = client
@@ -20,6 +20,7 @@ class Load:
         self._receiving = 0  # of that and of what is being received, as last told to the keyspace
         self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
         self._held = 0  # bytes that it holds, as last told to the server
+        self.is_nothing = True  # it holds nothing, as far as the server knows
 
     def settle(self) -> None:
         """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
@@ -27,11 +28,13 @@ class Load:
         if receiving != self._receiving:
             self._keyspace.receiving += receiving - self._receiving
             self._receiving = receiving
+            self._look()
 
     def queue(self, size: int) -> None:
         """Add bytes of a command that waits for EXEC. They count against the sender, too."""
         self._queued += size
         self._keyspace.receiving += size
+        self._look()
 
     def unqueue(self) -> int:
         """The queued commands do not wait any more: how many bytes they were."""
@@ -47,12 +50,11 @@ class Load:
         if held != self._held:
             client.server.in_flight += held - self._held
             self._held = held
+            self._look()
             limits.keep(client)
 
-    @property
-    def is_nothing(self) -> bool:
-        """Whether nothing is held, as far as the server knows."""
-        return not (self._held or self._receiving or self._queued)
+    def _look(self) -> None:
+        self.is_nothing = not (self._held or self._receiving or self._queued)
 
     def drop(self) -> None:
         """The connection is gone, and what it held."""
@@ -61,3 +63,4 @@ class Load:
         self.unqueue()
         self._client.server.in_flight -= self._held
         self._held = 0
+        self._look()

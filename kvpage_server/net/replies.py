@@ -18,30 +18,23 @@ _END = object()
 class Replies:
     """Of one client. `pieces` are to be sent next."""
 
-    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "pieces")
+    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "pieces", "under_way")
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.pieces: list[Piece] = []
+        self.under_way = False  # a reply is made in steps, and not at its end
         self._borrowed = 0  # bytes of them that lie in the store's memory
         self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # it is a single reply, not the items of an array
         self._is_whole = False  # it is completed even when the client goes
         self._pushed: list[Reply] = []  # messages that wait for its end
 
-    @property
-    def under_way(self) -> bool:
-        """Whether a reply is made in steps, and not at its end."""
-        return self._steps is not None
-
-    def take(self) -> list[Piece]:
-        """What is to be sent next."""
-        pieces, self.pieces, self._borrowed = self.pieces, [], 0
-        return pieces
-
     def add(self, reply: Reply) -> bool:
         """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
         silent, much = self._client.silence, False
+        if not self.pieces:
+            self._borrowed = 0
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
         if silent:
@@ -63,7 +56,7 @@ class Replies:
     def _begin(self, reply: Stream, silent: bool) -> None:
         if reply.length is not None and not silent:
             self.pieces.append(b"*%d\r\n" % reply.length)
-        self._steps = _silenced(reply.items) if silent else reply.items
+        self._steps, self.under_way = _silenced(reply.items) if silent else reply.items, True
         self._is_one, self._is_whole = reply.length is None, reply.whole
 
     def step(self, deadline: int) -> Wait | bool:
@@ -75,7 +68,7 @@ class Replies:
         for _ in range(_STEPS):
             step = next(self._steps, _END)
             if step is _END:
-                self._steps = None
+                self._steps, self.under_way = None, False
                 self._spell_pushed()
                 break
             if type(step) is Wait:
@@ -101,7 +94,7 @@ class Replies:
     def drop(self) -> Iterator[Reply] | None:
         """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
         steps = self._steps if self._is_whole else None
-        self._steps = None
+        self._steps, self.under_way = None, False
         self._pushed.clear()
         self.pieces.clear()
         return steps
