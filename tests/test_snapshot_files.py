@@ -378,7 +378,7 @@ def test_inspect_shows_what_there_is_without_a_server(
     assert k_scales.split() in rows
     assert len(rows) == 9
     assert rows[-1] == ["all", "of", "it", "is", "intact"]
-    assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 files, ")
+    assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 file, ")
     (tmp_path / "dump.json").unlink()
     assert kvpage("inspect", str(tmp_path))[1].startswith("a dump that was never finished: 2 files, ")
     code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)
