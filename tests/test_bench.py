@@ -15,7 +15,7 @@ from servers import RunningServer, start_redis, start_server
 
 from kvpage_server.bench.measure import ClientStore, Store, measure_reads, measure_writes
 from kvpage_server.bench.raw import start_raw
-from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_16, SMOLLM2_256, Blocks, Pages, Work
+from kvpage_server.bench.work import LLAMA3_16, SMOLLM2_16, SMOLLM2_256, Blocks, PageWork, Work
 from kvpage_server.client import PageClient
 
 SECONDS = 0.02
@@ -83,7 +83,7 @@ def test_no_server_is_said_in_one_line() -> None:
     assert "cannot reach redis://127.0.0.1:1" in done.stderr
 
 
-@pytest.mark.parametrize("make", [lambda: Pages(20, 4096, 3), lambda: Blocks(2, SMOLLM2_16, 2)])
+@pytest.mark.parametrize("make", [lambda: PageWork(20, 4096, 3), lambda: Blocks(2, SMOLLM2_16, 2)])
 @pytest.mark.parametrize("connections", [1, 3])
 def test_bare_sockets_move_the_same_bytes(make: Callable[[], Work], connections: int) -> None:
     work = make()
@@ -94,7 +94,7 @@ def test_bare_sockets_move_the_same_bytes(make: Callable[[], Work], connections:
 
 
 def test_wrong_bytes_are_found(server: RunningServer) -> None:
-    work = Pages(20, 4096, 2)
+    work = PageWork(20, 4096, 2)
     with PageClient(server.url, verify=False) as client, server.client() as other:
         store: Store = ClientStore(client)
         measure_writes(store, work, SECONDS)

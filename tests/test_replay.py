@@ -14,15 +14,15 @@ import pytest
 
 from kvpage_server.replay.clairvoyant import clairvoyant
 from kvpage_server.replay.simulate import simulate, simulate_noeviction
-from kvpage_server.replay.trace import Request, TraceError, read_trace
+from kvpage_server.replay.trace import TracedPrompt, TraceError, read_trace
 from kvpage_server.store.eviction.lru import LRU
 from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.s3fifo import S3FIFO
 
 
-def trace_of(*chains: str) -> list[Request]:
+def trace_of(*chains: str) -> list[TracedPrompt]:
     """A request a chain, ten seconds apart; a letter is a block."""
-    return [Request(10 * i, [block.encode() for block in chain]) for i, chain in enumerate(chains)]
+    return [TracedPrompt(10 * i, [block.encode() for block in chain]) for i, chain in enumerate(chains)]
 
 
 def chat_trace(requests: int, users: int, seed: int = 1) -> list[dict[str, object]]:

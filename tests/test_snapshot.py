@@ -20,20 +20,20 @@ from servers import RunningServer, start_server
 from test_kvpage_cli import flip_a_bit, kvpage
 
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.snapshot.directory import read_summary
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
 from kvpage_server.snapshot.errors import DumpError
-from kvpage_server.snapshot.files import intact, read_contents, read_data
+from kvpage_server.snapshot.format.directory import read_summary
+from kvpage_server.snapshot.format.files import intact, read_contents, read_data
 from kvpage_server.snapshot.restore import Restored, restore
-from kvpage_server.snapshot.store import Store
+from kvpage_server.snapshot.store import RunningStore
 
 EVERYTHING = Selection()
 
 
 @pytest.fixture
-def store(server: RunningServer, client: redis.Redis) -> Iterator[Store]:
+def store(server: RunningServer, client: redis.Redis) -> Iterator[RunningStore]:
     """The emptied server, as a dump speaks to it."""
-    with Store(server.url) as store:
+    with RunningStore(server.url) as store:
         yield store
 
 
@@ -49,7 +49,7 @@ def inodes(directory: Path) -> dict[str, int]:
 # -- there and back ------------------------------------------------------------------------------------------------
 
 
-def test_what_was_dumped_comes_back(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_what_was_dumped_comes_back(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     before = everything(client)
     dumped = dump(store, tmp_path, EVERYTHING, file_bytes=100_000)
@@ -70,7 +70,7 @@ def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) ->
         client.execute_command("SAVE")
         assert client.info("kvpage")["disk_dropped_from_memory"] > 15
         before = everything(client)
-        with Store(server.url) as store:
+        with RunningStore(server.url) as store:
             dumped = dump(store, tmp_path, EVERYTHING, file_bytes=500_000)
             assert dumped.pages + dumped.strings == len(before[0])
             client.flushall()
@@ -79,7 +79,7 @@ def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) ->
 
 
 def test_a_page_alone_and_a_string_come_back_to_the_byte_and_the_millisecond(
-    client: redis.Redis, store: Store, tmp_path: Path
+    client: redis.Redis, store: RunningStore, tmp_path: Path
 ) -> None:
     key = PageKey(b"r", 3, 1, 4, 1)
     blob = encode_page(key, b"abcd", dtype=DType.FLOAT16, page_size=2, head_dim=1, ttl=77, created_ms=1234)
@@ -113,7 +113,7 @@ keyspaces = st.lists(
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(keyspace=keyspaces)
 def test_any_keyspace_comes_back(
-    client: redis.Redis, store: Store, tmp_path_factory: pytest.TempPathFactory, keyspace: list[tuple]
+    client: redis.Redis, store: RunningStore, tmp_path_factory: pytest.TempPathFactory, keyspace: list[tuple]
 ) -> None:
     client.flushall()
     for kind, name, *rest in keyspace:
@@ -162,7 +162,7 @@ def test_a_request_that_has_no_page_is_said(server: RunningServer, client: redis
         assert "no page of what --request names" in said
 
 
-def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     dumped = dump(store, tmp_path, Selection(match=b"*:alice"))
     assert (dumped.pages, dumped.strings) == (0, 1)
@@ -176,7 +176,7 @@ def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
         set_block(client, "alice.chat", 0, HALVES)
         set_block(client, "bob.chat", 0, HALVES)
         client.mset({"alice:x": 1, "bob:x": 2})
-        with Store(server.url.replace("//", "//alice:any@")) as store:
+        with RunningStore(server.url.replace("//", "//alice:any@")) as store:
             dumped = dump(store, tmp_path, EVERYTHING)
         assert (dumped.pages, dumped.strings) == (HALVES.pages, 1)
 
@@ -184,7 +184,9 @@ def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
 # -- what is there already -----------------------------------------------------------------------------------------
 
 
-def test_what_is_there_stays_unless_it_is_to_be_replaced(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_what_is_there_stays_unless_it_is_to_be_replaced(
+    client: redis.Redis, store: RunningStore, tmp_path: Path
+) -> None:
     fill(client)
     old = client.get("kv:chat-7:0:0:1:0")
     dump(store, tmp_path, EVERYTHING)
@@ -204,7 +206,7 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(client: redis.Redis, st
     assert not client.exists("kv:chat-7:9:0:1:0")  # a block is what was dumped, and nothing else
 
 
-def test_an_interrupted_restore_goes_on(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_an_interrupted_restore_goes_on(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     before = everything(client)
     dump(store, tmp_path, EVERYTHING, file_bytes=500)
@@ -222,7 +224,7 @@ def test_an_interrupted_restore_goes_on(client: redis.Redis, store: Store, tmp_p
     check_same(client, before)
 
 
-def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     client.set("short", "lived", px=40)
     client.set("kept", "x")
     dump(store, tmp_path, EVERYTHING)
@@ -248,7 +250,7 @@ with Store({!r}) as store:
 
 @pytest.mark.parametrize("times", [2, pytest.param(30, marks=[pytest.mark.soak, pytest.mark.timeout(600)])])
 def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
-    server: RunningServer, client: redis.Redis, store: Store, tmp_path: Path, times: int
+    server: RunningServer, client: redis.Redis, store: RunningStore, tmp_path: Path, times: int
 ) -> None:
     for page in range(10):
         set_block(client, f"r{page % 7}", page, HALVES)
@@ -278,7 +280,7 @@ def test_a_dump_that_was_killed_left_no_torn_file_and_goes_on(
         check_same(client, before)
 
 
-def test_a_dump_is_brought_up_to_date(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_a_dump_is_brought_up_to_date(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     dump(store, tmp_path, EVERYTHING, file_bytes=300)
     files = inodes(tmp_path)
@@ -299,7 +301,7 @@ def test_a_dump_is_brought_up_to_date(client: redis.Redis, store: Store, tmp_pat
 
 
 def test_while_a_dump_is_brought_up_to_date_the_old_one_stays(
-    client: redis.Redis, store: Store, tmp_path: Path
+    client: redis.Redis, store: RunningStore, tmp_path: Path
 ) -> None:
     fill(client)
     before = everything(client)
@@ -319,7 +321,7 @@ def test_while_a_dump_is_brought_up_to_date_the_old_one_stays(
     check_same(client, before)
 
 
-def test_a_directory_holds_one_dump(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_a_directory_holds_one_dump(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     dump(store, tmp_path, Selection(requests=(b"chat-7",)))
     for update in (False, True):
@@ -330,7 +332,7 @@ def test_a_directory_holds_one_dump(client: redis.Redis, store: Store, tmp_path:
         dump(store, tmp_path, Selection(match=b"x*"))
 
 
-def test_one_dump_at_a_time_writes_into_a_directory(client: redis.Redis, store: Store, tmp_path: Path) -> None:
+def test_one_dump_at_a_time_writes_into_a_directory(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
 
     def another(count: int) -> None:
@@ -413,7 +415,7 @@ def test_what_is_damaged_in_the_server_is_not_dumped(
     assert os.listdir(tmp_path)
 
 
-def test_a_restore_sends_what_a_smaller_server_takes(store: Store, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_restore_sends_what_a_smaller_server_takes(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
     shape = [(0, DType.BFLOAT16, 256), (1, DType.BFLOAT16, 256)]
     set_block(client, "large", 0, block(shape, layers=8, heads=8, page_size=64))  # 4 MiB
     client.set("string", random.Random(2).randbytes(3 << 20))
@@ -428,7 +430,7 @@ def test_a_restore_sends_what_a_smaller_server_takes(store: Store, client: redis
         assert other.execute_command("KVBLOCKGET", "large", 0) == client.execute_command("KVBLOCKGET", "large", 0)
 
 
-def test_a_restore_says_what_a_full_server_refuses(store: Store, client: redis.Redis, tmp_path: Path) -> None:
+def test_a_restore_says_what_a_full_server_refuses(store: RunningStore, client: redis.Redis, tmp_path: Path) -> None:
     for page in range(8):
         set_block(client, "large", page, block([(0, DType.BFLOAT16, 256)], layers=4, heads=4, page_size=64))  # 512 KiB
     dump(store, tmp_path, EVERYTHING, file_bytes=1_000_000)

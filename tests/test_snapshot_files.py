@@ -20,20 +20,22 @@ from test_kvpage_cli import kvpage
 
 from kvpage_server.layouts import to_mlx
 from kvpage_server.page import DType, PageHeader, PageKey, checksum
-from kvpage_server.snapshot.entries import String, entry_of
 from kvpage_server.snapshot.errors import BadFile, DumpError
-from kvpage_server.snapshot.files import Contents, Tensor, intact, read_contents, read_data, write_file
-from kvpage_server.snapshot.names import bytes_of, text_of
-from kvpage_server.snapshot.planes import Found, tensors_of
+from kvpage_server.snapshot.format.entries import String, entry_of
+from kvpage_server.snapshot.format.files import FileContents, Tensor, intact, read_contents, read_data, write_file
+from kvpage_server.snapshot.format.names import bytes_of, text_of
+from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
 from kvpage_server.snapshot.restore import restore
-from kvpage_server.snapshot.store import Store
+from kvpage_server.snapshot.store import RunningStore
 
 
-def found(layer: int = 0, head: int = 0, kv_type: int = 0, *, body: bytes = b"12345678", req_id: bytes = b"r") -> Found:
+def found(
+    layer: int = 0, head: int = 0, kv_type: int = 0, *, body: bytes = b"12345678", req_id: bytes = b"r"
+) -> FoundPage:
     """A page of a server's; float16 ``[2, 2]`` where the body has 8 bytes."""
     key = PageKey(req_id, layer, head, 7, kv_type)
     header = PageHeader(DType.FLOAT16, kv_type, 2, 2, layer, head, 7, 1000, 60, len(body), checksum(body))
-    return Found(key, header, 59_000, memoryview(body))
+    return FoundPage(key, header, 59_000, memoryview(body))
 
 
 def string(key: bytes, value: bytes) -> Tensor:
@@ -231,7 +233,7 @@ def test_other_files_are_told_apart(tmp_path: Path) -> None:
     assert said(file) == "its format is version 2, only 1 is understood"
 
 
-def forged(file: Path, **changes: object) -> Contents:
+def forged(file: Path, **changes: object) -> FileContents:
     """Write a file whose digest is right and whose page is told to be something else, and read it."""
     (tensor,) = tensors_of([found(1)])
     entry, note = tensor.entry, tensor.entry.note() | changes
@@ -333,7 +335,7 @@ def test_a_summary_that_is_wrong_is_refused(server: RunningServer, client: redis
         (written.replace("dumped_ms", "dumped"), "is corrupt: KeyError"),
     ):
         summary.write_text(content)
-        with Store(server.url) as store, pytest.raises(DumpError, match=what):
+        with RunningStore(server.url) as store, pytest.raises(DumpError, match=what):
             restore(store, tmp_path)
         code, _, said = kvpage("inspect", str(tmp_path))
         assert (code, said.count("\n")) == (2, 1)
@@ -376,7 +378,7 @@ def test_inspect_shows_what_there_is_without_a_server(
     assert k_scales.split() in rows
     assert len(rows) == 9
     assert rows[-1] == ["all", "of", "it", "is", "intact"]
-    assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 files, ")
+    assert kvpage("inspect", str(tmp_path / "pages-000002.safetensors"))[1].startswith("a file of a dump: 1 file, ")
     (tmp_path / "dump.json").unlink()
     assert kvpage("inspect", str(tmp_path))[1].startswith("a dump that was never finished: 2 files, ")
     code, shown, _ = kvpage("restore", str(tmp_path), "--url", server.url)

@@ -17,7 +17,7 @@ from benchmarks.findings import Finding
 from benchmarks.pages.client_costs import Way, compared
 from benchmarks.pages.work import GENERATIONS
 from benchmarks.servers import Server
-from kvpage_server.bench.work import Pages
+from kvpage_server.bench.work import PageWork
 from kvpage_server.client import PageClient
 
 _SIZES = (  # pages at once, bytes of each, and how many times redis-py's GB/s
@@ -29,10 +29,10 @@ _SIZES = (  # pages at once, bytes of each, and how many times redis-py's GB/s
 def findings(server: Server, rounds: int) -> Iterator[Finding]:
     """Writes and reads, and reads with checksums verified. Raises AssertionError for wrong bytes."""
     for count, nbytes, targets in _SIZES:
-        yield from _of_size(server, Pages(count, nbytes, GENERATIONS), targets, rounds)
+        yield from _of_size(server, PageWork(count, nbytes, GENERATIONS), targets, rounds)
 
 
-def _of_size(server: Server, work: Pages, targets: dict[str, float], rounds: int) -> Iterator[Finding]:
+def _of_size(server: Server, work: PageWork, targets: dict[str, float], rounds: int) -> Iterator[Finding]:
     parser = "hiredis" if "Hiredis" in DefaultParser.__name__ else "its Python parser"
     with PageClient(server.url, verify=False) as ours, PageClient(server.url) as verified:
         theirs = redis.Redis(port=server.port)
@@ -46,11 +46,11 @@ def _of_size(server: Server, work: Pages, targets: dict[str, float], rounds: int
         theirs.close()
 
 
-def _writes(client: PageClient, work: Pages) -> Way:
+def _writes(client: PageClient, work: PageWork) -> Way:
     return lambda generation: client.mset(work.pages[generation]), lambda _, answer: answer is None
 
 
-def _reads(client: PageClient, work: Pages) -> Way:
+def _reads(client: PageClient, work: PageWork) -> Way:
     places = [list(batch.read) for batch in work.batches]  # whoever reads pages has made room for them
 
     def move(generation: int) -> list[bool]:
@@ -63,7 +63,7 @@ def _reads(client: PageClient, work: Pages) -> Way:
     return move, right
 
 
-def _redis_py_writes(client: Any, work: Pages) -> Way:
+def _redis_py_writes(client: Any, work: PageWork) -> Way:
     commands = [
         [
             len(pages),
@@ -79,7 +79,7 @@ def _redis_py_writes(client: Any, work: Pages) -> Way:
     )
 
 
-def _redis_py_reads(client: Any, work: Pages) -> Way:
+def _redis_py_reads(client: Any, work: PageWork) -> Way:
     commands = [[len(keys), *chain.from_iterable(map(_name, keys))] for keys in work.keys]
 
     def right(generation: int, bodies: list[bytes]) -> bool:

@@ -15,7 +15,7 @@ from rich.progress import track
 from kvpage_server.bench.measure import ClientStore, Figures, measure_reads, measure_writes
 from kvpage_server.bench.raw import start_raw
 from kvpage_server.bench.report import Row, table, write_json, write_plot
-from kvpage_server.bench.work import LLAMA3_16, LLAMA3_256, SMOLLM2_16, SMOLLM2_256, Blocks, Pages, Work
+from kvpage_server.bench.work import LLAMA3_16, LLAMA3_256, SMOLLM2_16, SMOLLM2_256, Blocks, PageWork, Work
 from kvpage_server.client import PageClient
 from kvpage_server.page import BlockShape
 from kvpage_server.system.plurals import how_many
@@ -44,7 +44,7 @@ class Case:
 
 
 def _pages(count: int, nbytes: int, *, connections: int = 1, verify: bool = False) -> Case:
-    return Case(lambda generations: Pages(count, nbytes, generations), count * nbytes, connections, verify)
+    return Case(lambda generations: PageWork(count, nbytes, generations), count * nbytes, connections, verify)
 
 
 def _blocks(count: int, shape: BlockShape) -> Case:

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvpage_server.bench.work import Blocks, Pages, Work
+from kvpage_server.bench.work import Blocks, PageWork, Work
 from kvpage_server.client import PageClient
 
 GB = 1e9
@@ -34,7 +34,7 @@ class ClientStore:
 
     def write(self, work: Work, generation: int) -> None:
         """Store pages or blocks."""
-        if isinstance(work, Pages):
+        if isinstance(work, PageWork):
             self._client.mset(work.pages[generation], deadline=_DEADLINE)
         elif isinstance(work, Blocks):
             bodies = list(work.batches[generation].written)
@@ -43,7 +43,7 @@ class ClientStore:
     def read(self, work: Work, generation: int) -> None:
         """Receive them into their memory."""
         into = list(work.batches[generation].read)
-        if isinstance(work, Pages):
+        if isinstance(work, PageWork):
             found = self._client.mget_into(work.keys[generation], into, deadline=_DEADLINE)
         elif isinstance(work, Blocks):
             found = self._client.mget_blocks_into(work.names[generation], work.shape, into, deadline=_DEADLINE)

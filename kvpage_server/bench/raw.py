@@ -100,7 +100,7 @@ def _main(address: str) -> None:
     os._exit(0)  # whatever the threads are at
 
 
-class Raw:
+class RawClient:
     """The client's end: writes and reads as a store does, on one or more connections."""
 
     def __init__(self, process: subprocess.Popen[bytes], address: str, connections: int) -> None:
@@ -154,7 +154,7 @@ def _connect(address: str) -> socket.socket:
 
 
 @contextmanager
-def start_raw(*, unix: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Callable[[int], Raw]]:
+def start_raw(*, unix: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[Callable[[int], RawClient]]:
     """Start the process, as an argument of the command `prefix` if there is one; what connects to it."""
     with tempfile.TemporaryDirectory() as directory:
         address = str(Path(directory, "raw")) if unix else "0"
@@ -164,7 +164,7 @@ def start_raw(*, unix: bool = False, prefix: tuple[str, ...] = ()) -> Iterator[C
             assert process.stdout
             try:
                 found = process.stdout.readline().decode().strip()
-                yield lambda connections: Raw(process, found, connections)
+                yield lambda connections: RawClient(process, found, connections)
             finally:
                 process.stdin.close()
 

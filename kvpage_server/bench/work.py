@@ -15,7 +15,7 @@ Array = np.ndarray[Any, np.dtype[np.uint8]]
 REQ_ID = b"kvpage-bench"
 
 
-class Batch:
+class BatchMemory:
     """The memory of one batch: where it is written from, and where it is read into. Both ``[count, nbytes]``."""
 
     def __init__(self, count: int, nbytes: int, seed: int) -> None:
@@ -41,7 +41,7 @@ class Work:
         self.name = f"{count} {kind} of {spell(nbytes)}"
         self.count = count
         self.nbytes = nbytes
-        self.batches = [Batch(count, nbytes, seed) for seed in range(generations)]
+        self.batches = [BatchMemory(count, nbytes, seed) for seed in range(generations)]
 
     @property
     def total(self) -> int:
@@ -53,7 +53,7 @@ class Work:
         raise NotImplementedError
 
 
-class Pages(Work):
+class PageWork(Work):
     """Pages of bytes: eight heads and two planes, in as many layers as there must be."""
 
     def __init__(self, count: int, nbytes: int, generations: int) -> None:

@@ -8,10 +8,7 @@ from kvpage_server.net import limits
 
 
 class Load:
-    """Of one connection. What it is still sending counts against the connection, and evicts nothing.
-
-    `is_nothing` says that nothing is held, as far as the server knows.
-    """
+    """Of one connection. What it is still sending counts against the connection, and evicts nothing."""
 
     __slots__ = ("_client", "_held", "_keyspace", "_parser", "_queued", "_receiving", "is_nothing", "postponed")
 
@@ -23,7 +20,7 @@ class Load:
         self._receiving = 0  # of that and of what is being received, as last told to the keyspace
         self._queued = 0  # of commands that wait for EXEC, as last told to the keyspace
         self._held = 0  # bytes that it holds, as last told to the server
-        self.is_nothing = True
+        self.is_nothing = True  # it holds nothing, as far as the server knows
 
     def settle(self) -> None:
         """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
@@ -31,13 +28,13 @@ class Load:
         if receiving != self._receiving:
             self._keyspace.receiving += receiving - self._receiving
             self._receiving = receiving
-            self._changed()
+            self._look()
 
     def queue(self, size: int) -> None:
         """Add bytes of a command that waits for EXEC. They count against the sender, too."""
         self._queued += size
         self._keyspace.receiving += size
-        self._changed()
+        self._look()
 
     def unqueue(self) -> int:
         """The queued commands do not wait any more: how many bytes they were."""
@@ -53,10 +50,10 @@ class Load:
         if held != self._held:
             client.server.in_flight += held - self._held
             self._held = held
-            self._changed()
+            self._look()
             limits.keep(client)
 
-    def _changed(self) -> None:
+    def _look(self) -> None:
         self.is_nothing = not (self._held or self._receiving or self._queued)
 
     def drop(self) -> None:
@@ -66,4 +63,4 @@ class Load:
         self.unqueue()
         self._client.server.in_flight -= self._held
         self._held = 0
-        self._changed()
+        self._look()

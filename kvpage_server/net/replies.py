@@ -16,28 +16,25 @@ _END = object()
 
 
 class Replies:
-    """Of one client. `pieces` are to be sent next; a reply is `under_way` that is made in steps, and not at its end."""
+    """Of one client. `pieces` are to be sent next."""
 
     __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "pieces", "under_way")
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.pieces: list[Piece] = []
+        self.under_way = False  # a reply is made in steps, and not at its end
         self._borrowed = 0  # bytes of them that lie in the store's memory
-        self.under_way = False
-        self._steps: Iterator[Reply] = iter(())  # the rest of a reply that is made while it is sent
+        self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # it is a single reply, not the items of an array
         self._is_whole = False  # it is completed even when the client goes
         self._pushed: list[Reply] = []  # messages that wait for its end
 
-    def take(self) -> list[Piece]:
-        """What is to be sent next."""
-        pieces, self.pieces, self._borrowed = self.pieces, [], 0
-        return pieces
-
     def add(self, reply: Reply) -> bool:
         """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
         silent, much = self._client.silence, False
+        if not self.pieces:
+            self._borrowed = 0
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
         if silent:
@@ -52,26 +49,26 @@ class Replies:
             much = self._borrowed > HIGH_WATER or len(reply) > _FEW
         elif type(reply) is not Stream:
             encode(reply, self._client.protocol, self.pieces)
-        if self._pushed and not self.under_way:
+        if self._pushed and self._steps is None:
             self._spell_pushed()
         return much
 
     def _begin(self, reply: Stream, silent: bool) -> None:
         if reply.length is not None and not silent:
             self.pieces.append(b"*%d\r\n" % reply.length)
-        self._steps = _silenced(reply.items) if silent else reply.items
+        self._steps, self.under_way = _silenced(reply.items) if silent else reply.items, True
         self._is_one, self._is_whole = reply.length is None, reply.whole
-        self.under_way = True
 
     def step(self, deadline: int) -> Wait | bool:
         """Take some steps of the reply under way: what it waits for, or whether there was time for more.
 
         Raises whatever goes wrong in them: the reply breaks off then.
         """
+        assert self._steps is not None
         for _ in range(_STEPS):
             step = next(self._steps, _END)
             if step is _END:
-                self._end()
+                self._steps, self.under_way = None, False
                 self._spell_pushed()
                 break
             if type(step) is Wait:
@@ -82,10 +79,6 @@ class Replies:
             if self._is_one and self.pieces:  # send it before what it borrows is freed
                 break
         return True
-
-    def _end(self) -> None:
-        self.under_way = False
-        self._steps = iter(())
 
     def push(self, message: Reply, *, now: bool) -> None:
         """Add a message that was not asked for: now, or after the reply that is under way or about to come."""
@@ -100,8 +93,8 @@ class Replies:
 
     def drop(self) -> Iterator[Reply] | None:
         """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
-        steps = self._steps if self.under_way and self._is_whole else None
-        self._end()
+        steps = self._steps if self._is_whole else None
+        self._steps, self.under_way = None, False
         self._pushed.clear()
         self.pieces.clear()
         return steps

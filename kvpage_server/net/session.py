@@ -178,7 +178,8 @@ class Session:
         if not now:
             return
         self._flush()
-        self._account()
+        if self._transport.queued or not self._load.is_nothing:
+            self._account()
 
     def close(self) -> None:
         """End the conversation once what was said is sent."""
@@ -233,17 +234,17 @@ class Session:
 
     def _run(self) -> None:
         """Answer what has arrived, a turn's worth at the most; then send, and take up the rest later."""
-        transport = self._transport
+        client, transport, replies, load = self.client, self._transport, self._replies, self._load
         left, deadline = MOST_COMMANDS, monotonic_ns() + TURN
         stopped = False  # because too much waits to be sent; that may change soon
-        self._events.acting = self.client
+        self._events.acting = client
         try:
             while left and self._state is READING and not self._ending:
                 stopped = transport.queued > 0 and self._crowded
                 if stopped:
                     break
                 left -= 1
-                if self._replies.under_way:
+                if replies.under_way:
                     if not self._continue(deadline):
                         left = 0
                     continue
@@ -251,10 +252,11 @@ class Session:
                 if command is None:
                     break
                 self._answer(command)
-                if self.client.finished > deadline:
+                if client.finished > deadline:
                     left = 0
             self._flush()
-            self._account()
+            if not (load.is_nothing and self._parser.is_idle and not transport.queued and client.transaction is None):
+                self._account()
         except (ProtocolError, Paused, Postponed, MemoryError) as error:
             self._stumble(error)
             return
@@ -409,8 +411,10 @@ class Session:
             self._events.tracking.tell()
         if self.client.owes and self._is_held_back():
             return
-        if self._replies.pieces:
-            self._transport.write(self._replies.take())
+        replies = self._replies
+        if replies.pieces:
+            pieces, replies.pieces = replies.pieces, []
+            self._transport.write(pieces)
 
     def _is_held_back(self) -> bool:
         """Whether replies have to wait until changes are on disk."""
@@ -424,11 +428,6 @@ class Session:
         return True
 
     def _account(self) -> None:
-        """Count what it holds, unless it holds nothing and held nothing before."""
-        if self._state is not GONE and not (
-            self._parser.is_idle
-            and self._load.is_nothing
-            and not self._transport.queued
-            and self.client.transaction is None
-        ):
+        """Have what it holds counted."""
+        if self._state is not GONE:
             self._load.account()

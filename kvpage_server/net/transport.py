@@ -95,28 +95,39 @@ class SocketTransport:
         """Send pieces in order, now as far as the kernel takes them, the rest when it does."""
         if self._over:
             return
-        self._outbox.add(pieces)
-        if self._writing:
-            self.queued = self._outbox.nbytes
-        else:
-            self._flush()
-        self._crowded = self._crowded or self.queued > HIGH_WATER
+        outbox = self._outbox
+        outbox.add(pieces)
+        if not self._writing:
+            try:
+                self.bytes_out += outbox.send(self._descriptor)
+            except OSError:
+                self.abort()
+                return
+        self.queued = outbox.nbytes
+        if self.queued or self._closing:
+            self._settle()
+            self._crowded = self._crowded or self.queued > HIGH_WATER
 
     def renew(self) -> None:
         """What waits to be sent has moved."""
         self._outbox.renew()
 
-    def _flush(self) -> None:
+    def _go_on(self) -> None:
+        """The kernel takes more."""
         try:
             self.bytes_out += self._outbox.send(self._descriptor)
         except OSError:
             self.abort()
             return
         self.queued = self._outbox.nbytes
+        self._settle()
+
+    def _settle(self) -> None:
+        """Have the loop tell when the kernel takes more, as long as something waits to be sent."""
         if self.queued:
             if not self._writing:
                 self._writing = True
-                self._loop.add_writer(self._sock, self._flush)
+                self._loop.add_writer(self._sock, self._go_on)
         else:
             if self._writing:
                 self._writing = False

@@ -12,12 +12,12 @@ import heapq
 from collections.abc import Sequence
 
 from kvpage_server.replay.simulate import Outcome
-from kvpage_server.replay.trace import Request
+from kvpage_server.replay.trace import TracedPrompt
 
 _NEVER = -1
 
 
-def clairvoyant(trace: Sequence[Request], capacity: int) -> Outcome:
+def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
     """What hindsight makes of a trace with room for `capacity` blocks. O(n log n) in the blocks asked for."""
     outcome = Outcome()
     due = _next_uses(trace)
@@ -42,7 +42,7 @@ def clairvoyant(trace: Sequence[Request], capacity: int) -> Outcome:
     return outcome
 
 
-def _next_uses(trace: Sequence[Request]) -> list[list[int]]:
+def _next_uses(trace: Sequence[TracedPrompt]) -> list[list[int]]:
     """For each block of each request, the index of the next request that asks for it."""
     following: dict[bytes, int] = {}
     found = []

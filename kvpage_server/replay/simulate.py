@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from kvpage_server.replay.trace import Request
+from kvpage_server.replay.trace import TracedPrompt
 from kvpage_server.store.eviction.policy import Policy
 
 
@@ -27,10 +27,10 @@ class Outcome:
         return self.hits / self.asked if self.asked else 0.0
 
 
-Simulation = Callable[[Sequence[Request], int], Outcome]  # of a trace with room for so many blocks
+Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # of a trace with room for so many blocks
 
 
-def simulate(make: Callable[[], Policy], trace: Sequence[Request], capacity: int) -> Outcome:
+def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
     """What a policy makes of a trace with room for `capacity` blocks."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
@@ -64,7 +64,7 @@ def _evict(policy: Policy, there: set[bytes], most: int) -> int:
     return before - len(there)
 
 
-def simulate_noeviction(trace: Sequence[Request], capacity: int) -> Outcome:
+def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
     """What is left of a trace when nothing ever goes: blocks that have no room are refused, with all behind them."""
     outcome = Outcome()
     there: set[bytes] = set()
@@ -79,7 +79,7 @@ def simulate_noeviction(trace: Sequence[Request], capacity: int) -> Outcome:
     return outcome
 
 
-def _count(outcome: Outcome, request: Request, there: set[bytes]) -> None:
+def _count(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:

@@ -17,14 +17,14 @@ class TraceError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class TracedPrompt:
     """A prompt's blocks, from its beginning on, and its second within the trace."""
 
     second: int
     blocks: list[bytes]
 
 
-def read_trace(path: Path) -> list[Request]:
+def read_trace(path: Path) -> list[TracedPrompt]:
     """Every request, in order. Raises TraceError, OSError."""
     names: dict[int, bytes] = {}
     requests = []
@@ -37,7 +37,7 @@ def read_trace(path: Path) -> list[Request]:
     return requests
 
 
-def _request(line: bytes, names: dict[int, bytes], where: str) -> Request:
+def _request(line: bytes, names: dict[int, bytes], where: str) -> TracedPrompt:
     try:
         found: Any = json.loads(line)
     except ValueError as error:
@@ -52,4 +52,4 @@ def _request(line: bytes, names: dict[int, bytes], where: str) -> Request:
     if len(set(ids)) < len(ids):
         raise TraceError(f"{where}: hash_ids names a block twice; a chain cannot return to one")
     blocks = [names.get(block) or names.setdefault(block, b"%d" % block) for block in ids]
-    return Request(int(milliseconds) // 1000, blocks)
+    return TracedPrompt(int(milliseconds) // 1000, blocks)

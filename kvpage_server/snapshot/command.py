@@ -18,12 +18,12 @@ from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progres
 
 from kvpage_server.page import KVType
 from kvpage_server.snapshot.dump import Dumped, Selection, dump
-from kvpage_server.snapshot.entries import FOREVER, Pages
 from kvpage_server.snapshot.errors import DumpError
+from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
+from kvpage_server.snapshot.format.names import bytes_of, text_of
 from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
-from kvpage_server.snapshot.names import bytes_of, text_of
 from kvpage_server.snapshot.restore import Restored, restore
-from kvpage_server.snapshot.store import Store
+from kvpage_server.snapshot.store import RunningStore
 from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, table_of, when
 
@@ -39,7 +39,7 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     if selection.requests and not keys:
         raise DumpError("there is no page of what --request names")
     started = time.monotonic()
-    with Store(args.url) as store, _bar("dumping", keys) as done:
+    with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     out.print(f"{_counted(dumped)} in {how_many(dumped.files, 'file')}{kept}, {time.monotonic() - started:.1f} s")
@@ -58,7 +58,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     evicted = server.info("stats").get("evicted_keys", 0)
     nbytes = sum(file.stat().st_size for file in args.directory.glob("*.safetensors"))
     started = time.monotonic()
-    with Store(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
+    with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
     out.print(f"{_counted(restored)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
@@ -114,7 +114,7 @@ def _row(held: Holding, blocks: str) -> list[str]:
     return [" ".join(sorted(held.kinds)), _lives(held.soonest_ms), blocks, f"{held.count:,}", decimal(held.nbytes)]
 
 
-def _show_planes(planes: list[Pages]) -> None:
+def _show_planes(planes: list[PageTensor]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
     for pages in sorted(planes, key=lambda pages: (pages.req_id, pages.page, pages.layer, pages.head, pages.kv_type)):
         matrix = f"{how_many(pages.page_size, 'token')} x {pages.head_dim} {pages.dtype.name.lower()}"

@@ -17,14 +17,14 @@ from itertools import chain
 from pathlib import Path
 
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
-from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
-from kvpage_server.snapshot.entries import FOREVER, Pages, String
 from kvpage_server.snapshot.errors import BadFile, DumpError
-from kvpage_server.snapshot.files import Contents, Tensor, write_file
-from kvpage_server.snapshot.names import plane_name, string_name, text_of
-from kvpage_server.snapshot.planes import Found, tensors_of
-from kvpage_server.snapshot.store import KEY_COSTS, Listed, Store, Value, batches
+from kvpage_server.snapshot.format import directory
+from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
+from kvpage_server.snapshot.format.files import FileContents, Tensor, write_file
+from kvpage_server.snapshot.format.names import plane_name, string_name, text_of
+from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
+from kvpage_server.snapshot.store import KEY_COSTS, Listed, RunningStore, Value, batches
 from kvpage_server.snapshot.unchanged import is_unchanged
 from kvpage_server.system.durable import private_directory, remove_unfinished
 
@@ -58,7 +58,7 @@ class Dumped:
     kept: int = 0  # files that stayed as they were
     corrupt: list[str] = field(default_factory=list)  # what the server has that is not what was stored in it
 
-    def count(self, contents: Contents) -> None:
+    def count(self, contents: FileContents) -> None:
         """A file is part of the dump."""
         self.files += 1
         for entry, start, stop in contents.spans:
@@ -70,7 +70,7 @@ class Dumped:
 
 
 def dump(
-    store: Store,
+    store: RunningStore,
     path: Path,
     selection: Selection,
     *,
@@ -90,7 +90,7 @@ def dump(
 
 
 class _Dump:
-    def __init__(self, store: Store, path: Path, selection: Selection, file_bytes: int, done: Done) -> None:
+    def __init__(self, store: RunningStore, path: Path, selection: Selection, file_bytes: int, done: Done) -> None:
         self._store = store
         self._path = path
         self._selection = selection
@@ -138,7 +138,7 @@ class _Dump:
             if is_unchanged(self._store, contents):
                 self._dumped.count(contents)
                 for entry, _, _ in contents.spans:
-                    self._kept[entry.name] = (entry.layers, entry.heads) if isinstance(entry, Pages) else (0, 0)
+                    self._kept[entry.name] = (entry.layers, entry.heads) if isinstance(entry, PageTensor) else (0, 0)
                 yield file.name, contents.digest
 
     def _is_kept(self, key: PageKey) -> bool:
@@ -203,7 +203,7 @@ class _Dump:
             except PageError as error:
                 self._dumped.corrupt.append(f"{text_of(bytes(key))}: {error}")
             else:
-                pages.append(Found(key, header, self._left(value.expires_ms), body))
+                pages.append(FoundPage(key, header, self._left(value.expires_ms), body))
         return list(tensors_of(pages))
 
     def _left(self, expires_ms: int) -> int:

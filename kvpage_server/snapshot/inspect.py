@@ -7,12 +7,12 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from kvpage_server.snapshot import directory
-from kvpage_server.snapshot.directory import Summary
-from kvpage_server.snapshot.entries import FOREVER, Entry, Pages
 from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
-from kvpage_server.snapshot.files import Contents, intact, read_data
-from kvpage_server.snapshot.names import text_of
+from kvpage_server.snapshot.format import directory
+from kvpage_server.snapshot.format.directory import Summary
+from kvpage_server.snapshot.format.entries import FOREVER, Entry, PageTensor
+from kvpage_server.snapshot.format.files import FileContents, intact, read_data
+from kvpage_server.snapshot.format.names import text_of
 
 
 @dataclass(slots=True)
@@ -29,7 +29,7 @@ class Holding:
         """A tensor."""
         self.count += len(entry.checksums)
         self.nbytes += nbytes
-        if isinstance(entry, Pages):
+        if isinstance(entry, PageTensor):
             self.blocks.add(entry.page)
             self.kinds.add(entry.dtype.name.lower())
         left = [ms for ms in (*entry.ttl_left_ms, self.soonest_ms) if ms != FOREVER]
@@ -45,7 +45,7 @@ class Inspected:
     nbytes: int = 0  # of the files
     requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
     strings: Holding = field(default_factory=Holding)
-    planes: list[Pages] = field(default_factory=list)  # of the requests that were asked for
+    planes: list[PageTensor] = field(default_factory=list)  # of the requests that were asked for
     corrupt: list[str] = field(default_factory=list)
 
 
@@ -79,11 +79,11 @@ def inspect(
     return found
 
 
-def _add(found: Inspected, contents: Contents, requests: frozenset[bytes]) -> None:
+def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -> None:
     found.files += 1
     found.nbytes += contents.size
     for entry, start, stop in contents.spans:
-        if not isinstance(entry, Pages):
+        if not isinstance(entry, PageTensor):
             found.strings.add(entry, stop - start)
         elif not requests or entry.req_id in requests:
             found.requests[entry.req_id].add(entry, stop - start)
@@ -91,11 +91,11 @@ def _add(found: Inspected, contents: Contents, requests: frozenset[bytes]) -> No
                 found.planes.append(entry)
 
 
-def _corrupt(contents: Contents) -> Iterator[str]:
+def _corrupt(contents: FileContents) -> Iterator[str]:
     """The keys of what does not hash to its checksum."""
     data = read_data(contents)
     for span in contents.spans:
         entry = span.entry
         whole = intact(span, data)
-        keys = [entry.key] if not isinstance(entry, Pages) else list(map(bytes, entry.keys()))
+        keys = [entry.key] if not isinstance(entry, PageTensor) else list(map(bytes, entry.keys()))
         yield from (text_of(key) for key, is_intact in zip(keys, whole, strict=True) if not is_intact)

@@ -9,9 +9,9 @@ from typing import NamedTuple
 
 from kvpage_server.client.exchange import Piece
 from kvpage_server.page import BlockShape, PageError, Plane
-from kvpage_server.snapshot.entries import FOREVER, Pages, String
-from kvpage_server.snapshot.files import Span, intact
-from kvpage_server.snapshot.names import text_of
+from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
+from kvpage_server.snapshot.format.files import EntrySpan, intact
+from kvpage_server.snapshot.format.names import text_of
 
 
 class Item(NamedTuple):
@@ -23,7 +23,7 @@ class Item(NamedTuple):
     is_page: bool
 
 
-class Block(NamedTuple):
+class PlannedBlock(NamedTuple):
     """A block, to be set whole, or else page by page."""
 
     req_id: bytes
@@ -42,20 +42,20 @@ class Block(NamedTuple):
 class Plan:
     """What is to be sent, and what is not."""
 
-    blocks: list[Block] = field(default_factory=list)
+    blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
     corrupt: list[str] = field(default_factory=list)  # keys of what does not hash to its checksum
     expired: int = 0  # keys whose time is over
 
 
-def plan(spans: Iterable[Span], data: memoryview, age_ms: int) -> Plan:
+def plan(spans: Iterable[EntrySpan], data: memoryview, age_ms: int) -> Plan:
     """What to send of some tensors of a file, `age_ms` after their times to live were counted."""
     made = Plan()
-    blocks: dict[tuple[bytes, int], list[tuple[Pages, memoryview, list[Item]]]] = defaultdict(list)
+    blocks: dict[tuple[bytes, int], list[tuple[PageTensor, memoryview, list[Item]]]] = defaultdict(list)
     for span in spans:
         entry, body = span.entry, data[span.start : span.stop]
         items = list(_alive(made, _sound(made, span, data), age_ms))
-        if isinstance(entry, Pages):
+        if isinstance(entry, PageTensor):
             blocks[entry.req_id, entry.page].append((entry, body, items))
         else:
             made.items += items
@@ -66,13 +66,13 @@ def plan(spans: Iterable[Span], data: memoryview, age_ms: int) -> Plan:
         if shape is not None and len(pages) == shape.pages and len({page.ttl_left_ms for page in pages}) == 1:
             first = planes[0][0]
             pieces = list(_by_layer([body for _, body, _ in planes], shape.layers))
-            made.blocks.append(Block(first.req_id, first.page, shape, pieces, pages))
+            made.blocks.append(PlannedBlock(first.req_id, first.page, shape, pieces, pages))
         else:
             made.items += pages
     return made
 
 
-def _sound(made: Plan, span: Span, data: memoryview) -> Iterator[Item]:
+def _sound(made: Plan, span: EntrySpan, data: memoryview) -> Iterator[Item]:
     """The pages of a tensor, or the string, that hash to their checksums."""
     for item, is_intact in zip(_items(span, data), intact(span, data), strict=True):
         if is_intact:
@@ -81,7 +81,7 @@ def _sound(made: Plan, span: Span, data: memoryview) -> Iterator[Item]:
             made.corrupt.append(text_of(item.key))
 
 
-def _items(span: Span, data: memoryview) -> Iterator[Item]:
+def _items(span: EntrySpan, data: memoryview) -> Iterator[Item]:
     entry, start = span.entry, span.start
     if isinstance(entry, String):
         yield Item(entry.key, [data[start : span.stop]], entry.left_ms, False)
@@ -103,7 +103,7 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
             made.expired += 1
 
 
-def _shape(planes: list[Pages]) -> BlockShape | None:
+def _shape(planes: list[PageTensor]) -> BlockShape | None:
     """The shape of the block that consists of these, by kv_type; None when they are of no one block."""
     first = planes[0]
     same = (True, first.layers, first.heads, first.page_size)

@@ -13,15 +13,15 @@ from math import ceil
 from pathlib import Path
 from typing import NamedTuple
 
-from kvpage_server.snapshot import directory
 from kvpage_server.snapshot.ahead import ahead
-from kvpage_server.snapshot.directory import Summary
-from kvpage_server.snapshot.entries import FOREVER, Pages
 from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
-from kvpage_server.snapshot.files import Span, read_data
-from kvpage_server.snapshot.names import text_of
-from kvpage_server.snapshot.plan import Block, Item, Plan, plan
-from kvpage_server.snapshot.store import Store, Writes, Written
+from kvpage_server.snapshot.format import directory
+from kvpage_server.snapshot.format.directory import Summary
+from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
+from kvpage_server.snapshot.format.files import EntrySpan, read_data
+from kvpage_server.snapshot.format.names import text_of
+from kvpage_server.snapshot.plan import Item, Plan, PlannedBlock, plan
+from kvpage_server.snapshot.store import RunningStore, Writes, Written
 
 _BATCH_BYTES = 16 << 20
 _SHARE = 2  # a block that takes more than one part in so many of what all clients may hold goes page by page
@@ -47,7 +47,7 @@ class Restored:
 
 
 def restore(
-    store: Store,
+    store: RunningStore,
     path: Path,
     requests: Collection[bytes] = (),
     *,
@@ -73,7 +73,7 @@ class _Write(NamedTuple):
 
 class _Restore:
     def __init__(
-        self, store: Store, path: Path, requests: frozenset[bytes], replace: bool, summary: Summary | None
+        self, store: RunningStore, path: Path, requests: frozenset[bytes], replace: bool, summary: Summary | None
     ) -> None:
         self._store = store
         self._path = path
@@ -111,10 +111,10 @@ class _Restore:
             self._restored.corrupt += [f"{key} in {file.name}: {NOT_WRITTEN}" for key in made.corrupt]
             yield contents.size, made
 
-    def _is_wanted(self, span: Span) -> bool:
-        return not self._requests or (isinstance(span.entry, Pages) and span.entry.req_id in self._requests)
+    def _is_wanted(self, span: EntrySpan) -> bool:
+        return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.req_id in self._requests)
 
-    def _send_blocks(self, blocks: list[Block]) -> None:
+    def _send_blocks(self, blocks: list[PlannedBlock]) -> None:
         there = [] if self._replace else self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
         pages: list[Item] = []
         for i, block in enumerate(blocks):

@@ -18,7 +18,7 @@ from kvpage_server.client.errors import Refused
 from kvpage_server.client.exchange import Piece, Request
 from kvpage_server.client.reply import Values
 from kvpage_server.page import BlockShape, PageError, PageKey, index_key
-from kvpage_server.snapshot.entries import FOREVER
+from kvpage_server.snapshot.format.entries import FOREVER
 
 _WITHIN = 60.0  # seconds for a batch
 _AT_ONCE = 1000  # keys asked about in one go
@@ -102,7 +102,7 @@ class Writes:
         self.nbytes += nbytes
 
 
-class Store:
+class RunningStore:
     """A running server, over one connection. What is read does not count as a use of keys.
 
     Raises the errors of `kvpage_server.client.errors`, and ValueError for a URL that is none.

@@ -5,22 +5,22 @@ from __future__ import annotations
 from itertools import chain, islice
 
 from kvpage_server.page import HEADER_SIZE, checksum
-from kvpage_server.snapshot.entries import FOREVER, Pages, String
-from kvpage_server.snapshot.files import Contents
-from kvpage_server.snapshot.store import KEY_COSTS, Store, batches
+from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
+from kvpage_server.snapshot.format.files import FileContents
+from kvpage_server.snapshot.store import KEY_COSTS, RunningStore, batches
 
 _AT_ONCE = 1000  # pages asked about in one go
 _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole seconds
 
 
-def is_unchanged(store: Store, contents: Contents) -> bool:
+def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
     """Whether the server has everything that is in a file, to the byte. Of a page without a checksum nobody knows."""
     entries = [span.entry for span in contents.spans]
-    pages = [entry for entry in entries if isinstance(entry, Pages)]
+    pages = [entry for entry in entries if isinstance(entry, PageTensor)]
     strings = [entry for entry in entries if isinstance(entry, String)]
     expected = zip(
-        chain.from_iterable(map(Pages.keys, pages)),
-        chain.from_iterable(map(Pages.headers, pages)),
+        chain.from_iterable(map(PageTensor.keys, pages)),
+        chain.from_iterable(map(PageTensor.headers, pages)),
         chain.from_iterable(entry.ttl_left_ms for entry in pages),
         strict=True,
     )
@@ -41,7 +41,7 @@ def is_unchanged(store: Store, contents: Contents) -> bool:
     return True
 
 
-def _same_moment(contents: Contents, left_ms: int, expires_ms: int) -> bool:
+def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
     """Whether a key that had `left_ms` to live when a file was written would expire when it does now."""
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms

@@ -42,7 +42,7 @@ class Catalogue:
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
         """What finds the value of a key, as long as nothing is written."""
-        return self.entries.get if self.has_all_entries else self._get
+        return self._get if self._in_extents or self.index.resting else self.entries.get
 
     @property
     def has_all_entries(self) -> bool:

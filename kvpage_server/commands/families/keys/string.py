@@ -18,7 +18,7 @@ from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import OK, Reply, ReplyError
-from kvpage_server.store.memory.entry import Entry
+from kvpage_server.store.memory.entry import Entry, Text
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
 
@@ -115,7 +115,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 )
 def get(client: Client, args: list[Argument]) -> Reply:
     """A value, a page as its blob."""
-    return string_of(_read(client, args[0]))
+    entry = _read(client, args[0])
+    return entry.data if type(entry) is Text else string_of(entry)
 
 
 def _read(client: Client, raw: Argument) -> Entry | None:

@@ -128,7 +128,12 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
     """The body."""
-    entry = client.keyspace.read(page_key(args))
+    name: Sequence[Any] = args
+    try:
+        key = b":".join((b"kv", *name))
+    except TypeError:
+        key = page_key(args)
+    entry = client.keyspace.read(key)
     if type(entry) is Slot and type(entry.unit) is Block:  # as nearly always; what follows would find the same
         return (entry,)
     return _page_or_none(client, args, entry)

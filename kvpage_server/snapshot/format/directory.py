@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from kvpage_server.snapshot.errors import BadFile, DumpError
-from kvpage_server.snapshot.files import FORMAT, VERSION, Contents, read_contents
+from kvpage_server.snapshot.format.files import FORMAT, VERSION, FileContents, read_contents
 from kvpage_server.system.durable import flush_directory, replacing
 
 SUMMARY = "dump.json"
@@ -98,7 +98,7 @@ def remove(files: Iterable[Path]) -> None:
         flush_directory(parent)
 
 
-def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, Contents | BadFile]]:
+def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
     """Each file's header, or what is wrong with it: `summary` knows its digest. Raises OSError."""
     for file in files:
         try:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvpage_server.page import DType, PageHeader, PageKey
-from kvpage_server.snapshot.names import bytes_of, plane_name, string_name, text_of
+from kvpage_server.snapshot.format.names import bytes_of, plane_name, string_name, text_of
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ SAFETENSORS_DTYPE = {
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class PageTensor:
     """The pages of one tensor: a page, or a plane of a block, all of one geometry. Columns are by layer and head."""
 
     req_id: bytes
@@ -182,7 +182,7 @@ class String:
         return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
 
 
-Entry = Pages | String
+Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
@@ -216,12 +216,12 @@ def _string_of(name: str, told: dict[str, Any], nbytes: int) -> String:
     return String(bytes_of(name.removeprefix("string:")), nbytes, left_ms, int(told["checksum"], 16))
 
 
-def _pages_of(told: dict[str, Any], nbytes: int) -> Pages:
+def _pages_of(told: dict[str, Any], nbytes: int) -> PageTensor:
     layers, heads = told.get("layers", 1), told.get("heads", 1)
     count = layers * heads
     if not 0 < count <= max(nbytes, 1) or nbytes % count:
         raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
-    pages = Pages(
+    pages = PageTensor(
         req_id=bytes_of(told["request"]),
         page=told["page"],
         kv_type=told["kv_type"],

@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 
 from kvpage_server.page import checksum
-from kvpage_server.snapshot.entries import SAFETENSORS_DTYPE, Entry, entry_of
 from kvpage_server.snapshot.errors import BadFile
+from kvpage_server.snapshot.format.entries import SAFETENSORS_DTYPE, Entry, entry_of
 from kvpage_server.system.durable import replacing
 
 FORMAT = "kvpage-dump"
@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
         return sum(map(len, self.pieces))
 
 
-class Span(NamedTuple):
+class EntrySpan(NamedTuple):
     """An entry and where in the data its tensor lies."""
 
     entry: Entry
@@ -56,7 +56,7 @@ class Span(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class FileContents:
     """What the header of a file says."""
 
     path: Path
@@ -65,13 +65,13 @@ class Contents:
     digest: str
     dumped_ms: int  # when the dump began, unix milliseconds of the server; the times to live are those of then
     selection: str
-    spans: list[Span]
+    spans: list[EntrySpan]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: str) -> Contents:
+def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: str) -> FileContents:
     """Write a file, which is there whole or not at all. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
     facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(dumped_ms), "selection": selection}
@@ -83,7 +83,7 @@ def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: 
         stop = start + sum(map(len, pieces))
         metadata[entry.name] = json.dumps(entry.note())
         header[entry.name] = {"dtype": entry.element, "shape": entry.shape, "data_offsets": [start, stop]}
-        spans.append(Span(entry, start, stop))
+        spans.append(EntrySpan(entry, start, stop))
         start = stop
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)
@@ -94,7 +94,7 @@ def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: 
     with replacing(path) as file:
         _write(file.fileno(), [piece for piece in pieces if len(piece)])
     data = 8 + len(text)
-    return Contents(path, data + start, data, digest, dumped_ms, selection, spans)
+    return FileContents(path, data + start, data, digest, dumped_ms, selection, spans)
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:
@@ -120,7 +120,7 @@ def _digest(header: bytes) -> str:
 # -- reading -----------------------------------------------------------------------------------------------------------
 
 
-def read_contents(path: Path) -> Contents:
+def read_contents(path: Path) -> FileContents:
     """What a file's header says; its data is not looked at. Raises BadFile, OSError."""
     size = path.stat().st_size
     with open(path, "rb") as file:
@@ -139,7 +139,9 @@ def read_contents(path: Path) -> Contents:
         raise BadFile("its header is corrupt")
     try:
         spans = list(_spans(header, metadata))
-        contents = Contents(path, size, 8 + length, digest, int(metadata["dumped_ms"]), metadata["selection"], spans)
+        contents = FileContents(
+            path, size, 8 + length, digest, int(metadata["dumped_ms"]), metadata["selection"], spans
+        )
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"its header makes no sense: {error}") from error
     end = contents.data + (spans[-1].stop if spans else 0)
@@ -158,7 +160,7 @@ def _header(text: bytes) -> dict[str, Any]:
     return header
 
 
-def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[Span]:
+def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[EntrySpan]:
     """The tensors, as they lie one after the other."""
     end = 0
     for name, told in header.items():
@@ -168,11 +170,11 @@ def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[Span]:
         entry = entry_of(name, metadata[name], stop - start)
         if (entry.element, entry.shape) != (told["dtype"], told["shape"]):
             raise ValueError(f"{name} is not of the type and shape that it is told to be")
-        yield Span(entry, start, stop)
+        yield EntrySpan(entry, start, stop)
         end = stop
 
 
-def read_data(contents: Contents) -> memoryview:
+def read_data(contents: FileContents) -> memoryview:
     """A file's data. Raises BadFile when it has become shorter, OSError."""
     data = np.empty(contents.size - contents.data, np.uint8).data
     with open(contents.path, "rb", buffering=0) as file:
@@ -186,7 +188,7 @@ def read_data(contents: Contents) -> memoryview:
     return data
 
 
-def intact(span: Span, data: memoryview) -> list[bool]:
+def intact(span: EntrySpan, data: memoryview) -> list[bool]:
     """Of each page of a tensor, or of a string, whether it hashes to what its checksum says."""
     start = span.start
     found = []

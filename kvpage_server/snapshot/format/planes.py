@@ -7,11 +7,11 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvpage_server.page import PageHeader, PageKey, checksum
-from kvpage_server.snapshot.entries import Pages
-from kvpage_server.snapshot.files import Tensor
+from kvpage_server.snapshot.format.entries import PageTensor
+from kvpage_server.snapshot.format.files import Tensor
 
 
-class Found(NamedTuple):
+class FoundPage(NamedTuple):
     """A page as the server has it."""
 
     key: PageKey
@@ -20,7 +20,7 @@ class Found(NamedTuple):
     body: memoryview
 
 
-def tensors_of(block: Iterable[Found]) -> Iterator[Tensor]:
+def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
     """The tensors that hold the pages of a block."""
     pages = sorted(block, key=lambda page: (page.key.kv_type, page.key.layer, page.key.head))
     for _, plane in groupby(pages, lambda page: page.key.kv_type):
@@ -29,7 +29,7 @@ def tensors_of(block: Iterable[Found]) -> Iterator[Tensor]:
             yield Tensor(_entry(part), [page.body for page in part])
 
 
-def _is_whole(plane: list[Found]) -> bool:
+def _is_whole(plane: list[FoundPage]) -> bool:
     """Whether pages, by layer and head, are all that a plane has, and of one geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
@@ -39,9 +39,9 @@ def _is_whole(plane: list[Found]) -> bool:
     )
 
 
-def _entry(pages: list[Found]) -> Pages:
+def _entry(pages: list[FoundPage]) -> PageTensor:
     first, last, header = pages[0].key, pages[-1].key, pages[0].header
-    return Pages(
+    return PageTensor(
         req_id=first.req_id,
         page=first.page,
         kv_type=first.kv_type,
