@@ -57,7 +57,7 @@ class Churn:
         with suppress(BadPage):
             pages = core.NewPages(command, 2, min(count // PAGE_WORDS, AT_ONCE), self.arena, NOW, False, True)
             for at in range(len(pages)):
-                pages.put(self.entries, at, core.PageSet(*pages.block(at)), [])
+                pages.put(self.entries, {}, at, core.PageSet, [], one_block=True)
         with suppress(BadPage):
             names = core.PageNames(command, 2, min(count // NAME_WORDS, AT_ONCE))
             core.look_up(self.entries, names, 0, len(names), MOST, NOW)

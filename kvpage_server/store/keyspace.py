@@ -53,6 +53,11 @@ class Keyspace(Lookup):
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
+    @property
+    def stores_together(self) -> bool:
+        """Whether pages of a batch are stored and found without a look at each."""
+        return self.on_event is None and self._quotas is None and self._catalogue.has_all_entries
+
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
         """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
         slot.header[:] = header
@@ -62,37 +67,41 @@ class Keyspace(Lookup):
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. Where that may be refused, they were admitted."""
-        at, count, block = 0, len(pages), None
-        while at < count:
-            req_id, page = pages.block(at)
-            if block is None or page != block.page or req_id != block.req_id:
-                block = self._open(req_id, page)
-            at = self._put_run(pages, at, block)
-        self.counters.writes += count
+        if self.index.is_scanned:
+            for block in pages.blocks():
+                self.index.open(*block)
+        at = 0
+        while at < len(pages):
+            at = self._put_run(pages, at) if self.on_event is None else self._put_one(pages, at)
+        self.counters.writes += len(pages)
 
-    def _put_run(self, pages: NewPages, at: int, block: Block) -> int:
-        """Store pages from `at` on, some or all that follow each other in a block; where they end."""
-        if self.on_event is not None:  # somebody is told of each
-            return self._put_one(pages, at, block)
-        fresh = self._catalogue.listed
-        stop, grown, stored, replaced = pages.put(self._catalogue.entries, at, block, fresh)
-        if stop == at:
-            return self._put_one(pages, at, block)
+    def _put_run(self, pages: NewPages, at: int) -> int:
+        """Store pages from `at` on, as many as need no decision, or one; where they end."""
+        entries, index, fresh = self._catalogue.entries, self.index, self._catalogue.listed
+        each = self._quotas is not None or len(self.guards) > 0  # blocks are counted one by one
+        put = pages.put(entries, index.requests, at, Block, fresh, one_block=each)
+        if put.stop == at:
+            return self._put_one(pages, at)
+        if put.made:
+            index.note_made(put.made)
         if fresh:
             self._catalogue.list_all(fresh)
         if expires := pages.expires(at):
-            self._expiry.keys += stop - at
-            self._expiry.note_all(pages.keys[at:stop], expires)
-        self._expiry.keys -= replaced
-        if grown:
-            self.guards.grew(block, grown)
-        if self._quotas is not None:
-            self._grew(block, stored)
-        return stop
+            self._expiry.keys += put.stop - at
+            self._expiry.note_all(pages.keys[at : put.stop], expires)
+        self._expiry.keys -= put.replaced
+        self._units.used_all(put.blocks)
+        for block in put.beside:
+            self._join(block)
+        if each:
+            self.guards.grew(put.blocks[0], put.grown)
+            self._grew(put.blocks[0], put.stored)
+        return put.stop
 
-    def _put_one(self, pages: NewPages, at: int, block: Block) -> int:
+    def _put_one(self, pages: NewPages, at: int) -> int:
         """Store one page, whatever its key had before; the place of the next."""
-        (key, _, layer, head, _, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        block = self._open(req_id, page)
         old = self._catalogue.entries.get(key)
         counted = self._counted(key, old, as_page=True)
         slot.unit, slot.expires = block, expires

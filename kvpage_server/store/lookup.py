@@ -82,8 +82,7 @@ class Lookup(Ration):
             for i in found.missing:
                 self.tell("keymiss", names.keys[i])
         if self._touching:
-            for unit in found.units:
-                self._units.used(unit)
+            self._units.used_all(found.units)
         return found
 
     def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:

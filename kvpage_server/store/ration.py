@@ -164,7 +164,7 @@ class Ration(Room):
             entry = self._catalogue.entries.get(key)
             if entry is not None and not is_page(entry):
                 yield key
-        for req_id in self.index.requests():
+        for req_id in list(self.index.requests):
             yield from self.index.of(req_id)
 
     def _count(self, unit: Unit) -> None:

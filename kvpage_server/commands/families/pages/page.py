@@ -32,7 +32,8 @@ from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.tiered import Tiered
 
-AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn
+AT_ONCE = 512  # pages that are read, stored or found before other clients may have their turn: less than a millisecond
+_AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 _MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
 
@@ -54,12 +55,17 @@ def page_key(args: Sequence[Argument]) -> bytes:
         return b":".join((b"kv", *plain_all(name)))
 
 
-def page_names(args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
+def _at_once(client: Client) -> int:
+    return AT_ONCE if client.keyspace.stores_together else _AT_ONCE_EACH
+
+
+def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
     """The names of a batch's pages, five arguments each after the first. Raises ReplyError."""
     batches: list[PageNames] = []
-    for first in range(0, count, AT_ONCE):
+    at_once = _at_once(client)
+    for first in range(0, count, at_once):
         try:
-            batches.append(PageNames(args, 1 + first * NAME_WORDS, AT_ONCE))
+            batches.append(PageNames(args, 1 + first * NAME_WORDS, at_once))
         except PageError as error:
             raise ReplyError(f"ERR {error}") from None
         yield ()
@@ -156,10 +162,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     def store() -> Iterator[Reply]:
         """Read all of them, some a step; then they become visible, some a step."""
         batches: deque[NewPages] = deque()
-        now, read = unix_ms(), 0
+        now, read, at_once = unix_ms(), 0, _at_once(client)
         while read < count:
             try:
-                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, AT_ONCE, now))
+                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, at_once, now))
             except BadPage as error:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])
@@ -206,7 +212,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     tiered = client.server.tiered
 
     def bodies() -> Iterator[Reply]:
-        batches = yield from page_names(args, count)
+        batches = yield from page_names(client, args, count)
         yield Raw(b"*%d\r\n" % count)
         for i, names in enumerate(batches):
             at = 0

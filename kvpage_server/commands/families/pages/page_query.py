@@ -36,7 +36,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
 
     def steps() -> Iterator[Reply]:
-        batches = yield from page_names(args, count)
+        batches = yield from page_names(client, args, count)
         yield Raw(b"*%d\r\n" % count)
         for names in batches:
             entries = client.keyspace.find_pages(names)
