@@ -25,13 +25,13 @@ class Load:
         """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
         receiving = self._parser.receiving + self.postponed
         if receiving != self._receiving:
-            self._keyspace.receiving += receiving - self._receiving
+            self._keyspace.memory.receiving += receiving - self._receiving
             self._receiving = receiving
 
     def queue(self, size: int) -> None:
         """Add bytes of a command that waits for EXEC. They count against the sender, too."""
         self._queued += size
-        self._keyspace.receiving += size
+        self._keyspace.memory.receiving += size
 
     def unqueue(self) -> int:
         """The queued commands do not wait any more: how many bytes they were."""

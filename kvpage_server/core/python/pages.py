@@ -113,20 +113,20 @@ class PageNames:
     Raises BadPage for the first that breaks the contract.
     """
 
-    _width = NAME_WORDS
+    width = NAME_WORDS
 
     def __init__(self, words: Sequence[Word], first: int, most: int) -> None:
         self._names: list[PageName] = []
         self._read(words, first, most, lambda words: self._names.append(page_name(words)))
 
     def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
-        stop = min(first + most * self._width, len(words))
-        for start in range(first, stop, self._width):
+        stop = min(first + most * self.width, len(words))
+        for start in range(first, stop, self.width):
             try:
-                if read(words[start : start + self._width]) is False:
+                if read(words[start : start + self.width]) is False:
                     break
             except PageError as error:
-                raise BadPage(str(error), (start - first) // self._width) from None
+                raise BadPage(str(error), (start - first) // self.width) from None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -160,7 +160,7 @@ class NewPages(PageNames):
     shape. `hashes`: headers have checksums.
     """
 
-    _width = PAGE_WORDS
+    width = PAGE_WORDS
 
     def __init__(
         self, words: Sequence[Word], first: int, most: int, arena: Arena, now: int, strict: bool, hashes: bool

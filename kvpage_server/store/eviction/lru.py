@@ -45,7 +45,7 @@ class LRU(Queues):
         else:
             self._unlink(place)
 
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         self._enter(place, self._home + 1)
 
     def removed(self, unit: Unit) -> None:

@@ -44,8 +44,8 @@ _USES_BITS, _KIND_BITS = 8, 3
 class Prefix(Queues):
     """See the module."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def reset(self) -> None:
+        super().reset()
         self._time = 0  # units that came so far
         self._before_time = 0  # the last use of what was handed over last
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
@@ -128,7 +128,7 @@ class Prefix(Queues):
         self._queue[place] = self._home + kind
         self._worth.began(kind, last)
 
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         self._before_time -= 1
         self._enter(place, 1, self._before_time)
         self._link(place, self._queue[place])

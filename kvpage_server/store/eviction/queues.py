@@ -33,9 +33,9 @@ class Queues(ABC):
 
     def __init__(self) -> None:
         self.now = 0
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         self._home = 0  # its queues are at the places behind this one
         self._older = -1  # those of the policy before are behind this one; negative: everything was handed over
         self._waiting = 0  # units that were not
@@ -100,7 +100,7 @@ class Queues(ABC):
     def clear(self) -> dict[Unit, Any]:
         """Forget everything; what there was."""
         old = self._places
-        self._reset()
+        self.reset()
         return old
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -177,7 +177,7 @@ class Queues(ABC):
                 break
             place = self._places[unit]
             self._take(place)
-            self._inherit(place)
+            self.inherit(place)
             found.append(unit)
         return found
 
@@ -206,7 +206,7 @@ class Queues(ABC):
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
 
     @abstractmethod
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         """A unit was used before all that are in the queues."""
 
     def _older_victims(self) -> Iterator[Unit]:
@@ -221,7 +221,7 @@ class Queues(ABC):
             yield unit
             if self._places.get(unit) == place and self._is_older(place):
                 self._take(place)
-                self._inherit(place)
+                self.inherit(place)
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:

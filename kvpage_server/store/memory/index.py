@@ -18,7 +18,7 @@ from types import MappingProxyType
 from kvpage_server.core import PageSet
 from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
 from kvpage_server.page import BlockShape
-from kvpage_server.store.disk.sheet import ROW
+from kvpage_server.store.disk.file.sheet import ROW
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.scan import ScanOrder
 

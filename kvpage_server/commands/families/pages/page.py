@@ -19,20 +19,20 @@ from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.keys import pages
 from kvpage_server.commands.table.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.table.spec import Parts
-from kvpage_server.core import Argument, NewPages, PageNames, Slot
+from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.core.piece import Piece
 from kvpage_server.page import PageError, unix_ms
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.known import Needed
-from kvpage_server.store.lookup import Found
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.store.keyspace import Found
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.tiered import Tiered
 
-AT_ONCE = 512  # pages that are read, stored or found before other clients may have their turn: less than a millisecond
+AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
 _AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 _MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
@@ -180,8 +180,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, store())
 
 
-def _extents_of(some: PageNames, tiered: Tiered) -> Iterable[Needed]:
-    return tiered.extents_at(dict.fromkeys(some.blocks()))
+def _extents_of(some: PageNames, tiered: DiskTier) -> Iterable[Needed]:
+    return tiered.needs.extents_at(dict.fromkeys(some.blocks()))
 
 
 class _Step(NamedTuple):
@@ -217,7 +217,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
         for i, names in enumerate(batches):
             at = 0
             while at < len(names):
-                if tiered is not None and tiered.any_cold and tiered.cold_of(names.keys[at:]):
+                if tiered is not None and tiered.any_cold and tiered.needs.cold_of(names.keys[at:]):
                     rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                     yield from _from_disk(client, rest)
                     return
@@ -244,8 +244,8 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield ahead.loan_of(found.entries) or _spelt(client, found, ahead)
 
 
-def _cold_in(tiered: Tiered, step: _Step) -> Sequence[Cold]:
-    return tiered.cold_of(step.names.keys[step.first : step.stop])
+def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[Cold]:
+    return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
 
 
 def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:

@@ -26,8 +26,8 @@ import numpy as np
 import xxhash
 
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
-from kvpage_server.store.disk import sheet
-from kvpage_server.store.disk.lmdb_file import (
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.lmdb_file import (
     FORMAT,
     RESERVE,
     DiskError,
@@ -39,8 +39,8 @@ from kvpage_server.store.disk.lmdb_file import (
     open_map,
     told,
 )
-from kvpage_server.store.disk.record import INLINE, PIECE, Body, Damaged, Record, database_key
-from kvpage_server.store.disk.sheet import Spot
+from kvpage_server.store.disk.file.record import INLINE, PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.disk.file.sheet import Spot
 from kvpage_server.system.durable import private
 
 FILE = "kvpage.lmdb"
