@@ -12,13 +12,14 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE
 
-from kvpage_server.store.disk.file.batch import Batch
-from kvpage_server.store.disk.file.database import Disk, Outcome, Put
+from kvpage_server.store.disk.file.change import Put
+from kvpage_server.store.disk.file.database import Disk, Outcome
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.readers import DiskReader
 from kvpage_server.store.disk.file.record import Damaged
 from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
+from kvpage_server.store.disk.file.writer import Batch
 
 MB = 1024**2
 

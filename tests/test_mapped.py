@@ -11,7 +11,8 @@ import redis
 from servers import start_server
 from wire import Wire, parse, spell
 
-from kvpage_server.store.disk.file.database import Disk, Put
+from kvpage_server.store.disk.file.change import Put
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.record import name_of_block
 from kvpage_server.store.disk.mapped import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
 from kvpage_server.store.memory.cold import Cold

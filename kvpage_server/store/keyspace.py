@@ -10,6 +10,7 @@ It is put together of parts, and nobody's parent:
       ghosts        what went, and why
     memory          what happens when memory is full
     quotas          what happens when a quota is used up
+    reader          finding and reading, and what counts as a use, a hit or a miss
     listing         which keys and requests there are
     tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
 
@@ -23,43 +24,27 @@ block was stored whole) goes through plain Python, a page at a time.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
-from kvpage_server.core import NewPages, PageNames, Slot, look_up
+from kvpage_server.core import NewPages, Slot
 from kvpage_server.core.arguments import PageName
-from kvpage_server.page import HEADER_SIZE, unix_ms
-from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.page import HEADER_SIZE
+from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.listing import Listing
-from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, cold_body
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
+from kvpage_server.store.reading import Reader
 
-__all__ = ["ANY", "Flushed", "Found", "Keyspace", "OutOfMemory"]
+__all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
-ANY = sys.maxsize  # bytes
 LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are received
-
-
-class Found(NamedTuple):
-    """What was found for some names: living values, the units that they belong to, and the names without a value.
-
-    `others`: the names of some of the values that are something else than a page in a slot of its own.
-    """
-
-    entries: list[Entry | None]
-    units: list[Unit]
-    missing: list[int]
-    others: list[int]
 
 
 class Flushed:
@@ -90,139 +75,20 @@ class Keyspace:
         self.quotas = QuotaLimit(contents)
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
+        self.reader = reader = Reader(contents, self.tier)
         self._catalogue = contents.catalogue
-        self._touching = True  # whether reading counts as a use
 
         self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
         self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
         self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
         self.delete, self.remove_block, self.evict = contents.delete, contents.remove_block, contents.evict
         self.remove_corrupt, self.chain = contents.remove_corrupt, contents.evictor.chain
+        self.look, self.read, self.idle = reader.look, reader.read, reader.idle
+        self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
+        self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
 
     def __len__(self) -> int:
         return len(self._catalogue)
-
-    # -- finding and reading ---------------------------------------------------------------------------------------
-
-    def look(self, key: bytes) -> Entry | None:
-        """The living value of a key; a hit or a miss, but no use of it."""
-        entry = self.find(key)
-        if entry is None:
-            self._missed(key)
-        else:
-            self.counters.hits += 1
-        return entry
-
-    def read(self, key: bytes) -> Entry | None:
-        """The living value of a key; a use of it, and a hit or a miss."""
-        entry = self._catalogue.get(key)
-        if entry is None or (entry.expires and self.find(key) is None):
-            self._missed(key)
-            return None
-        self.counters.hits += 1
-        unit = unit_of(key, entry)
-        if self._touching:
-            self.evictor.units.used(unit)
-        if self.tier is not None:
-            self.tier.used([unit])
-        return entry
-
-    def _missed(self, key: bytes) -> None:
-        self.counters.misses += 1
-        self.contents.tell("keymiss", key)
-
-    @contextmanager
-    def untouched(self) -> Iterator[None]:
-        """Let what is read meanwhile not count as a use."""
-        self._touching = False
-        try:
-            yield
-        finally:
-            self._touching = True
-
-    def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
-        """The living values of pages' keys, without counting them as uses."""
-        return self._look_up(names, 0, len(names), ANY).entries
-
-    def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
-        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too.
-
-        Those of one block in a row are one use of it.
-        """
-        found = self._look_up(names, first, stop, most)
-        self.counters.hits += len(found.entries) - len(found.missing)
-        self.counters.misses += len(found.missing)
-        if self.contents.on_event is not None:
-            for i in found.missing:
-                self.contents.tell("keymiss", names.keys[i])
-        if self._touching:
-            self.evictor.units.used_all(found.units)
-        if self.tier is not None:
-            self.tier.used(found.units)
-        return found
-
-    def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
-        entries, blocks, absent, others = look_up(self._catalogue.entries, names, first, stop, most, unix_ms())
-        found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [], [])
-        for i in others:
-            self._add(found, i, first, names.keys[i], self.find(names.keys[i]))
-        if self._catalogue.has_all_entries:
-            found.missing.extend(absent)
-            return found
-        for block_name, places in names.runs(absent):
-            block = self.index.block(*block_name)  # it is awake now, if it is there
-            if block is not None and block.extent is not None:
-                block = self.contents.living(block)
-            for i in places:
-                self._add(found, i, first, names.keys[i], self._page_in(block, names, i))
-        return found
-
-    def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
-        """A page that had no entry when that was looked for, in its block."""
-        if block is None:
-            return None
-        if block.extent is None:
-            key = names.keys[i]
-            return self.find(key) if key in self._catalogue.entries else None
-        _, _, layer, head, page, kv_type = names.name(i)
-        return block.extent.page(block, page, layer, head, kv_type)
-
-    def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
-        """Note what was found for the name `i`. What is cold is not used: it has been lent, memory has it not."""
-        if entry is None:
-            found.missing.append(i)
-            return
-        found.entries[i - first] = entry
-        found.others.append(i)
-        unit = unit_of(key, entry)
-        if type(entry) is not Cold and not (found.units and found.units[-1] is unit):
-            found.units.append(unit)
-
-    def idle(self, key: bytes) -> int:
-        """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
-        entry = self._catalogue.get(key)
-        assert entry is not None
-        units, cold = self.evictor.units, cold_body(entry)
-        return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
-
-    def block(self, req_id: bytes, page: int) -> Block | None:
-        """One block of a request with its living pages; None when it has none."""
-        block = self.index.block(req_id, page)
-        return None if block is None else self.contents.living(block)
-
-    def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
-        """Pages that are there. What is overdue must have been swept: see `block`."""
-        return [cast(Page, self._catalogue.get(key)) for key in keys]
-
-    def use_block(self, block: Block) -> None:
-        """A block is read whole: a use of it, and a hit."""
-        self.counters.hits += 1
-        if block.extent is not None and type(block.extent.slot) is Cold:  # who reads it has been lent its bytes
-            return
-        if self._touching:
-            self.evictor.units.used(block)
-        if self.tier is not None:
-            self.tier.used([block])
 
     # -- before something is stored --------------------------------------------------------------------------------
 

@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file.batch import Batch
-from kvpage_server.store.disk.file.database import Change
+from kvpage_server.store.disk.file.change import Change
 from kvpage_server.store.disk.file.encoding import Corrupt, Value, change_of
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.record import name_of_block
+from kvpage_server.store.disk.file.writer import Batch
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.naming import is_gone, name_of_unit
 from kvpage_server.store.disk.stored import Stored, takes

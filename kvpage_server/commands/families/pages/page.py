@@ -27,7 +27,6 @@ from kvpage_server.page import PageError, unix_ms
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.needed import Needed
 from kvpage_server.store.disk.tier import DiskTier
-from kvpage_server.store.keyspace import Found
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.memory.index import Block

@@ -12,7 +12,7 @@ import struct
 
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
-from kvpage_server.store.disk.file.database import Change, Put, Quarantine, Retime
+from kvpage_server.store.disk.file.change import Change, Put, Quarantine, Retime
 from kvpage_server.store.disk.file.record import Damaged, Record
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent, ExtentPage

@@ -39,10 +39,10 @@ from itertools import chain
 from typing import Generic, Protocol, TypeVar
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file.batch import Batch
-from kvpage_server.store.disk.file.database import Change, Disk
+from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
-from kvpage_server.store.disk.file.writer import DiskWriter, Error
+from kvpage_server.store.disk.file.writer import Batch, DiskWriter, Error
 
 LONGEST = 30.0  # seconds
 _SECOND = 0.9
