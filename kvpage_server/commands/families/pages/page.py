@@ -30,6 +30,7 @@ from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.reading import Found
 
 AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
 _AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
