@@ -27,10 +27,9 @@ from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError
 from kvpage_server.page import unix_ms
 from kvpage_server.renewal import renew_when
-from kvpage_server.store.disk.database import Disk
-from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.tiered import Tiered
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.plurals import how_many
@@ -112,11 +111,13 @@ def _open_store(config: Config) -> Keyspace:
         raise ConfigError(f"maxdisk must be 0 or at least {human(_SMALLEST_DISK)}, got {config.maxdisk} bytes")
     began = time.monotonic()
     disk = Disk(Path(), maxdisk=config.maxdisk)
-    tiered = Tiered(disk, maxmemory=config.maxmemory, policy=config.maxmemory_policy, maxdisk=config.maxdisk)
-    tiered.load()
+    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk, maxdisk=config.maxdisk)
+    tier = keyspace.tier
+    assert tier is not None
+    tier.load()
     seconds = time.monotonic() - began
-    logger.info("%d keys found on disk, %s, in %.2f s", len(tiered), human(tiered.used_disk), seconds)
-    return tiered
+    logger.info("%d keys found on disk, %s, in %.2f s", len(keyspace), human(tier.used_disk), seconds)
+    return keyspace
 
 
 def _load_users(server: Server) -> None:
@@ -166,7 +167,7 @@ async def serve(server: Server) -> None:
             task.cancel()
         listener.stop()
         if tiered is not None:
-            await tiered.settle()
+            await tiered.behind.settle()
         for client in list(server.clients.values()):
             client.close()
         await asyncio.sleep(0)  # the sessions send what they have

@@ -30,6 +30,7 @@ class Churn:
         self.arena = core.Arena()
         self.scratch = core.Scratch()
         self.entries: dict[bytes, Any] = {}
+        self.requests: dict[bytes, dict[int, Any]] = {}
         self.commands = 0
 
     def take(self, data: bytes) -> None:
@@ -51,13 +52,14 @@ class Churn:
                         outbox.add([*command])
             outbox.next()
         self.entries.clear()
+        self.requests.clear()
 
     def _use(self, command: Sequence[Any]) -> None:
         core, count = self.core, len(command) - 2
         with suppress(BadPage):
             pages = core.NewPages(command, 2, min(count // PAGE_WORDS, AT_ONCE), self.arena, NOW, False, True)
             for at in range(len(pages)):
-                pages.put(self.entries, at, core.PageSet(*pages.block(at)), [])
+                pages.put(self.entries, self.requests, at, core.PageSet, [], one_block=True)
         with suppress(BadPage):
             names = core.PageNames(command, 2, min(count // NAME_WORDS, AT_ONCE))
             core.look_up(self.entries, names, 0, len(names), MOST, NOW)

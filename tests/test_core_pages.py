@@ -59,7 +59,7 @@ class Core:
         self.slot_type = slots.Slot
         self.arena = slots.Arena()
         self.entries: dict[bytes, Any] = {}
-        self.blocks: dict[tuple[bytes, int], Any] = {}
+        self.requests: dict[bytes, dict[int, Any]] = {}
 
     def slot(self, data: bytes) -> Any:
         slot = self.arena.allocate(len(data))
@@ -92,17 +92,19 @@ class Core:
         told: list[Any] = []
         at = 0
         while at < len(new):
-            name = new.block(at)
-            block = self.blocks.get(name)
-            if block is None:
-                block = self.blocks[name] = self.pages.PageSet(*name)
             fresh: list[bytes] = []
-            stop, *grown = new.put(self.entries, at, block, fresh)
-            told.append((stop, grown, fresh))
-            if stop == at:  # it replaces something that is no page of that block
+            one_block = len(new) % 2 == 0
+            put = new.put(self.entries, self.requests, at, self.pages.PageSet, fresh, one_block=one_block)
+            names = [[(block.req_id, block.page) for block in blocks] for blocks in (put.blocks, put.beside)]
+            told.append((put._replace(blocks=names[0], beside=names[1]), fresh))
+            if put.stop == at:  # it replaces something that is no page
                 del self.entries[new.keys[at]]
-            at = stop
+            at = put.stop
         return told
+
+    @property
+    def blocks(self) -> dict[tuple[bytes, int], Any]:
+        return {(req_id, page): block for req_id, some in self.requests.items() for page, block in some.items()}
 
     def look(self, asked: list[tuple[bytes, ...]], most: int, now: int) -> Any:
         words = [word for name in asked for word in self.words(list(name))]

@@ -18,7 +18,7 @@ from small_disks import small_disk
 from test_tiered import TIERED, body, disk_info, get_page, set_page, settle, tiered
 from waiting import until
 
-from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.file.database import FILE
 
 SIZE = 100_000
 

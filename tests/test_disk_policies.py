@@ -12,7 +12,7 @@ import redis
 from servers import start_server
 from test_tiered import BLOCK, MB, TIERED, body, disk_info, get_page, page_args, set_block, set_page, settle, tiered
 
-from kvpage_server.store.disk.usage import OnDisk
+from kvpage_server.store.disk.usage import DiskUsage
 
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
 USED_UP = "command not allowed when used disk > 'maxdisk'"
@@ -173,7 +173,7 @@ def test_short_strings_are_evicted_when_memory_is_full_of_them(tmp_path: Path) -
 def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
     rng = random.Random(5)
     for _ in range(200):
-        on_disk, waits, batch = OnDisk(), {}, {}
+        on_disk, waits, batch = DiskUsage(), {}, {}
         names = [b"k%d" % i for i in range(6)]
         expected: dict[bytes, int] = {}
         for _ in range(60):

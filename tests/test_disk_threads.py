@@ -12,12 +12,14 @@ from pathlib import Path
 import pytest
 from waiting import PATIENCE
 
-from kvpage_server.store.disk.database import Disk, Outcome, Put
-from kvpage_server.store.disk.lmdb_file import DiskFull
-from kvpage_server.store.disk.readers import Fetcher
-from kvpage_server.store.disk.record import Damaged
-from kvpage_server.store.disk.scrub import Scrubber
-from kvpage_server.store.disk.write_behind import Batch, WriteBehind
+from kvpage_server.store.disk.file.change import Put
+from kvpage_server.store.disk.file.database import Disk, Outcome
+from kvpage_server.store.disk.file.lmdb_file import DiskFull
+from kvpage_server.store.disk.file.readers import DiskReader
+from kvpage_server.store.disk.file.record import Damaged
+from kvpage_server.store.disk.file.scrub import Scrubber
+from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
+from kvpage_server.store.disk.file.writer import Batch
 
 MB = 1024**2
 
@@ -39,19 +41,23 @@ async def behind(
     disk = Disk(directory, maxdisk=maxdisk)
     stored: list[set[bytes]] = []
 
-    def note(batch: Batch[bytes]) -> Iterator[None]:
-        stored.append(set(batch.changes))
-        yield
+    class Values:
+        """Bytes, as they are."""
 
-    writer = WriteBehind(
-        disk,
-        mode=mode,
-        limit=limit,
-        spell=lambda name, value: Put(name, b"", value),
-        stored=note,
-        make_room=make_room,
-        is_gone=lambda name: True,
-    )
+        def spell(self, name: bytes, value: bytes) -> Put:
+            return Put(name, b"", value)
+
+        def note_stored(self, batch: Batch[bytes]) -> Iterator[None]:
+            stored.append(set(batch.changes))
+            yield
+
+        def make_room(self, error: DiskFull, size: int) -> None:
+            make_room(error, size)
+
+        def is_gone(self, name: bytes) -> bool:
+            return True
+
+    writer = WriteBehind(disk, Values(), mode, limit)
     try:
         yield writer, disk, stored
     finally:
@@ -177,7 +183,7 @@ async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> No
     with disk.path.open("r+b") as file:
         file.seek(where + 77)
         file.write(b"!!")
-    fetcher = Fetcher(disk)
+    fetcher = DiskReader(disk)
     outcomes: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
     memory = [memoryview(bytearray(1_000_000)) for _ in range(20)]
     wanted = [(b"k%d" % i, into) for i, into in enumerate(memory)]
@@ -208,3 +214,47 @@ async def test_the_scrubber_finds_what_is_damaged_at_its_rate(tmp_path: Path, ra
     assert time.monotonic() - began > 0.6 * 700_000 / rate
     await scrubber.close()
     disk.close()
+
+
+_EXPECTED = """
+                IDLE     PLANNED  WRITING      NOTING   MAKING_ROOM  RETRYING
+    CHANGED     PLANNED  PLANNED  WRITING      NOTING   MAKING_ROOM  RETRYING
+    HURRIED     PLANNED  PLANNED  WRITING      NOTING   MAKING_ROOM  RETRYING
+    TIME        -        WRITING  -            -        -            WRITING
+    COMMITTED   -        -        NOTING       -        PLANNED      -
+    FAILED      -        -        RETRYING     -        RETRYING     -
+    FULL        -        -        MAKING_ROOM  -        -            -
+    NOTED       -        -        -            IDLE     -            -
+    NOTED_SOME  -        -        -            PLANNED  -            -
+"""
+
+
+def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happen() -> None:
+    [states, *rows] = [line.split() for line in _EXPECTED.strip().splitlines()]
+    assert {*states} == {state.name for state in State} == {state.name for state in MOVES}
+    assert {row[0] for row in rows} == {event.name for event in Event}
+    for event, *leads_to in rows:
+        for state, expected in zip(states, leads_to, strict=True):
+            if expected == "-":
+                with pytest.raises(RuntimeError, match=f"{event} cannot happen while {state}"):
+                    after(State[state], Event[event])
+            else:
+                assert after(State[state], Event[event]) is State[expected], (state, event)
+
+
+async def test_it_is_idle_while_nothing_waits_and_tries_again_only_in_time_after_a_failure(tmp_path: Path) -> None:
+    async with behind(tmp_path, "everysec", maxdisk=2 * MB) as (writer, _, _):
+        assert writer.state is State.IDLE
+        writer.note(b"ka", b"a", 1)
+        assert writer.state is State.PLANNED
+        await writer.settle()
+        assert writer.state is State.IDLE
+        writer.note(b"kb", bytes(3 * MB), 3 * MB)
+        await writer.settle()
+        assert writer.failing
+        assert writer.state is State.RETRYING
+        writer.hurry()
+        writer.note(b"kb", None, 0)
+        assert writer.state is State.RETRYING
+        await writer.settle()
+        assert writer.state is State.IDLE

@@ -23,7 +23,7 @@ from kvpage_server.store.eviction.prefix import Prefix
 from kvpage_server.store.eviction.queues import Queues, successor
 from kvpage_server.store.eviction.s3fifo import S3FIFO
 from kvpage_server.store.keyspace import Keyspace, OutOfMemory
-from kvpage_server.store.room import MOST_LEAVE
+from kvpage_server.store.memory_limit import MOST_LEAVE
 
 KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
@@ -134,16 +134,16 @@ def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
         keys.set_string(b"%d" % number, b"")
     took = []
     started = time.thread_time()
-    keys.policy = to
+    keys.evictor.policy = to
     while True:
         took.append(time.thread_time() - started)
         started = time.thread_time()
         if keys.sweep(unix_ms(), 2000) < 2000:
             break
     assert max(took) < max(0.05, sum(took) / 4), "a step does much of the work"
-    keys.maxmemory = 1
+    keys.memory.maxmemory = 1
     steps = 1
-    while not keys.make_room():
+    while not keys.memory.make_room():
         steps += 1
     assert steps >= 50_000 // MOST_LEAVE
     assert not len(keys)
@@ -313,8 +313,8 @@ def test_plain_strings_take_part_and_memory_keeps_its_limit(policy: str) -> None
     keys = Keyspace(maxmemory=100_000, policy=policy)
     for number in range(1000):
         keys.set_string(text(number), b"x" * 300)
-        keys.make_room()
-        assert keys.used_memory <= 100_000
+        keys.memory.make_room()
+        assert keys.memory.used <= 100_000
     assert keys.counters.evicted == 1000 - len(keys)
     assert keys.find(text(999)) is not None
 
@@ -327,16 +327,16 @@ def test_volatile_ttl_takes_what_expires_soonest_and_nothing_that_does_not() -> 
         keys.set_string(text(number), b"x" * 300, now + 100_000 + number * 5_000)
     for number in range(50, 60):
         keys.set_string(text(number), b"x" * 300)
-    keys.maxmemory = keys.used_memory * 40 // 60
-    keys.make_room()
-    assert sorted(keys.keys()) == [text(number) for number in range(20, 60)]
-    keys.maxmemory = keys.used_memory * 11 // 40
-    keys.make_room()
+    keys.memory.maxmemory = keys.memory.used * 40 // 60
+    keys.memory.make_room()
+    assert sorted(keys.listing.keys()) == [text(number) for number in range(20, 60)]
+    keys.memory.maxmemory = keys.memory.used * 11 // 40
+    keys.memory.make_room()
     assert len(keys) == 11
-    keys.maxmemory = 1
+    keys.memory.maxmemory = 1
     with pytest.raises(OutOfMemory):
-        keys.make_room()
-    assert sorted(keys.keys()) == [text(number) for number in range(50, 60)]
+        keys.memory.make_room()
+    assert sorted(keys.listing.keys()) == [text(number) for number in range(50, 60)]
 
 
 @pytest.mark.parametrize("to", list(POLICIES))
@@ -347,13 +347,13 @@ def test_a_policy_that_takes_over_knows_what_there_is_and_its_age(start: str, to
     for number in range(10):
         keys.sweep(now + number * 10_000, 100)
         keys.set_string(text(number), b"x")
-    keys.policy = to
-    assert keys.policy == to
+    keys.evictor.policy = to
+    assert keys.evictor.policy == to
     assert [keys.idle(text(number)) for number in range(10)] == [90 - number * 10 for number in range(10)]
-    keys.maxmemory = keys.used_memory // 2
+    keys.memory.maxmemory = keys.memory.used // 2
     if to.startswith("allkeys"):
-        keys.make_room()
-        assert sorted(keys.keys()) == [text(number) for number in range(5, 10)]
+        keys.memory.make_room()
+        assert sorted(keys.listing.keys()) == [text(number) for number in range(5, 10)]
 
 
 def test_blocks_go_from_the_end_of_a_request_after_a_change_of_policy_too() -> None:

@@ -52,7 +52,7 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     assert block.pages == SHAPE.pages - 1
     assert all(isinstance(page, ExtentPage) and page.extent is extent for page in keys.pages_at(block.page_keys()))
     del block, extent
-    for key in keys.names():
+    for key in keys.listing.names():
         keys.delete(key)
     assert keys.arena.used == 0
 
@@ -60,7 +60,7 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
 def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
     keys = Keyspace()
     store(keys, 3)
-    for name, span in zip(keys.names(), SHAPE.page_spans(), strict=True):
+    for name, span in zip(keys.listing.names(), SHAPE.page_spans(), strict=True):
         page = keys.find(name)
         assert is_page(page)
         header, body = decode_page(bytes(page.header) + bytes(page.body))
@@ -71,7 +71,7 @@ def test_no_page_of_a_damaged_block_passes_for_the_page() -> None:
     keys = Keyspace()
     extent = store(keys, 0)
     extent.slot.body[100] ^= 1
-    for name in keys.names():
+    for name in keys.listing.names():
         page = keys.find(name)
         assert is_page(page)
         with pytest.raises(PageError, match="checksum"):

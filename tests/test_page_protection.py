@@ -12,7 +12,7 @@ from stored_pages import ask, fill, held, prefix, set_block, set_page, small_sto
 
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import PageKey, unix_ms
-from kvpage_server.store.eviction.leases import Guards
+from kvpage_server.store.eviction.leases import Leases
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
 
@@ -161,7 +161,7 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
         key = bytes(PageKey(*name[1:]))
         match chance.randrange(9):
             case 0 | 1 | 2 | 3:
-                keyspace.make_room()
+                keyspace.memory.make_room()
                 slot = keyspace.arena.allocate(chance.choice([200, 900]))
                 keyspace.set_page(name._replace(key=key), bytes(64), slot, chance.choice([0, 0, 0, unix_ms() + 3]))
             case 4:
@@ -174,11 +174,11 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
             case 7:
                 if block := keyspace.block(req, page):
                     if chance.random() < 0.5:
-                        keyspace.guards.lease(block, block.footprint, unix_ms() + 5, keyspace.guardable(block))
+                        keyspace.leases.lease(block, block.footprint, unix_ms() + 5, keyspace.memory.leasable(block))
                     else:
-                        keyspace.guards.pin(block, block.footprint, keyspace.guardable(block))
+                        keyspace.leases.pin(block, block.footprint, keyspace.memory.leasable(block))
             case _:
-                if (block := keyspace.block(req, page)) and not keyspace.guards.unpin(block) and chance.random() < 0.2:
+                if (block := keyspace.block(req, page)) and not keyspace.leases.unpin(block) and chance.random() < 0.2:
                     keyspace.remove_block(block, "del")
         if step % 20 == 0:
             time.sleep(0.006)  # until all is over that is going to expire
@@ -189,26 +189,26 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
 
 def check(keyspace: Keyspace) -> None:
     pages: dict[tuple[bytes, int], set[bytes]] = {}
-    _, keys = keyspace.scan(0, 10_000)
+    _, keys = keyspace.listing.scan(0, 10_000)
     for key in keys:
         if is_page(keyspace.find(key)):
             name = PageKey.parse(key)
             pages.setdefault((name.req_id, name.page), set()).add(key)
-    blocks = [block for req in (b"a", b"b") for block in keyspace.blocks_of(req)]
+    blocks = [block for req in (b"a", b"b") for block in keyspace.listing.blocks_of(req)]
     assert {(block.req_id, block.page): set(block.page_keys()) for block in blocks} == pages
     assert keyspace.index.blocks == len(blocks)
-    keyspace.guards.settle(unix_ms())
+    keyspace.leases.settle(unix_ms())
     for block in blocks:
         assert block.pages == len(pages[block.req_id, block.page])
         assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
-        assert keyspace.guards.of(block).size in (0, block.footprint)
+        assert keyspace.leases.of(block).size in (0, block.footprint)
         full = block.layers * block.heads * len(block.planes) == block.pages
         assert block.is_full == full
-    assert keyspace.guards.bytes == sum(keyspace.guards.of(block).size for block in blocks)
+    assert keyspace.leases.bytes == sum(keyspace.leases.of(block).size for block in blocks)
 
 
 def test_a_lease_of_something_that_is_gone_protects_nothing() -> None:
-    guards = Guards(lambda unit: None)
+    guards = Leases(lambda unit: None)
     assert guards.lease(b"key", 100, 50, most=150)
     assert not guards.lease(b"other", 100, 50, most=150)
     guards.removed(b"key")

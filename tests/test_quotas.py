@@ -107,12 +107,12 @@ class Quotas(RuleBasedStateMachine):
         apply(self.here.server, ["quota"])
 
     def write(self, *words: Any) -> None:
-        before = self.here.keyspace.keys()
+        before = self.here.keyspace.listing.keys()
         told = self.here.call(*words)
         if told.startswith(b"-"):
             assert told.startswith(b"-OOM command not allowed when the quota of '")
-            if self.keys.policy == "noeviction":
-                assert self.here.keyspace.keys() == before
+            if self.keys.evictor.policy == "noeviction":
+                assert self.here.keyspace.listing.keys() == before
         else:
             assert told in (b"+OK\r\n", b":1\r\n")
 
@@ -160,7 +160,7 @@ class Quotas(RuleBasedStateMachine):
 
     @rule(policy=st.sampled_from(["allkeys-prefix", "allkeys-lru", "allkeys-s3fifo", "volatile-ttl", "noeviction"]))
     def change_policy(self, policy: str) -> None:
-        self.keys.policy = policy
+        self.keys.evictor.policy = policy
 
     @rule()
     def flush(self) -> None:
@@ -171,13 +171,13 @@ class Quotas(RuleBasedStateMachine):
         if not hasattr(self, "here"):
             return
         sizes = [0, 0, 0]
-        for key in self.keys.names():
+        for key in self.keys.listing.names():
             entry = self.keys.find(key)
             assert entry is not None
             whose = 0 if key.startswith(b"kv:a") else 1 if key.startswith(b"kv:b:") else 2 if key[:5] == b"text:" else 3
             if whose < 3:
                 sizes[whose] += 64 + entry.size if is_page(entry) else len(key) + entry.size + 200
-        assert [quota.bytes for quota in self.keys.quotas] == sizes
+        assert [quota.bytes for quota in self.keys.evictor.every_quota] == sizes
 
 
 Quotas.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
@@ -338,7 +338,7 @@ def test_a_name_is_matched_once_however_often_it_is_used() -> None:
         return name.startswith(b"kv:a")
 
     here = Here()
-    here.keyspace.set_quotas([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"kv:a*", 10**6, matches)])
+    here.keyspace.quotas.set_rules([Rule(b"never", 1, lambda name: asked.append(name)), Rule(b"kv:a*", 10**6, matches)])
     for page in range(20):
         here.call("KVBLOCKSET", "a", page, 1, 1, 1, 0, 1, 0, 3, 100, bytes(100))
         here.call("KVBLOCKGET", "a", page)
@@ -350,8 +350,8 @@ def test_a_large_store_is_counted_in_steps() -> None:
     keys = Keyspace()
     for number in range(10_000):
         keys.set_string(b"a:%d" % number if number % 2 else b"b:%d" % number, b"x" * 10)
-    keys.set_quotas([Rule(b"a:*", 10**7, lambda name: name.startswith(b"a:"))])
-    (quota,) = keys.quotas
+    keys.quotas.set_rules([Rule(b"a:*", 10**7, lambda name: name.startswith(b"a:"))])
+    (quota,) = keys.evictor.every_quota
     assert 0 < quota.bytes < 5000 * 210
     keys.set_string(b"a:99999", b"new")
     keys.delete(b"a:9999")
@@ -359,7 +359,7 @@ def test_a_large_store_is_counted_in_steps() -> None:
     while keys.sweep(unix_ms(), 100) == 100:
         steps += 1
     assert 2 <= steps <= 10
-    assert quota.bytes == sum(len(key) + 210 for key in keys.names() if key.startswith(b"a:")) - 7
+    assert quota.bytes == sum(len(key) + 210 for key in keys.listing.names() if key.startswith(b"a:")) - 7
 
 
 def test_quotas_are_counted_after_a_restart(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
         self.model: dict[bytes, tuple[bytes, int, bool]] = {}
         self.now = START
         self.events: list[tuple[str, bytes]] = []
-        self.keys.on_event = lambda event, key: self.events.append((event, key))
+        self.keys.contents.on_event = lambda event, key: self.events.append((event, key))
 
     used = Bundle("used")
 
@@ -171,7 +171,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
         while (swept := self.keys.sweep(self.now, most)) == most:
             pass
         assert swept < most
-        second, left = self.now // 1000 * 1000, set(self.keys.names())
+        second, left = self.now // 1000 * 1000, set(self.keys.listing.names())
         due = {key for key, (_, expires, _) in self.model.items() if 0 < expires <= self.now}
         gone = due - left  # of this second's, those whose keys were due before
         assert gone >= {key for key in due if self.model[key][1] < second}
@@ -184,11 +184,11 @@ class KeyspaceMachine(RuleBasedStateMachine):
     def memory_gets_scarce(self, share: float) -> None:
         before = {block: block.pages for req in REQUESTS for block in self.keys.index.of(req)}
         evicted = self.keys.counters.evicted
-        self.keys.maxmemory = limit = max(int(self.keys.used_memory * share), 1)
-        while not self.keys.make_room():  # much goes at a time, not all
+        self.keys.memory.maxmemory = limit = max(int(self.keys.memory.used * share), 1)
+        while not self.keys.memory.make_room():  # much goes at a time, not all
             pass
-        self.keys.maxmemory = 0
-        assert self.keys.used_memory <= limit
+        self.keys.memory.maxmemory = 0
+        assert self.keys.memory.used <= limit
         for block, pages in before.items():  # whole or not at all
             assert self.keys.block(block.req_id, block.page) is None or block.pages == pages
         gone = [key for key in self.model if self.keys.find(key) is None]
@@ -207,7 +207,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
         found: list[bytes] = []
         cursor = 0
         while True:
-            cursor, keys = self.keys.scan(cursor, 3)
+            cursor, keys = self.keys.listing.scan(cursor, 3)
             found += keys
             if not cursor:
                 break
@@ -216,7 +216,7 @@ class KeyspaceMachine(RuleBasedStateMachine):
     @invariant()
     def values_are_what_was_written(self) -> None:
         assert len(self.keys) == len(self.model)
-        assert set(self.keys.keys()) == set(self.model)
+        assert set(self.keys.listing.keys()) == set(self.model)
         for key, (value, expires, page) in self.model.items():
             assert value_of(self.keys, key) == value
             assert self.keys.expires_of(key) == expires
@@ -224,13 +224,13 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     @invariant()
     def accounts_are_right(self) -> None:
-        assert self.keys.volatile == sum(expires > 0 for _, expires, _ in self.model.values())
+        assert self.keys.contents.expirer.keys == sum(expires > 0 for _, expires, _ in self.model.values())
         entries = {key: self.keys.find(key) for key in self.model}
         texts = sum(len(k) + e.size + TEXT_OVERHEAD for k, e in entries.items() if isinstance(e, Text))
         memory = {slot for e in entries.values() if (slot := e.extent.slot if isinstance(e, ExtentPage) else e)}
         slots = sum(slot.footprint for slot in memory if isinstance(slot, Slot))
         assert self.keys.arena.used == slots
-        assert self.keys.used_memory == slots + texts
+        assert self.keys.memory.used == slots + texts
         assert self.keys.arena.held >= slots
 
     @invariant()
@@ -254,8 +254,8 @@ class KeyspaceMachine(RuleBasedStateMachine):
 
     def nothing_is_left(self) -> None:
         keys = self.keys
-        assert (len(keys), keys.volatile, keys.used_memory, keys.arena.used) == (0, 0, 0, 0)
-        assert (len(keys.index), keys.index.blocks, keys.keys()) == (0, 0, [])
+        assert (len(keys), keys.contents.expirer.keys, keys.memory.used, keys.arena.used) == (0, 0, 0, 0)
+        assert (len(keys.index), keys.index.blocks, keys.listing.keys()) == (0, 0, [])
 
     def teardown(self) -> None:
         """Deleting key by key leaves as little as a flush does."""
@@ -277,14 +277,14 @@ def test_a_key_that_is_due_is_not_found_before_it_is_swept() -> None:
     keys = Keyspace()
     set_page(keys, PageKey(b"r", 0, 0, 0, 0), b"page", expires=(soon := unix_ms() + 500))
     keys.set_string(b"text", b"text", soon)
-    assert len(keys.keys()) == 2
+    assert len(keys.listing.keys()) == 2
     time.sleep(0.51)
     assert len(keys) == 2
-    assert keys.keys() == []
+    assert keys.listing.keys() == []
     assert keys.read(b"kv:r:0:0:0:0") is None
     assert keys.find(b"text") is None
     assert not keys.delete(b"text")
-    assert (len(keys), len(keys.index), keys.used_memory) == (0, 0, 0)
+    assert (len(keys), len(keys.index), keys.memory.used) == (0, 0, 0)
     assert keys.counters.expired == 2
 
 
@@ -321,12 +321,12 @@ def fill(keys: Keyspace, blocks: int, heads: int = 4) -> None:
 
 
 def blocks_left(keys: Keyspace) -> list[int]:
-    return [block.page for block in keys.blocks_of(b"r")]
+    return [block.page for block in keys.listing.blocks_of(b"r")]
 
 
 def squeeze(keys: Keyspace, share: float) -> None:
-    keys.maxmemory = int(keys.used_memory * share)
-    keys.make_room()
+    keys.memory.maxmemory = int(keys.memory.used * share)
+    keys.memory.make_room()
 
 
 def test_what_was_used_longest_ago_goes_first_in_whole_blocks() -> None:
@@ -353,9 +353,9 @@ def test_strings_and_blocks_are_evicted_in_one_order() -> None:
     fill(keys, 1)
     keys.set_string(b"new", bytes(5000))
     squeeze(keys, 0.99)
-    assert set(keys.keys()) == {b"new", *(b"kv:r:0:%d:0:0" % head for head in range(4))}
+    assert set(keys.listing.keys()) == {b"new", *(b"kv:r:0:%d:0:0" % head for head in range(4))}
     squeeze(keys, 0.5)
-    assert keys.keys() == [b"new"]
+    assert keys.listing.keys() == [b"new"]
 
 
 def test_noeviction_refuses_and_removes_nothing() -> None:
@@ -369,11 +369,11 @@ def test_noeviction_refuses_and_removes_nothing() -> None:
 def test_uploads_count_towards_the_limit() -> None:
     keys = Keyspace(policy="allkeys-lru")
     fill(keys, 10)
-    keys.maxmemory = keys.used_memory + 4096
+    keys.memory.maxmemory = keys.memory.used + 4096
     uploads = [keys.arena.allocate(4096) for _ in range(8)]
-    keys.make_room()
+    keys.memory.make_room()
     assert len(blocks_left(keys)) < 10
-    assert keys.used_memory <= keys.maxmemory
+    assert keys.memory.used <= keys.memory.maxmemory
     del uploads
 
 
@@ -401,7 +401,7 @@ def test_random_sizes_over_a_long_time_do_not_fragment() -> None:
     """20,000 values of changing sizes through a bounded store: what is held stays near what is used."""
     keys, noise = Keyspace(maxmemory=16 * MIB), random.Random(6)
     for i in range(20_000):
-        keys.make_room()
+        keys.memory.make_room()
         keys.set_string(b"%d" % (i % 3000), bytes(noise.choice((1100, 2048, 4096, 9000, 16384, 40_000))))
-    assert keys.used_memory <= 16 * MIB + 65536
+    assert keys.memory.used <= 16 * MIB + 65536
     assert keys.arena.held <= 1.5 * keys.arena.used + 24 * MIB

@@ -22,7 +22,7 @@ from servers import RunningServer, answers, free_port, start_server
 from waiting import until
 
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.file.database import FILE
 
 MB = 1024**2
 TIERED = ("--store", "tiered", "--loglevel", "debug")

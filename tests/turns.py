@@ -21,9 +21,8 @@ from kvpage_server.configuration.config import from_arguments
 from kvpage_server.net.limits import Watch
 from kvpage_server.net.listener import Listener
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.database import Disk
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.tiered import Tiered
 
 _MARK = b"$4\r\nmark\r\n"
 _END = b"*2\r\n$4\r\nPING\r\n" + _MARK
@@ -87,10 +86,10 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
     """A server in memory, or tiered in a directory, with `options` as on its command line."""
     config = from_arguments(["--port", "0", *options])
     loop = MeasuredLoop()
-    keyspace: Keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
-    if directory is not None:
-        keyspace = Tiered(Disk(directory), maxmemory=config.maxmemory, policy=config.maxmemory_policy)
-        keyspace.load()
+    disk = Disk(directory) if directory is not None else None
+    keyspace = Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy, disk=disk)
+    if keyspace.tier is not None:
+        keyspace.tier.load()
     server = Server(config, keyspace)
     apply(server, (name for name in config.parameters() if name != "requirepass"))
     listener = Listener(server, loop)
@@ -99,8 +98,8 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
 
     async def serve() -> None:
         _calm_the_collector()
-        if isinstance(keyspace, Tiered):
-            keyspace.connect(
+        if keyspace.tier is not None:
+            keyspace.tier.connect(
                 mode=config.appendfsync,
                 limit=config.write_behind_limit,
                 scrub_rate=config.scrub_rate,
@@ -136,8 +135,8 @@ def measured(*options: str, directory: Path | None = None) -> Iterator[Turns]:
             listener.stop()
             if sweeping is not None:
                 sweeping.cancel()
-            if isinstance(keyspace, Tiered):
-                await keyspace.close()
+            if keyspace.tier is not None:
+                await keyspace.tier.close()
 
         asyncio.run_coroutine_threadsafe(close(), loop).result(60)
         loop.call_soon_threadsafe(loop.stop)

@@ -23,8 +23,8 @@ from kvpage_server.commands.table.keys import READ
 from kvpage_server.configuration.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.tiered import Tiered
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
 
@@ -73,7 +73,7 @@ class Server:
 
     config: Config
     keyspace: Keyspace
-    tiered: Tiered | None = field(init=False)  # the keyspace, if there is a disk behind it
+    tiered: DiskTier | None = field(init=False)  # the disk below memory, if there is one
     stop: Callable[[], None] = _nobody_listens
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
@@ -98,7 +98,7 @@ class Server:
     in_flight: int = 0  # bytes that clients hold: commands half received, replies not yet sent
 
     def __post_init__(self) -> None:
-        self.tiered = self.keyspace if isinstance(self.keyspace, Tiered) else None
+        self.tiered = self.keyspace.tier
         tracking = Tracking(self.clients, lambda: self.config.tracking_table_max_keys)
         self.events = KeyEvents(self.keyspace, self.channels, tracking)
         self.refusals = Refusals(lambda: self.config.acllog_max_len)

@@ -29,7 +29,7 @@ def request_of(key: bytes) -> bytes | None:
 def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
     """Whether `key` is the index of a request that has a page."""
     req_id = request_of(key)
-    return req_id is not None and keyspace.has_pages(req_id)
+    return req_id is not None and keyspace.listing.has_pages(req_id)
 
 
 def refuse_to_write(spec: Spec, words: Command) -> None:

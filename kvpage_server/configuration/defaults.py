@@ -15,7 +15,7 @@ from pathlib import Path
 from platformdirs import user_data_path
 
 from kvpage_server.configuration.config import Config, ConfigError
-from kvpage_server.store.disk.database import FILE
+from kvpage_server.store.disk.file.database import FILE
 from kvpage_server.system.durable import private_directory
 
 log = logging.getLogger("kvpage")

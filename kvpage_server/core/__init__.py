@@ -18,6 +18,7 @@ if TYPE_CHECKING or NAME == "python":
         Arena,
         Bodies,
         Chunk,
+        Columns,
         Memory,
         NewPages,
         Outbox,
@@ -31,7 +32,9 @@ if TYPE_CHECKING or NAME == "python":
         SentPages,
         Slot,
         Words,
+        enter,
         look_up,
+        use_again,
     )
 else:
     from kvpage_server.core.native import (
@@ -41,6 +44,7 @@ else:
         Arena,
         Bodies,
         Chunk,
+        Columns,
         Memory,
         NewPages,
         Outbox,
@@ -54,7 +58,9 @@ else:
         SentPages,
         Slot,
         Words,
+        enter,
         look_up,
+        use_again,
     )
 
 __all__ = [
@@ -67,6 +73,7 @@ __all__ = [
     "Argument",
     "Bodies",
     "Chunk",
+    "Columns",
     "Command",
     "Limits",
     "Memory",
@@ -83,5 +90,7 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "enter",
     "look_up",
+    "use_again",
 ]

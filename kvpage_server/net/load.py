@@ -26,14 +26,14 @@ class Load:
         """Tell the keyspace how much is being received. The command that runs now does not count: it is the store's."""
         receiving = self._parser.receiving + self.postponed
         if receiving != self._receiving:
-            self._keyspace.receiving += receiving - self._receiving
+            self._keyspace.memory.receiving += receiving - self._receiving
             self._receiving = receiving
             self._look()
 
     def queue(self, size: int) -> None:
         """Add bytes of a command that waits for EXEC. They count against the sender, too."""
         self._queued += size
-        self._keyspace.receiving += size
+        self._keyspace.memory.receiving += size
         self._look()
 
     def unqueue(self) -> int:

@@ -14,7 +14,7 @@ from typing import NamedTuple, TypeVar
 
 from kvpage_server.core.piece import Piece
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
-from kvpage_server.store.fetching import Lent
+from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Page, is_cold
@@ -39,7 +39,7 @@ class Gathered(NamedTuple):
 Steps = Generator[tuple[()], None, T]  # others may have their turn after each
 
 
-def read_block(keyspace: Keyspace, block: Block | None, lent: Lent) -> Steps[tuple[Piece, ...] | None]:
+def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
     """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
 
     It is in memory, or as a whole `lent`; or the disk cannot be read, and it is a miss.

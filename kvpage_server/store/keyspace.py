@@ -1,4 +1,26 @@
-"""The keyspace in memory: pages and plain strings under one set of keys, with expiry and eviction."""
+"""The keyspace: pages and plain strings under one set of keys, as the commands use it.
+
+It is put together of parts, and nobody's parent:
+
+    contents        every key with its value: the one place where something comes or goes, and is accounted for
+      catalogue     keys and their entries, blocks by request and page, the order of scans
+      evictor       which unit goes next: the policy, and one for each quota
+      expirer       when a key is due
+      leases        what eviction spares
+      ghosts        what went, and why
+    memory          what happens when memory is full
+    quotas          what happens when a quota is used up
+    reader          finding and reading, and what counts as a use, a hit or a miss
+    listing         which keys and requests there are
+    tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
+
+A new policy is a `Queues` of `eviction/`. A TTL ends in `Contents.expire`, which `sweep` calls, and whoever finds a key
+overdue before. Another tier than the disk would be another `tier`.
+
+**Many pages at a time.** A batch is stored, and looked up, by one call of the core for all pages that need no decision;
+the policy is told of their blocks in another. What takes a decision (somebody listens, a string stands under the key, a
+block was stored whole) goes through plain Python, a page at a time.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +30,24 @@ from typing import Any
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import HEADER_SIZE
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.lookup import Lookup
+from kvpage_server.store.listing import Listing
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block, rows_of
-from kvpage_server.store.ration import Coming
-from kvpage_server.store.room import OutOfMemory
+from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
+from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
+from kvpage_server.store.reading import Reader
 
-__all__ = ["Fallen", "Keyspace", "OutOfMemory"]
+__all__ = ["Flushed", "Keyspace", "OutOfMemory"]
 
 LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are received
 
 
-def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
-    """What happens to the keys of a block that is stored whole, where some were there before with some expiry."""
-    for key in keys:
-        if key not in had:
-            yield "new", key
-        yield "set", key
-        if expires and had.get(key) != expires:
-            yield "expire", key
-
-
-class Fallen:
+class Flushed:
     """What a flush removed. To free millions of values takes a while."""
 
     def __init__(self, *parts: dict[Any, Any]) -> None:
@@ -48,105 +64,171 @@ class Fallen:
                 most -= 1
 
 
-class Keyspace(Lookup):
-    """Every key and value, as the commands use it. `maxmemory` is in bytes, 0 for no limit."""
+class Keyspace:
+    """Every key and value. `maxmemory` and `maxdisk` are in bytes, 0 for no limit. See the module."""
+
+    def __init__(
+        self, *, maxmemory: int = 0, policy: str = "allkeys-prefix", disk: Disk | None = None, maxdisk: int = 0
+    ) -> None:
+        contents = self.contents = Contents(policy)
+        self.memory = MemoryLimit(contents, maxmemory)
+        self.quotas = QuotaLimit(contents)
+        self.listing = Listing(contents)
+        self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
+        self.reader = reader = Reader(contents, self.tier)
+        self._catalogue = contents.catalogue
+
+        self.arena, self.index, self.evictor = contents.arena, contents.index, contents.evictor
+        self.leases, self.ghosts, self.counters = contents.leases, contents.ghosts, contents.counters
+        self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
+        self.delete, self.remove_block, self.evict = contents.delete, contents.remove_block, contents.evict
+        self.remove_corrupt, self.chain = contents.remove_corrupt, contents.evictor.chain
+        self.look, self.read, self.idle = reader.look, reader.read, reader.idle
+        self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
+        self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
+
+    def __len__(self) -> int:
+        return len(self._catalogue)
+
+    # -- before something is stored --------------------------------------------------------------------------------
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether there are limits on what may be stored besides maxmemory."""
+        return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
+
+    def admit(self, coming: Iterable[Coming]) -> None:
+        """Make room for values, in their quotas and on the disk. Raises OverLimit: nothing has changed."""
+        coming = list(coming)
+        if self.tier is not None:
+            self.tier.admit(coming)
+        if self.evictor.quotas is not None:
+            self.quotas.admit(coming)
+
+    def admit_pages(self, batches: Iterable[NewPages]) -> Iterator[tuple[()]]:
+        """Make room for pages that are to be stored all or none, in steps. Raises OverLimit: nothing has changed."""
+        coming: list[Coming] = []
+        for pages in batches if self.is_limited else ():
+            for block, places in pages.runs(range(len(pages))):
+                coming += [Coming(pages.keys[i], HEADER_SIZE + pages.slots[i].size, block) for i in places]
+            yield ()
+        if coming:
+            self.admit(coming)
 
     # -- pages -----------------------------------------------------------------------------------------------------
+
+    @property
+    def stores_together(self) -> bool:
+        """Whether pages of a batch are stored and found without a look at each."""
+        return self.contents.on_event is None and self.evictor.quotas is None and self._catalogue.has_all_entries
 
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
         """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
         slot.header[:] = header
-        if self.rationed:
+        if self.is_limited:
             self.admit([Coming(name.key, HEADER_SIZE + slot.size, (name.req_id, name.page))])
         self.set_pages(NewPages.one(name, slot, expires))
 
     def set_pages(self, pages: NewPages) -> None:
         """Store pages. Where that may be refused, they were admitted."""
-        at, count, block = 0, len(pages), None
-        while at < count:
-            req_id, page = pages.block(at)
-            if block is None or page != block.page or req_id != block.req_id:
-                block = self._open(req_id, page)
-            at = self._put_run(pages, at, block)
-        self.counters.writes += count
+        if self.index.resting or self.index.is_scanned:
+            for block in pages.blocks():
+                self.index.open(*block)
+        known = self.tier.known(pages) if self.tier is not None else ()
+        at = 0
+        while at < len(pages):
+            at = self._put_run(pages, at) if self.contents.on_event is None else self._put_one(pages, at)
+        self.counters.writes += len(pages)
+        if self.tier is not None:
+            self.tier.stored_pages(pages, known)
 
-    def _put_run(self, pages: NewPages, at: int, block: Block) -> int:
-        """Store pages from `at` on, some or all that follow each other in a block; where they end."""
-        if self.on_event is not None:  # somebody is told of each
-            return self._put_one(pages, at, block)
-        fresh = self._catalogue.listed
-        stop, grown, stored, replaced = pages.put(self._catalogue.entries, at, block, fresh)
-        if stop == at:
-            return self._put_one(pages, at, block)
+    def _put_run(self, pages: NewPages, at: int) -> int:
+        """Store pages from `at` on, as many as need no decision, or one; where they end."""
+        catalogue, index, expirer, fresh = self._catalogue, self.index, self.contents.expirer, self._catalogue.listed
+        each = self.evictor.quotas is not None or len(self.leases) > 0  # blocks are accounted for one by one
+        put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
+        if put.stop == at:
+            return self._put_one(pages, at)
+        if put.made:
+            index.note_made(put.made)
         if fresh:
-            self._catalogue.list_all(fresh)
+            catalogue.list_all(fresh)
         if expires := pages.expires(at):
-            self._expiry.keys += stop - at
-            self._expiry.note_all(pages.keys[at:stop], expires)
-        self._expiry.keys -= replaced
-        if grown:
-            self.guards.grew(block, grown)
-        if self._quotas is not None:
-            self._grew(block, stored)
-        return stop
+            expirer.keys += put.stop - at
+            expirer.note_all(pages.keys[at : put.stop], expires)
+        expirer.keys -= put.replaced
+        self.evictor.units.used_all(put.blocks)
+        for block in put.beside:
+            self.evictor.join(block)
+        if each:
+            self.leases.grew(put.blocks[0], put.grown)
+            self.quotas.grew(put.blocks[0], put.stored)
+        return put.stop
 
-    def _put_one(self, pages: NewPages, at: int, block: Block) -> int:
+    def _put_one(self, pages: NewPages, at: int) -> int:
         """Store one page, whatever its key had before; the place of the next."""
-        (key, _, layer, head, _, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
+        block = self.index.open(req_id, page)
+        if block.extent is not None:
+            self.contents.split(block)
+        self._use_written(block)
         old = self._catalogue.entries.get(key)
-        counted = self._counted(key, old, as_page=True)
+        had = counted(key, old, as_page=True)
         slot.unit, slot.expires = block, expires
         block.add(layer, head, kv_type)
         if old is not None:
-            self._forget(key, old, slot)
+            self.contents.forget(key, old, slot)
         self._catalogue.put(key, slot)
-        self._grow(block, slot.footprint)
+        self.contents.grow(block, slot.footprint)
         if expires:
             block.expires_at(expires)
-            self._expiry.keys += 1
-            self._expiry.note(key, expires)
-        if self._quotas is not None:
-            self._grew(block, HEADER_SIZE + slot.size - counted)
-        if self.on_event is not None:
-            self._tell_of_write(key, old, slot)
+            self._note_expiry(key, expires)
+        self.quotas.grew(block, HEADER_SIZE + slot.size - had)
+        self._tell_of_write(key, old, slot)
         return at + 1
 
-    def _open(self, req_id: bytes, page: int) -> Block:
-        """The block that pages are about to be written to, one by one: a use of it."""
-        block = self.index.open(req_id, page)
-        if block.extent is not None:
-            self._split(block)
-        self._units.used(block)
-        self._join(block)
-        return block
+    def _use_written(self, block: Block) -> None:
+        self.evictor.units.used(block)
+        self.evictor.join(block)
+
+    def _note_expiry(self, key: bytes, expires: int) -> None:
+        self.contents.expirer.keys += 1
+        self.contents.expirer.note(key, expires)
 
     def _tell_of_write(self, key: bytes, old: Entry | None, new: Entry, event: str = "set") -> None:
+        tell = self.contents.on_event
+        if tell is None:
+            return
         if old is None:
-            self.tell("new", key)
-        self.tell(event, key)
+            tell("new", key)
+        tell(event, key)
         if new.expires and (old is None or old.expires != new.expires):
-            self.tell("expire", key)
+            tell("expire", key)
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
-        self.admit_block(req_id, page, extent.shape)
+        known = self.index.block(req_id, page) is not None
+        if self.tier is not None:
+            self.tier.admit_block(req_id, page, extent.shape)
+        self.quotas.admit_block(req_id, page, extent.shape)
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
-            self._remove(key, "del")
+            self.contents.remove(key, "del")
         had = self._drop_pages(block, rows_of(extent.shape))
         self._catalogue.fill(block, extent)
-        self._grow(block, extent.slot.footprint)
-        if self._quotas is not None:
-            self._quotas.resize(block, self._size_of(block))
+        self.contents.grow(block, extent.slot.footprint)
+        if self.evictor.quotas is not None:
+            self.evictor.quotas.resize(block, self.quotas.size_of(block))
         if extent.expires:
-            self._expiry.keys += block.pages
-            self._expiry.note(next(block.page_keys()), extent.expires)  # one stands for all
+            self.contents.expirer.keys += block.pages
+            self.contents.expirer.note(next(block.page_keys()), extent.expires)  # one stands for all
         self.counters.writes += 1
-        self._units.used(block)
-        self._join(block)
-        if self.on_block is not None:
+        self._use_written(block)
+        if self.contents.on_block is not None:
             keys = list(block.page_keys())
-            self.on_block(keys, _events_of_block(keys, had, extent.expires))
+            self.contents.on_block(keys, _events_of_block(keys, had, extent.expires))
+        if self.tier is not None:
+            self.tier.stored_block(block, known=known)
 
     def _drop_pages(self, block: Block, stay: Mapping[int, int]) -> dict[bytes, int]:
         """Take all pages from a block that gets others, which are those in the rows `stay`.
@@ -155,12 +237,14 @@ class Keyspace(Lookup):
         """
         if not block.pages:
             return {}
+        if self.tier is not None:
+            self.tier.pages_dropped(block)
         gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
         if gone:
             self.ghosts.pages_went(block, gone, "overwritten")
-        had = self._expiries(block) if self.on_block is not None else {}
-        self._expiry.keys -= self._catalogue.take_pages(block)
-        self._grow(block, -block.footprint)
+        had = self._expiries(block) if self.contents.on_block is not None else {}
+        self.contents.expirer.keys -= self._catalogue.take_pages(block)
+        self.contents.grow(block, -block.footprint)
         return had
 
     def _expiries(self, block: Block) -> dict[bytes, int]:
@@ -173,41 +257,54 @@ class Keyspace(Lookup):
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         """Store a plain string."""
-        old = self._own(key)
+        old = self.contents.own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
-        if self.rationed:
+        if self.is_limited:
             self.admit([Coming(key, text_size(key, value.size if isinstance(value, Slot) else len(value)))])
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:
                 self._rewrite(key, old, value, expires, event)
                 return
             entry: Entry = Text(value)
-            self._texts += len(key) + len(value) + TEXT_OVERHEAD
+            self.contents.texts += len(key) + len(value) + TEXT_OVERHEAD
         else:
             entry = self.slot_of(value) if isinstance(value, bytes) else value
         entry.expires = expires
-        self._put(key, entry, old, event)
+        if old is not None:
+            self.contents.forget(key, old, entry)
+        self._catalogue.put(key, entry)
+        if expires:
+            self._note_expiry(key, expires)
+        self._note_string(key, entry)
+        self._tell_of_write(key, old, entry, event)
         self._catalogue.note_stray(key)
+        if self.tier is not None:
+            self.tier.stored_string(key, entry, known=old is not None or type(entry) is Text)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
-        """Store a short string where another was, without what `_put` would undo and do again."""
-        self._texts += len(value) - len(text.data)
+        """Store a short string where another was, without what would be undone and done again."""
+        self.contents.texts += len(value) - len(text.data)
         text.data = value
         changed = text.expires != expires
         if changed:
-            self._expiry.keys += bool(expires) - bool(text.expires)
+            self.contents.expirer.keys += bool(expires) - bool(text.expires)
             text.expires = expires
             if expires:
-                self._expiry.note(key, expires)
-        self.counters.writes += 1
-        self._units.used(key)
-        if self._quotas is not None:
-            self._quotas.resize(key, text_size(key, len(value)))
-        if self.on_event is not None:
-            self.on_event(event, key)
+                self.contents.expirer.note(key, expires)
+        self._note_string(key, text)
+        if (tell := self.contents.on_event) is not None:
+            tell(event, key)
             if expires and changed:
-                self.on_event("expire", key)
+                tell("expire", key)
+        if self.tier is not None:
+            self.tier.stored_string(key, text, known=True)
+
+    def _note_string(self, key: bytes, entry: Entry) -> None:
+        self.counters.writes += 1
+        self.evictor.units.used(key)
+        if self.evictor.quotas is not None:
+            self.evictor.quotas.resize(key, text_size(key, entry.size))
 
     def slot_of(self, value: bytes) -> Slot:
         """A slot that holds `value`."""
@@ -215,43 +312,43 @@ class Keyspace(Lookup):
         slot.body[:] = value
         return slot
 
-    def _put(self, key: bytes, entry: Entry, old: Entry | None, event: str) -> None:
-        """Store a plain string where `old` was."""
-        if old is not None:
-            self._forget(key, old, entry)
-        self._catalogue.put(key, entry)
-        if entry.expires:
-            self._expiry.keys += 1
-            self._expiry.note(key, entry.expires)
-        self.counters.writes += 1
-        self._units.used(key)
-        if self._quotas is not None:
-            self._quotas.resize(key, text_size(key, entry.size))
-        if self.on_event is not None:
-            self._tell_of_write(key, old, entry, event)
-
     # -- all of it -------------------------------------------------------------------------------------------------
 
-    def flush(self) -> Fallen:
+    def flush(self) -> Flushed:
         """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
-        self.tell("flush", b"")
-        fallen = Fallen(*self._catalogue.clear(), self._units.clear())
-        self._expiry.clear()
-        self.guards.clear()
+        if self.tier is not None:
+            self.tier.cleared()
+        self.contents.tell("flush", b"")
+        flushed = Flushed(*self._catalogue.clear(), self.evictor.units.clear())
+        self.contents.expirer.clear()
+        self.leases.clear()
         self.ghosts.clear()
-        self._texts = 0
-        return fallen
+        self.contents.texts = 0
+        return flushed
 
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due, and go on with what is done in steps; `most` when there is more."""
-        self._units.now = now // 1000
-        self.guards.settle(now)
+        if self.tier is not None:
+            self.tier.sweep()
+        self.evictor.units.now = now // 1000
+        self.leases.settle(now)
         self._catalogue.rest(now)
         self.arena.rest()
         removed = 0
-        for key in self._expiry.due(now):
-            self._expire(key)
+        for key in self.contents.expirer.due(now):
+            self.contents.expire(key)
             removed += 1
             if removed == most:
                 break
-        return most if self._go_on() else removed
+        counts, hands_over = self.quotas.go_on(), self.evictor.hand_over()
+        return most if counts or hands_over else removed
+
+
+def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
+    """What happens to the keys of a block that is stored whole, where some were there before with some expiry."""
+    for key in keys:
+        if key not in had:
+            yield "new", key
+        yield "set", key
+        if expires and had.get(key) != expires:
+            yield "expire", key

@@ -161,14 +161,14 @@ class Run:
         )
         at = 0
         while pages is not None and at < len(pages):
-            name = pages.block(at)
-            block = self.blocks.setdefault(name, self.core.PageSet(*name))
             fresh: list[bytes] = []
-            stop, *grown = pages.put(self.entries, at, block, fresh)
-            self.seen.append((stop, grown, fresh, block.bits, block.pages, block.footprint, block.soonest))
-            if stop == at:
+            put = pages.put(self.entries, self.blocks, at, self.core.PageSet, fresh, one_block=plan.strict)
+            shown = [(block.bits, block.pages, block.footprint, block.soonest) for block in put.blocks]
+            beside = [(block.req_id, block.page) for block in put.beside]
+            self.seen.append((put._replace(blocks=shown, beside=beside), fresh))
+            if put.stop == at:
                 del self.entries[pages.keys[at]]
-            at = stop
+            at = put.stop
         if pages is not None:
             headers = [bytes(slot.header) for slot in pages.slots]
             self.seen.append((headers, [pages.expires(i) for i in range(len(pages))]))

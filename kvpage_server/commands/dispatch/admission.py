@@ -88,7 +88,7 @@ def have_room(client: Client) -> None:
     much has to be evicted, other clients have their turn in between.
     """
     try:
-        if not client.server.keyspace.make_room():
+        if not client.server.keyspace.memory.make_room():
             raise Postponed(Wait(asyncio.get_running_loop().call_soon))
     except OutOfMemory:
         if client.server.tiered is not None:

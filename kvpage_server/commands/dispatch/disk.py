@@ -19,12 +19,13 @@ from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
 from kvpage_server.resp.reply import Reply, ReplyError, Wait
+from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.disk.holds import Hold, TooMuch
-from kvpage_server.store.fetching import Lent
-from kvpage_server.store.known import Needed, unit_of
+from kvpage_server.store.disk.naming import unit_of_cold
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry
-from kvpage_server.store.tiered import Tiered
 
 T = TypeVar("T")
 
@@ -42,7 +43,7 @@ class Postponed(Exception):
         self.hold = hold
 
 
-def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
+def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> None:
     """Raises Postponed when a command has to wait for the disk, ReplyError when it cannot keep what it promises."""
     if spec.runs_queued:
         _prepare_queued(client, tiered)
@@ -53,7 +54,7 @@ def prepare(client: Client, tiered: Tiered, spec: Spec, words: Command) -> None:
         _have_in_memory(client, tiered, spec.needs(tiered, spec, words[spec.words :]))
 
 
-def _prepare_queued(client: Client, tiered: Tiered) -> None:
+def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     """The same for what EXEC is about to run, all of it."""
     transaction = client.transaction
     if transaction is None or transaction.refused or client.watched_changed:
@@ -65,16 +66,16 @@ def _prepare_queued(client: Client, tiered: Tiered) -> None:
         _have_in_memory(client, tiered, chain.from_iterable(needs))
 
 
-def _have_disk(tiered: Tiered) -> None:
+def _have_disk(tiered: DiskTier) -> None:
     """The disk has to keep up with what is about to be stored."""
     behind = tiered.behind
     if behind.failing and behind.mode == "always":
         raise ReplyError(f"MISCONF Errors writing to disk, and appendfsync is always: {behind.failing}")
-    if tiered.keeps_all and behind.full:
+    if tiered.stored.keeps_all and behind.full:
         raise Postponed(Wait(behind.when_there_is_room))
 
 
-def _have_in_memory(client: Client, tiered: Tiered, needed: Iterable[Needed]) -> None:
+def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed]) -> None:
     """What is needed has to be in memory."""
     bodies = dict.fromkeys(needed)
     if cold := _cold_of(bodies):
@@ -92,18 +93,18 @@ def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
     return cold
 
 
-def wait_for_room(tiered: Tiered) -> None:
+def wait_for_room(tiered: DiskTier) -> None:
     """Memory is full. Raises Postponed when there may be room in it once what waits is written."""
     behind = tiered.behind
-    if tiered.keeps_all and not (behind.settled or behind.failing):
+    if tiered.stored.keeps_all and not (behind.settled or behind.failing):
         raise Postponed(Wait(behind.when_there_is_room))
 
 
-def _bring(client: Client, tiered: Tiered, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:
+def _bring(client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:
     """Have what is needed fetched and held: what to wait for. Raises ReplyError when there is no memory for it."""
     most = client.server.config.client_memory
     try:
-        hold, start = tiered.bring(needed, cold, most)
+        hold, start = tiered.fetching.bring(needed, cold, most)
     except TooMuch as error:
         raise ReplyError(
             f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
@@ -114,7 +115,7 @@ def _bring(client: Client, tiered: Tiered, needed: Iterable[Needed], cold: Seque
     return Wait(start), hold
 
 
-def fetched(client: Client, find: Callable[[Tiered], Iterable[Needed]]) -> Iterator[Reply]:
+def fetched(client: Client, find: Callable[[DiskTier], Iterable[Needed]]) -> Iterator[Reply]:
     """Steps of a reply until all that `find` finds is in memory. Raises ReplyError."""
     tiered, hold = client.server.tiered, None  # kept until the next step
     while tiered is not None and tiered.any_cold:
@@ -135,9 +136,9 @@ class ReadAhead(Generic[T]):
     """
 
     def __init__(
-        self, client: Client, find: Callable[[Tiered, T], Sequence[Cold]], steps: Sequence[T], *, of_pages: bool
+        self, client: Client, find: Callable[[DiskTier, T], Sequence[Cold]], steps: Sequence[T], *, of_pages: bool
     ) -> None:
-        self.lent: Lent = {}  # to the current step and those after it
+        self.lent: Loans = {}  # to the current step and those after it
         self._tiered = client.server.tiered
         self._find = find
         self._of_pages = of_pages
@@ -158,8 +159,8 @@ class ReadAhead(Generic[T]):
             holds: list[Hold] = []
             while lacking := [value for value in self._lacking(tiered, here) if not value.failing]:
                 self._sent += lacking
-                holds.append(tiered.holds.begin(map(unit_of, lacking)))
-                yield Wait(partial(tiered.fetch, lacking, lent=self._lent_to(lacking)))
+                holds.append(tiered.fetching.holds.begin(map(unit_of_cold, lacking)))
+                yield Wait(partial(tiered.fetching.fetch, lacking, lent=self._lent_to(lacking)))
             for value in self._sent:
                 value.failing = ""
             self._fetched.popleft()
@@ -171,10 +172,10 @@ class ReadAhead(Generic[T]):
         loan = self.lent.get(entries[0]) if type(entries[0]) is Cold else None
         return None if loan is None else loan.pieces(entries)
 
-    def _lacking(self, tiered: Tiered, step: T) -> list[Cold]:
+    def _lacking(self, tiered: DiskTier, step: T) -> list[Cold]:
         return [*filterfalse(self.lent.__contains__, self._find(tiered, step))]
 
-    def _look_ahead(self, tiered: Tiered) -> None:
+    def _look_ahead(self, tiered: DiskTier) -> None:
         """Start fetching what the next steps need. Nobody waits for it yet."""
         sizes = self._sizes
         if sum(sizes) > _MOST_AHEAD // 2:
@@ -186,17 +187,17 @@ class ReadAhead(Generic[T]):
             others.update(dict.fromkeys(self._look_at_one_more(tiered)))
         self._fetch(tiered, list(others))
 
-    def _look_at_one_more(self, tiered: Tiered) -> list[Cold]:
+    def _look_at_one_more(self, tiered: DiskTier) -> list[Cold]:
         """What has to be fetched for the next step that was not looked at yet."""
         values = self._lacking(tiered, self._steps[self._at + len(self._sizes)])
         self._fetched.append(values)
         self._sizes.append(sum(map(_SIZE, values)))
         return values
 
-    def _fetch(self, tiered: Tiered, values: list[Cold]) -> None:
-        tiered.fetch(values, _nothing, self._lent_to(values))
+    def _fetch(self, tiered: DiskTier, values: list[Cold]) -> None:
+        tiered.fetching.fetch(values, _nothing, self._lent_to(values))
 
-    def _lent_to(self, values: Sequence[Cold]) -> Lent | None:
+    def _lent_to(self, values: Sequence[Cold]) -> Loans | None:
         pages = {*map(bool, map(_HEADER, values))}
         return self.lent if pages == {self._of_pages} and None not in map(_UNIT, values) else None
 

@@ -32,7 +32,7 @@ def execute(client: Client, words: Command) -> Reply:
             check_rights(client, spec, words)
             admit(client, spec)
             stores = takes_memory(client, spec)
-        if stores and server.keyspace.is_full:
+        if stores and server.keyspace.memory.is_full:
             have_room(client)
         if client.transaction is not None and queues(client, spec):
             return client.transaction.queue(spec, words)

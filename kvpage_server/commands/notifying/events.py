@@ -46,8 +46,8 @@ class KeyEvents:
 
     def _listen(self) -> None:
         wanted = self._watchers or self.tracking or ("K" in self._notified or "E" in self._notified)
-        self._keyspace.on_event = self._happened if wanted else None
-        self._keyspace.on_block = self._happened_to_block if wanted else None
+        self._keyspace.contents.on_event = self._happened if wanted else None
+        self._keyspace.contents.on_block = self._happened_to_block if wanted else None
 
     def watch(self, client: Recipient, key: bytes) -> None:
         """The client's next transaction fails when something happens to `key`."""

@@ -15,8 +15,8 @@ from typing import Protocol
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.table.keys import READ, WRITE, KeyPrefix, Use
 from kvpage_server.core import Argument
-from kvpage_server.store.known import Needed
-from kvpage_server.store.tiered import Tiered
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
 
 
 class Named(Protocol):
@@ -26,49 +26,49 @@ class Named(Protocol):
         """The keys that arguments name, and what is done to them."""
 
 
-Needs = Callable[[Tiered, Named, Sequence[Argument]], Iterable[Needed]]
+Needs = Callable[[DiskTier, Named, Sequence[Argument]], Iterable[Needed]]
 
 _LONGEST_PAGE = 10  # digits of a page id
 
 
-def everything(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """All that its arguments name."""
     keys = [key for key, _ in spec.uses_of(args)]
     named = [key for key in keys if not isinstance(key, KeyPrefix)]
     requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]
-    blocks = ((req_id, block.page) for req_id in requests for block in tiered.index.of(req_id))
-    return chain(tiered.values_of(named), tiered.extents_of(named), tiered.blocks_at(blocks))
+    blocks = ((req_id, block.page) for req_id in requests for block in tiered.needs.index.of(req_id))
+    return chain(tiered.needs.values_of(named), tiered.needs.extents_of(named), tiered.needs.blocks_at(blocks))
 
 
-def nothing(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """Nothing: the index alone answers it, or it replaces or removes values without reading them."""
     return ()
 
 
-def values(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it reads: the values of its keys."""
-    return tiered.values_of([key for key, _ in spec.uses_of(args)])
+    return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
 
 
-def extents(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it writes into: the blocks stored whole that its keys are pages of."""
-    return tiered.extents_of([key for key, _ in spec.uses_of(args)])
+    return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
 
 
-def as_used(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """What it reads and writes into, as these arguments say."""
     uses = list(spec.uses_of(args))
-    read = tiered.values_of(key for key, access in uses if access & READ)
-    return chain(read, tiered.extents_of(key for key, access in uses if access & WRITE))
+    read = tiered.needs.values_of(key for key, access in uses if access & READ)
+    return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
 
 
 def extents_of_pages(first: int, step: int = 0) -> Needs:
     """The same for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
 
-    def needs(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         stop = len(args) if step else first + 1
         reqs, pages = args[first : stop : step or 1], args[first + 3 : stop + 3 : step or 1]
-        return tiered.extents_at(dict.fromkeys(_names(reqs, pages)))
+        return tiered.needs.extents_at(dict.fromkeys(_names(reqs, pages)))
 
     return needs
 
@@ -76,17 +76,17 @@ def extents_of_pages(first: int, step: int = 0) -> Needs:
 def blocks(first: int) -> Needs:
     """The blocks that pairs of a request and a page id name, from `first` on."""
 
-    def needs(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-        return tiered.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
+    def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+        return tiered.needs.blocks_at(dict.fromkeys(_names(args[first::2], args[first + 1 :: 2])))
 
     return needs
 
 
-def blocks_of_request(tiered: Tiered, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
+def blocks_of_request(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
     """The blocks that `req [page ...]` names."""
     if len(args) == 1:
         return everything(tiered, spec, args)
-    return tiered.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
+    return tiered.needs.blocks_at(dict.fromkeys(_names([args[0]] * (len(args) - 1), args[1:])))
 
 
 def _names(req_ids: Sequence[Argument], pages: Sequence[Argument]) -> Iterator[tuple[bytes, int]]:

@@ -9,8 +9,9 @@ from kvpage_server.core.native.page_keys import PageKeys
 from kvpage_server.core.native.pages import NewPages, PageNames, PageSet, look_up
 from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
+from kvpage_server.core.native.uses import enter, use_again
 from kvpage_server.core.native.words import Words
-from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR
+from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR, Columns
 
 __all__ = [
     "AT_ONCE",
@@ -19,6 +20,7 @@ __all__ = [
     "Arena",
     "Bodies",
     "Chunk",
+    "Columns",
     "Memory",
     "NewPages",
     "Outbox",
@@ -32,5 +34,7 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "enter",
     "look_up",
+    "use_again",
 ]

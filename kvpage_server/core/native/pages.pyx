@@ -16,6 +16,7 @@ import secrets
 
 from kvpage_server import page as contract
 from kvpage_server.core import arguments, rows
+from kvpage_server.core.python.pages import Put
 
 cdef extern from *:
     int popcount "__builtin_popcountll"(unsigned long long) nogil
@@ -458,38 +459,88 @@ cdef class NewPages(PageNames):
         self.check(i)
         return self.places[i].expires
 
-    def put(self, dict entries not None, Py_ssize_t at, PageSet block not None, list fresh):
-        cdef Py_ssize_t i = at, grown = 0, stored = 0, replaced = 0
+    def put(self, dict entries not None, dict requests not None, Py_ssize_t at, type make not None, list fresh, *, bint one_block):
+        cdef Py_ssize_t i = at, made = 0, grown = 0, stored = 0, replaced = 0, footprint, size
+        cdef list blocks = [], beside = []
         cdef Place *place
         cdef PyObject *found
         cdef Slot slot, old
+        cdef PageSet block = None
         self.check(at)
         cdef int64_t expires = self.places[at].expires
-        while i < self.count and self.places[i].expires == expires and (i == at or self.is_same_block(i, i - 1)):
+        while i < self.count and self.places[i].expires == expires:
             place, key = &self.places[i], <object>PyList_GET_ITEM(self.keys, i)
             slot = <Slot>PyList_GET_ITEM(self.slots, i)
+            old = None
             found = PyDict_GetItemWithError(entries, key)
-            if found == NULL:
+            if found != NULL:
+                if type(<object>found) is not Slot or type((<Slot>found).unit) is not make:
+                    break
+                old = <Slot>found
+            if block is None or not self.is_same_block(i, i - 1):
+                if one_block and block is not None:
+                    break
+                if old is not None:  # it is a page, so its block is there
+                    block = <PageSet>old.unit
+                    note_neighbours(requests, block, beside)
+                else:
+                    other = self.open_block(requests, i, make, &made, beside)
+                    if other is None:
+                        break
+                    block = <PageSet>other
+                blocks.append(block)
+            footprint, size = footprint_of(slot), slot.size
+            if old is None:
                 block.add_page(place.layer, place.head, place.kv_type)
-                grown += footprint_of(slot)
-                stored += sizeof(Header) + slot.size
+                size += sizeof(Header)
                 if fresh is not None:
                     fresh.append(key)
-            elif type(<object>found) is Slot and (<Slot>found).unit is block:
-                old = <Slot>found
-                grown += footprint_of(slot) - footprint_of(old)
-                stored += slot.size - old.size
+            else:
+                footprint -= footprint_of(old)
+                size -= old.size
                 replaced += old.expires != 0
                 block.change()
-            else:
-                break
+            grown += footprint
+            stored += size
+            block.footprint += footprint
+            if expires and not 0 < block.soonest < expires:
+                block.soonest = expires
             slot.unit, slot.expires = block, expires
             PyDict_SetItem(entries, key, slot)
             i += 1
-        block.footprint += grown
-        if expires and i > at and not 0 < block.soonest < expires:
-            block.soonest = expires
-        return i, grown, stored, replaced
+        return Put(i, blocks, made, beside, grown, stored, replaced)
+
+    cdef object open_block(self, dict requests, Py_ssize_t i, type make, Py_ssize_t *made, list beside):
+        """The block of a page, made if it is not there; None when it is not one of pages by themselves."""
+        cdef Place *place = &self.places[i]
+        req_id = PyBytes_FromStringAndSize(self.key(i) + 3, place.req_id)
+        cdef PyObject *request = PyDict_GetItemWithError(requests, req_id)
+        cdef PyObject *found
+        page = place.page
+        if request == NULL:
+            block = make(req_id, page)
+            PyDict_SetItem(requests, req_id, {page: block})
+            made[0] += 1
+            return block
+        found = PyDict_GetItemWithError(<object>request, page)
+        if found == NULL:
+            block = make(req_id, page)
+            PyDict_SetItem(<object>request, page, block)
+            made[0] += 1
+        elif type(<object>found) is not make or (<PageSet>found).extent is not None:
+            return None
+        else:
+            block = <object>found
+        note_neighbours(requests, <PageSet>block, beside)
+        return block
+
+
+cdef int note_neighbours(dict requests, PageSet block, list beside) except -1:
+    """Note a block if its request has one before or behind it."""
+    cdef dict request = requests[block.req_id]
+    if len(request) > 1 and (<int64_t>block.page - 1 in request or <int64_t>block.page + 1 in request):
+        beside.append(block)
+    return 0
 
 
 cdef inline Py_ssize_t footprint_of(Slot slot) noexcept:

@@ -9,6 +9,7 @@ from kvpage_server.core.python.page_keys import PageKeys
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, look_up
 from kvpage_server.core.python.sent_pages import Chunk, SentPages
 from kvpage_server.core.python.slots import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+from kvpage_server.core.python.uses import Columns, enter, use_again
 from kvpage_server.core.python.words import Words
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "Arena",
     "Bodies",
     "Chunk",
+    "Columns",
     "Memory",
     "NewPages",
     "Outbox",
@@ -31,5 +33,7 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "enter",
     "look_up",
+    "use_again",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName, Word, page_name, page_shape
 from kvpage_server.core.python.slots import Arena, Slot
@@ -19,6 +19,22 @@ from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, c
 MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed or copied at once: some 0.5 ms
 
 BlockName = tuple[bytes, int]  # request and page id
+
+
+class Put(NamedTuple):
+    """What came of entering pages: where that ended, and which blocks they went to, once for those in a row.
+
+    So many blocks were `made`; those `beside` others have neighbours in their request. The pages take so many bytes
+    more, of memory and of headers and bodies; and so many that expired were replaced.
+    """
+
+    stop: int
+    blocks: list[Any]
+    made: int
+    beside: list[Any]
+    grown: int
+    stored: int
+    replaced: int
 
 
 class PageSet:
@@ -97,20 +113,20 @@ class PageNames:
     Raises BadPage for the first that breaks the contract.
     """
 
-    _width = NAME_WORDS
+    width = NAME_WORDS
 
     def __init__(self, words: Sequence[Word], first: int, most: int) -> None:
         self._names: list[PageName] = []
         self._read(words, first, most, lambda words: self._names.append(page_name(words)))
 
     def _read(self, words: Sequence[Word], first: int, most: int, read: Callable[[Sequence[Word]], object]) -> None:
-        stop = min(first + most * self._width, len(words))
-        for start in range(first, stop, self._width):
+        stop = min(first + most * self.width, len(words))
+        for start in range(first, stop, self.width):
             try:
-                if read(words[start : start + self._width]) is False:
+                if read(words[start : start + self.width]) is False:
                     break
             except PageError as error:
-                raise BadPage(str(error), (start - first) // self._width) from None
+                raise BadPage(str(error), (start - first) // self.width) from None
 
     def __len__(self) -> int:
         return len(self._names)
@@ -144,7 +160,7 @@ class NewPages(PageNames):
     shape. `hashes`: headers have checksums.
     """
 
-    _width = PAGE_WORDS
+    width = PAGE_WORDS
 
     def __init__(
         self, words: Sequence[Word], first: int, most: int, arena: Arena, now: int, strict: bool, hashes: bool
@@ -187,41 +203,62 @@ class NewPages(PageNames):
         return self._expires[i]
 
     def put(
-        self, entries: dict[bytes, Any], at: int, block: PageSet, fresh: list[bytes] | None
-    ) -> tuple[int, int, int, int]:
-        """Enter pages from `at` on into a block, as long as it is theirs and they expire as the first of them does.
+        self,
+        entries: dict[bytes, Any],
+        requests: dict[bytes, dict[int, Any]],
+        at: int,
+        make: type[PageSet],
+        fresh: list[bytes] | None,
+        *,
+        one_block: bool,
+    ) -> Put:
+        """Enter pages from `at` on, as long as they expire as the first does; those of `one_block`, if so asked.
 
-        Ends before one whose key has another value than a page of that block in a slot. Keys that had no value are
-        appended to `fresh`, if that is given. Returns where it ended; how many bytes the block grew by, of memory and
-        of headers and bodies; and how many pages that expired were replaced.
+        Blocks that are not there are made. Ends before a page whose key has another value than a page of its block in
+        a slot, and before a block that is something else than a `make` with its pages by themselves. Keys that had no
+        value are appended to `fresh`, if that is given.
         """
-        name, expires = self.block(at), self._expires[at]
-        grown = stored = replaced = 0
+        block, name, expires = PageSet(b"", 0), None, self._expires[at]
+        blocks: list[PageSet] = []
+        beside: list[PageSet] = []
+        made = grown = stored = replaced = 0
         i = at
-        while i < len(self) and self._expires[i] == expires and self.block(i) == name:
-            slot, (key, _, layer, head, _, kv_type) = self.slots[i], self._names[i]
+        while i < len(self) and self._expires[i] == expires:
+            slot, (key, req_id, layer, head, page, kv_type) = self.slots[i], self._names[i]
             old = entries.get(key)
-            if old is not None and (type(old) is not Slot or old.unit is not block):
+            if old is not None and (type(old) is not Slot or type(old.unit) is not make):
                 break
+            if name != (req_id, page):
+                if one_block and blocks:
+                    break
+                known = requests.get(req_id, {}).get(page)
+                if known is not None and (type(known) is not make or known.extent is not None):
+                    break
+                if known is None:
+                    known = requests.setdefault(req_id, {})[page] = make(req_id, page)
+                    made += 1
+                name, block = (req_id, page), known
+                blocks.append(block)
+                if requests[req_id].keys() & {page - 1, page + 1}:
+                    beside.append(block)
             if old is None:
                 block.add(layer, head, kv_type)
-                stored += HEADER_SIZE
+                size, footprint = HEADER_SIZE + slot.size, slot.footprint
                 if fresh is not None:
                     fresh.append(key)
             else:
-                grown -= old.footprint
-                stored -= old.size
+                size, footprint = slot.size - old.size, slot.footprint - old.footprint
                 replaced += bool(old.expires)
                 block.changed()
-            grown += slot.footprint
-            stored += slot.size
+            grown += footprint
+            stored += size
+            block.footprint += footprint
+            if expires and not 0 < block.soonest < expires:
+                block.soonest = expires
             slot.unit, slot.expires = block, expires
             entries[key] = slot
             i += 1
-        block.footprint += grown
-        if expires and i > at and not 0 < block.soonest < expires:
-            block.soonest = expires
-        return i, grown, stored, replaced
+        return Put(i, blocks, made, beside, grown, stored, replaced)
 
 
 def look_up(

@@ -1,4 +1,4 @@
-"""Values on disk: LMDB's file and its records, what writes and reads them behind the loop's back, what is lent from it.
+"""The disk below memory: what is stored there, what goes when it is full, what comes back or is lent to replies.
 
-Whatever waits for the disk is here and runs in a thread of its own. Nothing here decides what memory keeps.
+Knows the store's contents; waits for no disk itself, that is for the threads of `file/`.
 """

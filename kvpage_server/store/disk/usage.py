@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 
-class OnDisk:
+class DiskUsage:
     """Names of values with their footprints, and the units that they belong to. `used` is bytes of the disk, nearly.
 
     `expected` is what that will be when all that waits is written. A unit is named as a string, or as a block stored

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 _SLACK = 1024
 
 
-class Expiry:
+class Expirer:
     """`expires_of(key)` tells a key's expiry in unix milliseconds, 0 for none or no such key."""
 
     def __init__(self, expires_of: Callable[[bytes], int]) -> None:

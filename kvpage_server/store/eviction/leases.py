@@ -21,7 +21,7 @@ LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin 
 
 
 @dataclass(slots=True)
-class Guard:
+class Lease:
     """What protects a unit of `size` bytes: a lease `until` a unix time in milliseconds (0: none), or a pin."""
 
     size: int
@@ -30,123 +30,123 @@ class Guard:
     account: object = None
 
 
-_NONE = Guard(0)
+_NONE = Lease(0)
 
 
-class Guards:
-    """Every guarded unit. Leases that ran out count until `settle`.
+class Leases:
+    """Every protected unit. Leases that ran out count until `settle`.
 
-    `account_of` says whose a unit is: what is guarded is counted for each by itself.
+    `account_of` says whose a unit is: what is protected is counted for each by itself.
     """
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
         self._account_of = account_of
         self._bytes: dict[object, int] = {}  # of every account
-        self._guards: dict[Unit, Guard] = {}
-        self._due: list[tuple[int, int, Unit, Guard]] = []  # heap; one entry a guard that has a lease
+        self._leases: dict[Unit, Lease] = {}
+        self._due: list[tuple[int, int, Unit, Lease]] = []  # heap; one entry a lease that has a lease
         self._tickets = count()
 
     def __len__(self) -> int:
-        return len(self._guards)
+        return len(self._leases)
 
     @property
     def bytes(self) -> int:
-        """What guarded units occupy together."""
+        """What protected units occupy together."""
         return sum(self._bytes.values())
 
     def beside(self, unit: Unit) -> int:
-        """What the guarded units of the same account occupy together."""
+        """What the protected units of the same account occupy together."""
         return self._bytes.get(self._account_of(unit), 0)
 
     def recount(self) -> None:
         """Units may belong to other accounts now."""
         self._bytes.clear()
-        for unit, guard in self._guards.items():
-            guard.account = self._account_of(unit)
-            self._count(guard, guard.size)
+        for unit, lease in self._leases.items():
+            lease.account = self._account_of(unit)
+            self._count(lease, lease.size)
 
-    def _count(self, guard: Guard, size: int) -> None:
-        left = self._bytes.get(guard.account, 0) + size
+    def _count(self, lease: Lease, size: int) -> None:
+        left = self._bytes.get(lease.account, 0) + size
         if left:
-            self._bytes[guard.account] = left
+            self._bytes[lease.account] = left
         else:
-            self._bytes.pop(guard.account, None)
+            self._bytes.pop(lease.account, None)
 
-    def of(self, unit: Unit) -> Guard:
-        """What protects a unit; a guard without lease and pin when nothing does."""
-        return self._guards.get(unit, _NONE)
+    def of(self, unit: Unit) -> Lease:
+        """What protects a unit; a lease without lease and pin when nothing does."""
+        return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
         """Whether eviction has to leave a unit alone."""
-        guard = self._guards.get(unit)
-        return guard is not None and (guard.pinned or guard.until > now)
+        lease = self._leases.get(unit)
+        return lease is not None and (lease.pinned or lease.until > now)
 
     def lease(self, unit: Unit, size: int, until: int, most: int) -> bool:
         """Protect a unit of `size` bytes until then; False when those of its account would take more than `most`."""
-        guard = self._guard(unit, size, most)
-        if guard is None:
+        lease = self._lease(unit, size, most)
+        if lease is None:
             return False
-        if until > guard.until:
-            if not guard.until:
-                heapq.heappush(self._due, (until, next(self._tickets), unit, guard))
-            guard.until = until
+        if until > lease.until:
+            if not lease.until:
+                heapq.heappush(self._due, (until, next(self._tickets), unit, lease))
+            lease.until = until
         return True
 
     def pin(self, unit: Unit, size: int, most: int) -> bool:
         """Protect a unit until it is unpinned; False as for `lease`."""
-        guard = self._guard(unit, size, most)
-        if guard is None:
+        lease = self._lease(unit, size, most)
+        if lease is None:
             return False
-        guard.pinned = True
+        lease.pinned = True
         return True
 
-    def _guard(self, unit: Unit, size: int, most: int) -> Guard | None:
-        guard = self._guards.get(unit)
-        if guard is None and self.beside(unit) + size <= most:
-            guard = self._guards[unit] = Guard(size, account=self._account_of(unit))
-            self._count(guard, size)
-        return guard
+    def _lease(self, unit: Unit, size: int, most: int) -> Lease | None:
+        lease = self._leases.get(unit)
+        if lease is None and self.beside(unit) + size <= most:
+            lease = self._leases[unit] = Lease(size, account=self._account_of(unit))
+            self._count(lease, size)
+        return lease
 
     def unpin(self, unit: Unit) -> bool:
         """End a pin, if there was one; a lease goes on."""
-        guard = self._guards.get(unit)
-        if guard is None or not guard.pinned:
+        lease = self._leases.get(unit)
+        if lease is None or not lease.pinned:
             return False
-        guard.pinned = False
-        if not guard.until:
+        lease.pinned = False
+        if not lease.until:
             self.removed(unit)
         return True
 
     def grew(self, unit: Unit, size: int) -> None:
         """A unit occupies `size` bytes more (or less)."""
-        guard = self._guards.get(unit)
-        if guard is not None:
-            guard.size += size
-            self._count(guard, size)
+        lease = self._leases.get(unit)
+        if lease is not None:
+            lease.size += size
+            self._count(lease, size)
 
     def removed(self, unit: Unit) -> None:
         """The unit is gone, or nothing protects it any more."""
-        guard = self._guards.pop(unit, None)
-        if guard is not None:
-            self._count(guard, -guard.size)
+        lease = self._leases.pop(unit, None)
+        if lease is not None:
+            self._count(lease, -lease.size)
 
     def settle(self, now: int) -> None:
         """Let go of leases that have run out; the rest of very many the next time."""
         for _ in range(_AT_ONCE):
             if not self._due or self._due[0][0] > now:
                 return
-            _, ticket, unit, guard = heapq.heappop(self._due)
-            if self._guards.get(unit) is not guard:
+            _, ticket, unit, lease = heapq.heappop(self._due)
+            if self._leases.get(unit) is not lease:
                 continue
-            if guard.until > now:
-                heapq.heappush(self._due, (guard.until, ticket, unit, guard))
+            if lease.until > now:
+                heapq.heappush(self._due, (lease.until, ticket, unit, lease))
                 continue
-            guard.until = 0
-            if not guard.pinned:
+            lease.until = 0
+            if not lease.pinned:
                 self.removed(unit)
 
     def clear(self) -> None:
         """Forget everything."""
-        self._guards.clear()
+        self._leases.clear()
         self._due.clear()
         self._bytes.clear()

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.queues import Queues
 
+_NO_TIME = -1  # it counts no units that came, and nothing was used before
+
 
 class LRU(Queues):
     """Least recently used first. Every operation is O(1)."""
@@ -24,6 +26,15 @@ class LRU(Queues):
         self._at[place] = self.now
         self._enter(place, self._before[self._home + 1])
 
+    def used_all(self, units: list[Unit]) -> None:
+        """The units were written or read, in that order."""
+        if self.hands_over:
+            super().used_all(units)
+            return
+        new, _, _ = self._use_again(units, _NO_TIME, _NO_TIME)
+        if new:
+            self._enter_all(new, 1, 0)
+
     def _enter(self, place: int, behind: int) -> None:
         self._queue[place] = self._home + 1
         self._link(place, behind)
@@ -34,7 +45,7 @@ class LRU(Queues):
         else:
             self._unlink(place)
 
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         self._enter(place, self._home + 1)
 
     def removed(self, unit: Unit) -> None:

@@ -44,8 +44,8 @@ _USES_BITS, _KIND_BITS = 8, 3
 class Prefix(Queues):
     """See the module."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def reset(self) -> None:
+        super().reset()
         self._time = 0  # units that came so far
         self._before_time = 0  # the last use of what was handed over last
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
@@ -82,6 +82,24 @@ class Prefix(Queues):
         self._last[place] = self._time
         self._link(place, self._before[self._queue[place]])
 
+    def used_all(self, units: list[Unit]) -> None:
+        """The units were written or read, in that order; those that are new come after the others."""
+        if self.hands_over:
+            super().used_all(units)
+            return
+        new, due, moved = self._use_again(units, self._time, self.now - BURST)
+        for queue, slot, count in moved:
+            self._worth.moved(queue - self._home, slot, count, self._time)
+        if self._ghosts:
+            due += [unit for unit in new if name_of(unit) in self._ghosts]
+        for unit in due:
+            self.used(unit)
+        if new:
+            before, self._time = self._time, self._enter_all(new, _ONCE, self._time)
+            self._worth.came(_ONCE, before + 1, self._time + 1)
+            if self._time >= self._worth.due:
+                self._worth.learn(self._time, len(self._places))
+
     def _uses_before(self, unit: Unit) -> int:
         """How often a unit that comes was used, this time included, as far as is remembered."""
         if not self._ghosts:
@@ -110,7 +128,7 @@ class Prefix(Queues):
         self._queue[place] = self._home + kind
         self._worth.began(kind, last)
 
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         self._before_time -= 1
         self._enter(place, 1, self._before_time)
         self._link(place, self._queue[place])

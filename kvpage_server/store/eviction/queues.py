@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvpage_server.core import Columns, enter, use_again
 from kvpage_server.store.eviction.policy import Unit
 
 NOBODY = 0  # no place
@@ -24,15 +25,17 @@ FIRST = 1 + 2 * QUEUES  # place of a unit: before it are the queues of a policy,
 _MOST_PLACES = 1024  # that are made at once
 _LOOKED_AT = 10_000  # places at once: a millisecond or two
 
+Moved = list[tuple[int, int, int]]  # from which queue and slot of time, how many in a row
+
 
 class Queues(ABC):
     """Units at their places. A policy says which queue they belong in, and in which order they go."""
 
     def __init__(self) -> None:
         self.now = 0
-        self._reset()
+        self.reset()
 
-    def _reset(self) -> None:
+    def reset(self) -> None:
         self._home = 0  # its queues are at the places behind this one
         self._older = -1  # those of the policy before are behind this one; negative: everything was handed over
         self._waiting = 0  # units that were not
@@ -49,6 +52,12 @@ class Queues(ABC):
         self._last = array("q", [0] * FIRST)  # use, in units that came
         self._parent = array("i", [NOBODY] * FIRST)  # what it extends
         self._children = array("i", [0] * FIRST)  # how many extend it
+        self._columns = self._all_columns()
+
+    def _all_columns(self) -> Columns:
+        queues = self._before, self._after, self._queue
+        times = self._at, self._counted, self._last
+        return Columns(*queues, *times, self._uses, self._parent, self._children)
 
     def __len__(self) -> int:
         return len(self._places)
@@ -66,6 +75,11 @@ class Queues(ABC):
     @abstractmethod
     def used(self, unit: Unit) -> None:
         """The unit was written or read."""
+
+    def used_all(self, units: list[Unit]) -> None:
+        """The units were written or read, in that order."""
+        for unit in units:
+            self.used(unit)
 
     @abstractmethod
     def follows(self, units: Sequence[Unit]) -> None:
@@ -86,7 +100,7 @@ class Queues(ABC):
     def clear(self) -> dict[Unit, Any]:
         """Forget everything; what there was."""
         old = self._places
-        self._reset()
+        self.reset()
         return old
 
     # -- places ------------------------------------------------------------------------------------------------------
@@ -98,6 +112,16 @@ class Queues(ABC):
         place = self._free.pop()
         self._places[unit], self._units[place] = place, unit
         return place
+
+    def _use_again(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
+        """See `core.use_again`. While nothing is to be handed over."""
+        return use_again(self._places, self._columns, units, self.now, time, since)
+
+    def _enter_all(self, units: list[Unit], queue: int, time: int) -> int:
+        """See `core.enter`. While nothing is to be handed over."""
+        while len(self._free) < len(units):
+            self._make_places()
+        return enter(self._places, self._units, self._free, self._columns, units, self._home + queue, self.now, time)
 
     def _make_places(self) -> None:
         first = len(self._units)
@@ -135,6 +159,7 @@ class Queues(ABC):
         self._before, self._after, self._queue, self._uses = old._before, old._after, old._queue, old._uses
         self._at, self._counted, self._last = old._at, old._counted, old._last
         self._parent, self._children = old._parent, old._children
+        self._columns = old._columns
 
     @property
     def hands_over(self) -> bool:
@@ -152,7 +177,7 @@ class Queues(ABC):
                 break
             place = self._places[unit]
             self._take(place)
-            self._inherit(place)
+            self.inherit(place)
             found.append(unit)
         return found
 
@@ -181,7 +206,7 @@ class Queues(ABC):
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
 
     @abstractmethod
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         """A unit was used before all that are in the queues."""
 
     def _older_victims(self) -> Iterator[Unit]:
@@ -196,7 +221,7 @@ class Queues(ABC):
             yield unit
             if self._places.get(unit) == place and self._is_older(place):
                 self._take(place)
-                self._inherit(place)
+                self.inherit(place)
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:

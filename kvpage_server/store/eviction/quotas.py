@@ -154,6 +154,13 @@ class Quotas:
         if quota := self.of(unit):
             quota.units.used(unit)
 
+    def used_all(self, units: list[Unit]) -> None:
+        """The units were written or read, in that order."""
+        self.every.used_all(units)
+        for unit in units:
+            if quota := self.of(unit):
+                quota.units.used(unit)
+
     def follows(self, units: Sequence[Unit]) -> None:
         """Each of these extends the one before it."""
         self.every.follows(units)

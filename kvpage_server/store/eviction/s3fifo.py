@@ -21,8 +21,8 @@ _NEW, _MAIN = 1, 2  # queues
 class S3FIFO(Queues):
     """Quick to let go of what was used once. Every operation is O(1), amortised."""
 
-    def _reset(self) -> None:
-        super()._reset()
+    def reset(self) -> None:
+        super().reset()
         self._ghosts: OrderedDict[int, None] = OrderedDict()  # names of units that left the small queue
         self._sizes = [0] * FIRST  # of the queues
 
@@ -64,7 +64,7 @@ class S3FIFO(Queues):
             self._sizes[self._queue[place] - self._home] -= 1
             self._unlink(place)
 
-    def _inherit(self, place: int) -> None:
+    def inherit(self, place: int) -> None:
         self._uses[place] = 0
         self._counted[place] = self._at[place]
         self._enter(place, _NEW, self._home + _NEW)

@@ -14,7 +14,8 @@ from collections.abc import Sequence
 from math import exp
 from operator import mul
 
-_SLOT = 7  # bits: of so many units that came it is not known which came first
+from kvpage_server.core.python.uses import SLOT_BITS as _SLOT
+
 _AGES = 28  # the first four last a slot each, then there are two to each doubling
 _EVERY, _SHARE = 256, 64  # learn after so many units that came, at least, or that share of all
 _MEMORY = 16  # times as many units as there are: how much time what was learned is worth
@@ -45,6 +46,21 @@ class Worth:
         """A unit is of a kind, and was used at a time."""
         slots, slot = self._last_used[kind], last >> _SLOT
         slots[slot] = slots.get(slot, 0) + 1
+
+    def came(self, kind: int, first: int, stop: int) -> None:
+        """Units are of a kind, of which one was used at each time from `first` to before `stop`."""
+        slots = self._last_used[kind]
+        while first < stop:
+            slot = first >> _SLOT
+            end = min((slot + 1) << _SLOT, stop)
+            slots[slot] = slots.get(slot, 0) + end - first
+            first = end
+
+    def moved(self, kind: int, slot: int, count: int, now: int) -> None:
+        """So many of a kind that were used in a slot of time are used now, which does not count as another use."""
+        slots, to = self._last_used[kind], now >> _SLOT
+        slots[slot] -= count
+        slots[to] = slots.get(to, 0) + count
 
     def ended(self, kind: int, last: int) -> None:
         """It is no more, or nobody knows."""

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk import sheet
+from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.entry import Entry, page_named
 from kvpage_server.store.memory.extent import Extent, ExtentPage
@@ -98,6 +98,15 @@ class Catalogue:
         """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
         self._scans.rest(now)
         self.index.rest(now)
+
+    def expires_of(self, key: bytes) -> int:
+        """A key's expiry in unix milliseconds; 0 when it has none or does not exist. Wakes nobody."""
+        if self.index.resting and key not in self.entries and (page := page_named(key)):
+            rows = self.index.rows(page.req_id, page.page)
+            if rows is not None:
+                return sheet.expires_of(rows, (page.kv_type, page.layer, page.head))
+        entry = self.get(key)
+        return entry.expires if entry is not None else 0
 
     # -- changing --------------------------------------------------------------------------------------------------
 

@@ -48,6 +48,12 @@ def is_cold(page: Page) -> bool:
     return type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
 
 
+def cold_body(entry: Entry) -> Cold | None:
+    """What stands for the bytes that a value lies in, if they lie on disk alone."""
+    body = entry.extent.slot if type(entry) is ExtentPage else entry
+    return body if type(body) is Cold else None
+
+
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
     """Whether the bytes of all of them lie on disk alone."""
     return {*map(type, entries)} == _COLD

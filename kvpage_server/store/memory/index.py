@@ -18,7 +18,7 @@ from types import MappingProxyType
 from kvpage_server.core import PageSet
 from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
 from kvpage_server.page import BlockShape
-from kvpage_server.store.disk.sheet import ROW
+from kvpage_server.store.disk.file.sheet import ROW
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.scan import ScanOrder
 
@@ -108,21 +108,21 @@ class PageIndex:
     """The blocks of every request, in the order of their page ids when listed."""
 
     def __init__(self) -> None:
-        self._requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting
-        self._scans = ScanOrder(lambda: list(self._requests), lambda: len(self._requests))
+        self.requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting; see `note_made`
+        self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
         self._order: tuple[bytes, list[int]] | None = None  # the request that was last listed, and its page ids
         self.blocks = 0
         self.resting = 0  # pages of blocks that are
         self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages that have those rows
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def open(self, req_id: bytes, page: int) -> Block:
         """The block of that name, there already or new."""
-        request = self._requests.get(req_id)
+        request = self.requests.get(req_id)
         if request is None:
-            request = self._requests[req_id] = {}
+            request = self.requests[req_id] = {}
             if self._scans.current is not None:
                 self._scans.add(req_id)
         block = request.get(page)
@@ -137,13 +137,13 @@ class PageIndex:
 
     def __iter__(self) -> Iterator[Block]:
         """Every block that is awake."""
-        return (block for request in self._requests.values() for block in request.values() if type(block) is Block)
+        return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_resting(self, req_id: bytes, page: int, rows: bytes) -> None:
         """Know pages of a block by their rows. Of one that is not awake."""
-        request = self._requests.get(req_id)
+        request = self.requests.get(req_id)
         if request is None:
-            request = self._requests[req_id] = {}
+            request = self.requests[req_id] = {}
         self.resting += len(rows) // ROW
         known = request.get(page)
         if known is None:
@@ -154,7 +154,7 @@ class PageIndex:
             request[page] = known + rows
 
     def _wake(self, req_id: bytes, page: int) -> Block:
-        request = self._requests[req_id]
+        request = self.requests[req_id]
         rows, block = request[page], Block(req_id, page)
         assert isinstance(rows, bytes)
         assert self.on_waking is not None
@@ -165,28 +165,28 @@ class PageIndex:
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
         """The rows of a block that is resting; None when it is awake, or there is none."""
-        found = self._requests.get(req_id, {}).get(page)
+        found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
     def resting_blocks(self) -> list[tuple[bytes, int]]:
         """The blocks that are resting."""
         if not self.resting:
             return []
-        every = self._requests.items()
+        every = self.requests.items()
         return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
 
     def remove(self, block: Block) -> None:
         """Forget a block with all its pages; what it knows of them stays with it."""
-        request = self._requests[block.req_id]
+        request = self.requests[block.req_id]
         del request[block.page]
         self.blocks -= 1
         if not request:
-            del self._requests[block.req_id]
+            del self.requests[block.req_id]
 
     def scan(self, cursor: int, count: int, now: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the requests in the next `count` places of the order of scans."""
         cursor, req_ids = self._scans.visit(cursor, count, now)
-        return cursor, [req_id for req_id in req_ids if req_id in self._requests]
+        return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
     def rest(self, now: int) -> None:
         """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
@@ -194,41 +194,47 @@ class PageIndex:
 
     def page_ids(self, req_id: bytes) -> list[int]:
         """The page ids of a request's blocks, in no particular order."""
-        return list(self._requests.get(req_id, ()))
+        return list(self.requests.get(req_id, ()))
 
     def count(self, req_id: bytes) -> int:
         """How many blocks a request has."""
-        return len(self._requests.get(req_id, ()))
+        return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
         """The page ids of a request's blocks in their order, from `first` on."""
         order = self._order
         if order is None or order[0] != req_id:
-            order = self._order = req_id, sorted(self._requests.get(req_id, ()))
+            order = self._order = req_id, sorted(self.requests.get(req_id, ()))
         return islice(order[1], bisect_left(order[1], first), None)
 
-    def requests(self) -> list[bytes]:
-        """Every request."""
-        return list(self._requests)
+    @property
+    def is_scanned(self) -> bool:
+        """Whether requests have to be noted as they come: then blocks are made by `open` alone."""
+        return self._scans.current is not None
+
+    def note_made(self, count: int) -> None:
+        """So many blocks were entered into `requests`."""
+        self.blocks += count
+        self._order = None
 
     def of(self, req_id: bytes) -> list[Block]:
         """The blocks of a request, by page id; empty when it has none."""
-        pages = sorted(self._requests.get(req_id, ()))
+        pages = sorted(self.requests.get(req_id, ()))
         return [block for page in pages if (block := self.block(req_id, page))]
 
     def block(self, req_id: bytes, page: int) -> Block | None:
         """One block of a request."""
-        request = self._requests.get(req_id)
+        request = self.requests.get(req_id)
         block = request.get(page) if request is not None else None
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
     def has(self, req_id: bytes, page: int) -> bool:
         """Whether a request has a block. Wakes nobody."""
-        return page in self._requests.get(req_id, ())
+        return page in self.requests.get(req_id, ())
 
     def around(self, block: Block) -> list[Block]:
         """A block between those before and behind it, as far as they are there."""
-        request, req_id, page = self._requests[block.req_id], block.req_id, block.page
+        request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
         if page - 1 in request and (before := self.block(req_id, page - 1)):
             found.insert(0, before)
@@ -238,7 +244,7 @@ class PageIndex:
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
         """Forget everything; what there was."""
-        old, self._requests = self._requests, {}
+        old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None
         self.blocks = self.resting = 0

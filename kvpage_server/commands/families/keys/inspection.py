@@ -154,7 +154,7 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
     """Redis's names for what exists here: in bytes, but for the ratios and percentages."""
     keyspace = client.server.keyspace
-    keys, dataset, resident = len(keyspace), keyspace.used_memory, resident_memory()
+    keys, dataset, resident = len(keyspace), keyspace.memory.used, resident_memory()
     ratio, unused = _fragmentation(keyspace)
     return {
         "total.allocated": dataset,
@@ -182,13 +182,13 @@ def memory_stats(client: Client, args: list[Argument]) -> Reply:
 )
 def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     """Text for people."""
-    keyspace = client.server.keyspace
+    keyspace, memory = client.server.keyspace, client.server.keyspace.memory
     ratio, unused = _fragmentation(keyspace)
     found = []
-    if not keyspace.maxmemory:
+    if not memory.maxmemory:
         found.append("There is no maxmemory: pages are kept until the machine has no memory left. Set one.")
-    elif keyspace.policy == "noeviction" and keyspace.used_memory > 0.9 * keyspace.maxmemory:
-        found.append(f"{human(keyspace.used_memory)} of {human(keyspace.maxmemory)} are used; writes will be refused.")
+    elif keyspace.evictor.policy == "noeviction" and memory.used > 0.9 * memory.maxmemory:
+        found.append(f"{human(memory.used)} of {human(memory.maxmemory)} are used; writes will be refused.")
     if unused > 64 * 1024**2 and ratio > 1.5:
         found.append(f"{human(unused)} of the arena hold nothing: values of other sizes were deleted. They are reused.")
     if keyspace.counters.evicted > keyspace.counters.hits > 0:

@@ -88,7 +88,7 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     entry = keyspace.look(key)
     if entry is None:
         return lists_pages(keyspace, key)
-    keyspace.promise(key, entry)
+    keyspace.memory.promise(key, entry)
     return True
 
 
@@ -167,9 +167,9 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
     """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
     keyspace = client.server.keyspace
-    places, some, step = keyspace.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
+    places, some, step = keyspace.listing.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
     for start in range(0, len(places), _PLACES):
-        some += keyspace.living(places[start : start + _PLACES])
+        some += keyspace.listing.living(places[start : start + _PLACES])
         while len(some) >= step:
             yield client.visible(some[:step])
             del some[:step]
@@ -201,10 +201,10 @@ def scan(client: Client, args: list[Argument]) -> Reply:
     found: list[bytes] = []
     count = min(count, MOST_SCANNED)
     if wanted_type == b"set":
-        cursor, requests = keyspace.scan_requests(cursor, count)
+        cursor, requests = keyspace.listing.scan_requests(cursor, count)
         found = list(map(index_key, requests))
     else:
-        cursor, keys = keyspace.scan(cursor, count)
+        cursor, keys = keyspace.listing.scan(cursor, count)
         found = keys if wanted_type == b"string" else []
     return [b"%d" % cursor, found if matches is None else list(filter(matches, found))]
 
@@ -232,7 +232,7 @@ def _visible_requests(client: Client) -> Iterator[list[bytes]]:
     """The index keys that the client may know of, a step's worth of them looked at at a time."""
     keyspace, cursor = client.keyspace, 0
     while True:
-        cursor, requests = keyspace.scan_requests(cursor, _PLACES)
+        cursor, requests = keyspace.listing.scan_requests(cursor, _PLACES)
         yield client.visible(map(index_key, requests))
         if not cursor:
             return
@@ -290,7 +290,7 @@ def _scan_count(word: bytes) -> int:
 def randomkey(client: Client, args: list[Argument]) -> Reply:
     """Null when there is none; of those that the user may read."""
     if client.sees_all:
-        return client.server.keyspace.random_key()
+        return client.server.keyspace.listing.random_key()
 
     def steps() -> Iterator[Reply]:
         keys: list[bytes] = []

@@ -93,7 +93,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
 def sismember(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
     index, member = plain(args[0]), plain(args[1])
-    if not client.keyspace.has_pages(_request(client, index)):
+    if not client.keyspace.listing.has_pages(_request(client, index)):
         return 0
     of_request = member.startswith(index.removesuffix(b"index"))
     return int(of_request and is_page(client.keyspace.find(member)))
@@ -116,7 +116,7 @@ def sscan(client: Client, args: list[Argument]) -> Reply:
     """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
     start = scan_cursor(plain(args[1]))
     req_id, keyspace = _request(client, args[0]), client.keyspace
-    if not keyspace.has_pages(req_id):
+    if not keyspace.listing.has_pages(req_id):
         return [b"0", []]
     options = plain_all(args[2:])
     matches, wanted, _ = scan_options(options)

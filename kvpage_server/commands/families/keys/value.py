@@ -18,7 +18,7 @@ from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page
-from kvpage_server.store.ration import Coming
+from kvpage_server.store.quota_limit import Coming
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
 
@@ -68,7 +68,7 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None, exp
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
     """Have room for values that are to be stored all or none. Raises OverLimit."""
     keyspace = client.server.keyspace
-    if keyspace.rationed:
+    if keyspace.is_limited:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)
 
 

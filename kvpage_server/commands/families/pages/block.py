@@ -34,10 +34,10 @@ from kvpage_server.page import (
 )
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import AT_ONCE, has_block, read_block
-from kvpage_server.store.fetching import Lent
+from kvpage_server.store.disk.fetching import Loans
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent
-from kvpage_server.store.tiered import Tiered
 
 _PLANE = 3  # type dtype head_dim
 
@@ -104,11 +104,11 @@ def _read_plane(kv_type: bytes, dtype: bytes, head_dim: bytes) -> Plane:
     )
 
 
-def _cold_of(tiered: Tiered, name: tuple[bytes, int]) -> list[Cold]:
-    return tiered.cold_of_block(*name)
+def _cold_of(tiered: DiskTier, name: tuple[bytes, int]) -> list[Cold]:
+    return tiered.needs.cold_of_block(*name)
 
 
-def _read(client: Client, req_id: bytes, page: int, lent: Lent) -> Steps[Reply]:
+def _read(client: Client, req_id: bytes, page: int, lent: Loans) -> Steps[Reply]:
     block = yield from read_block(client.keyspace, client.keyspace.block(req_id, page), lent)
     if block is None:
         block_missed(client, req_id, page)
@@ -120,7 +120,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     block, tiered = client.keyspace.block(req_id, page), client.server.tiered
     if block is None:
         return True
-    if tiered is not None and tiered.any_cold and tiered.cold_of_block(req_id, page):
+    if tiered is not None and tiered.any_cold and tiered.needs.cold_of_block(req_id, page):
         return False
     return block.extent is not None or block.pages <= AT_ONCE
 

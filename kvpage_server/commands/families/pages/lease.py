@@ -27,11 +27,11 @@ from kvpage_server.store.memory.index import Block
 
 def _lease(keyspace: Keyspace, block: Block, milliseconds: int) -> bool:
     until = unix_ms() + milliseconds
-    return keyspace.guards.lease(block, block.footprint, until, keyspace.guardable(block))
+    return keyspace.leases.lease(block, block.footprint, until, keyspace.memory.leasable(block))
 
 
 def _of_what(keyspace: Keyspace) -> str:
-    return "the quota, or of what quotas leave of maxmemory" if keyspace.quotas else "maxmemory"
+    return "the quota, or of what quotas leave of maxmemory" if keyspace.evictor.every_quota else "maxmemory"
 
 
 @command(
@@ -59,7 +59,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[int]:
         names = yield from each(args[3:], block_names, 2)
-        keyspace.guards.settle(unix_ms())
+        keyspace.leases.settle(unix_ms())
         found: list[Block] = []
         for at, (req_id, page) in enumerate(names):
             block = keyspace.block(req_id, page)
@@ -108,7 +108,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[2:])
-        keyspace.guards.settle(unix_ms())
+        keyspace.leases.settle(unix_ms())
         for leased, block in enumerate(blocks):
             if not _lease(keyspace, block, milliseconds):
                 return leased
@@ -134,25 +134,26 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     """How many blocks are pinned: all that were named and exist, or none and an error when that would be too much."""
-    keyspace, guards = client.keyspace, client.keyspace.guards
+    keyspace, leases = client.keyspace, client.keyspace.leases
 
     def too_many(block: Block, wanted: int) -> ReplyError:
+        most = keyspace.memory.leasable(block)
         return ReplyError(
-            f"ERR leases and pins may take {keyspace.guardable(block)} bytes together, half of {_of_what(keyspace)}: "
+            f"ERR leases and pins may take {most} bytes together, half of {_of_what(keyspace)}: "
             f"{wanted} more would be too many"
         )
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
-        guards.settle(unix_ms())
-        sizes = yield from each(blocks, lambda some: [0 if guards.of(one).size else one.footprint for one in some])
-        if blocks and guards.beside(blocks[0]) + sum(sizes) > keyspace.guardable(blocks[0]):
+        leases.settle(unix_ms())
+        sizes = yield from each(blocks, lambda some: [0 if leases.of(one).size else one.footprint for one in some])
+        if blocks and leases.beside(blocks[0]) + sum(sizes) > keyspace.memory.leasable(blocks[0]):
             raise too_many(blocks[0], sum(sizes))
-        new = [block for block in blocks if not guards.of(block).pinned]
+        new = [block for block in blocks if not leases.of(block).pinned]
         for pinned, block in enumerate(new):
-            if not guards.pin(block, block.footprint, keyspace.guardable(block)):
+            if not leases.pin(block, block.footprint, keyspace.memory.leasable(block)):
                 for one in new[:pinned]:
-                    guards.unpin(one)  # somebody else took the room meanwhile
+                    leases.unpin(one)  # somebody else took the room meanwhile
                 raise too_many(block, sum(sizes))
             if pinned % STEP == STEP - 1:
                 yield ()
@@ -176,10 +177,10 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
     """How many blocks were pinned until now."""
-    guards = client.keyspace.guards
+    leases = client.keyspace.leases
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
-        return sum((yield from each(blocks, lambda some: list(map(guards.unpin, some)))))
+        return sum((yield from each(blocks, lambda some: list(map(leases.unpin, some)))))
 
     return stepwise(steps(), small=are_few(client, args[0], args[1:]))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from kvpage_server.commands.context import Client
 from kvpage_server.core import PageNames
 from kvpage_server.core.arguments import PageName
+from kvpage_server.store.contents import OVER_QUOTA
 from kvpage_server.store.eviction.ghosts import Ghost
-from kvpage_server.store.holdings import OVER_QUOTA
 
 NEVER_STORED = "never stored"
 INCOMPLETE = "incomplete"  # the block has some of its pages

@@ -19,20 +19,21 @@ from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.keys import pages
 from kvpage_server.commands.table.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.table.spec import Parts
-from kvpage_server.core import Argument, NewPages, PageNames, Slot
+from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.core.piece import Piece
 from kvpage_server.page import PageError, unix_ms
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
-from kvpage_server.store.known import Needed
-from kvpage_server.store.lookup import Found
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.tiered import Tiered
+from kvpage_server.store.reading import Found
 
-AT_ONCE = 128  # pages that are read, stored or found before other clients may have their turn
+AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
+_AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
 _MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
 
@@ -54,12 +55,17 @@ def page_key(args: Sequence[Argument]) -> bytes:
         return b":".join((b"kv", *plain_all(name)))
 
 
-def page_names(args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
+def _at_once(client: Client) -> int:
+    return AT_ONCE if client.keyspace.stores_together else _AT_ONCE_EACH
+
+
+def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[list[PageNames]]:
     """The names of a batch's pages, five arguments each after the first. Raises ReplyError."""
     batches: list[PageNames] = []
-    for first in range(0, count, AT_ONCE):
+    at_once = _at_once(client)
+    for first in range(0, count, at_once):
         try:
-            batches.append(PageNames(args, 1 + first * NAME_WORDS, AT_ONCE))
+            batches.append(PageNames(args, 1 + first * NAME_WORDS, at_once))
         except PageError as error:
             raise ReplyError(f"ERR {error}") from None
         yield ()
@@ -161,10 +167,10 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     def store() -> Iterator[Reply]:
         """Read all of them, some a step; then they become visible, some a step."""
         batches: deque[NewPages] = deque()
-        now, read = unix_ms(), 0
+        now, read, at_once = unix_ms(), 0, _at_once(client)
         while read < count:
             try:
-                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, AT_ONCE, now))
+                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, at_once, now))
             except BadPage as error:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])
@@ -179,8 +185,8 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, store())
 
 
-def _extents_of(some: PageNames, tiered: Tiered) -> Iterable[Needed]:
-    return tiered.extents_at(dict.fromkeys(some.blocks()))
+def _extents_of(some: PageNames, tiered: DiskTier) -> Iterable[Needed]:
+    return tiered.needs.extents_at(dict.fromkeys(some.blocks()))
 
 
 class _Step(NamedTuple):
@@ -211,12 +217,12 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
     tiered = client.server.tiered
 
     def bodies() -> Iterator[Reply]:
-        batches = yield from page_names(args, count)
+        batches = yield from page_names(client, args, count)
         yield Raw(b"*%d\r\n" % count)
         for i, names in enumerate(batches):
             at = 0
             while at < len(names):
-                if tiered is not None and tiered.any_cold and tiered.cold_of(names.keys[at:]):
+                if tiered is not None and tiered.any_cold and tiered.needs.cold_of(names.keys[at:]):
                     rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                     yield from _from_disk(client, rest)
                     return
@@ -243,8 +249,8 @@ def _from_disk(client: Client, batches: Sequence[_Step]) -> Iterator[Reply]:
         yield ahead.loan_of(found.entries) or _spelt(client, found, ahead)
 
 
-def _cold_in(tiered: Tiered, step: _Step) -> Sequence[Cold]:
-    return tiered.cold_of(step.names.keys[step.first : step.stop])
+def _cold_in(tiered: DiskTier, step: _Step) -> Sequence[Cold]:
+    return tiered.needs.cold_of(step.names.keys[step.first : step.stop])
 
 
 def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tuple[Piece, ...]:

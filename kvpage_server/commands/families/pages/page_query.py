@@ -36,7 +36,7 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     count = check_batch("KVPAGEMEXISTS", args, NAME_WORDS, "page")
 
     def steps() -> Iterator[Reply]:
-        batches = yield from page_names(args, count)
+        batches = yield from page_names(client, args, count)
         yield Raw(b"*%d\r\n" % count)
         for names in batches:
             entries = client.keyspace.find_pages(names)
@@ -66,7 +66,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     block = keyspace.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
-    header, guard, now = header_of(page), keyspace.guards.of(block), unix_ms()
+    header, guard, now = header_of(page), keyspace.leases.of(block), unix_ms()
     return {
         "dtype": int(header.dtype),
         "page_size": header.page_size,

@@ -24,12 +24,12 @@ from kvpage_server.core import Argument
 from kvpage_server.page import MAX_PAGE, PageError, PageKey, check_req_id, checksum
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.blocks import gathered
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.known import Needed
 from kvpage_server.store.memory.entry import Page, header_of, is_page
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.tiered import Tiered
 
 _SORTED = 4096  # page ids that are sorted in a step
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
@@ -234,14 +234,14 @@ def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
     if client.server.tiered is None:
         return []
     keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
-    yield from fetched(client, lambda tiered: tiered.blocks_at([(block.req_id, block.page)]))
+    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([(block.req_id, block.page)]))
     gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
 
 
-def _value_of(key: bytes, tiered: Tiered) -> Iterator[Needed]:
-    return tiered.values_of([key])
+def _value_of(key: bytes, tiered: DiskTier) -> Iterator[Needed]:
+    return tiered.needs.values_of([key])
 
 
 def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:

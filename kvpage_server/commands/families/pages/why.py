@@ -16,8 +16,8 @@ from kvpage_server.commands.table.needs import nothing
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
 from kvpage_server.resp.reply import Reply, ReplyError
+from kvpage_server.store.contents import OVER_QUOTA
 from kvpage_server.store.eviction.ghosts import Ghost
-from kvpage_server.store.holdings import OVER_QUOTA
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
 

@@ -31,12 +31,12 @@ def apply(server: Server, names: Iterable[str]) -> None:
     config = server.config
     for name in names:
         if name == "maxmemory":
-            server.keyspace.maxmemory = config.maxmemory
+            server.keyspace.memory.maxmemory = config.maxmemory
         elif name == "maxmemory-policy":
-            server.keyspace.policy = config.maxmemory_policy
+            server.keyspace.evictor.policy = config.maxmemory_policy
         elif name == "quota":
             limits = ((pattern.encode("utf-8", "surrogateescape"), limit) for pattern, limit in config.quota.items())
-            server.keyspace.set_quotas([Rule(pattern, limit, glob(pattern)) for pattern, limit in limits])
+            server.keyspace.quotas.set_rules([Rule(pattern, limit, glob(pattern)) for pattern, limit in limits])
         elif name == "notify-keyspace-events":
             server.events.notify(config.notify_keyspace_events)
         elif name == "requirepass":

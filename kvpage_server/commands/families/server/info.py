@@ -12,7 +12,7 @@ from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.families.pages.misses import REASONS
 from kvpage_server.page import unix_ms
-from kvpage_server.store.tiered import Tiered
+from kvpage_server.store.disk.tier import DiskTier
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
 
@@ -84,7 +84,7 @@ def _clients(server: Server) -> Fields:
 
 def _memory(server: Server) -> Fields:
     keyspace = server.keyspace
-    rss, used = resident_memory(), keyspace.used_memory
+    rss, used = resident_memory(), keyspace.memory.used
     server.peak_memory = max(server.peak_memory, used)
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
@@ -99,9 +99,9 @@ def _memory(server: Server) -> Fields:
         "used_memory_dataset": max(used - server.in_flight, 0),
         "total_system_memory": total,
         "total_system_memory_human": human(total),
-        "maxmemory": keyspace.maxmemory,
-        "maxmemory_human": human(keyspace.maxmemory),
-        "maxmemory_policy": keyspace.policy,
+        "maxmemory": keyspace.memory.maxmemory,
+        "maxmemory_human": human(keyspace.memory.maxmemory),
+        "maxmemory_policy": keyspace.evictor.policy,
         "largest_command_bytes": server.config.largest_command,
         "mem_fragmentation_ratio": f"{rss / used if used else 0:.2f}",
         "mem_fragmentation_bytes": rss - used if used else 0,
@@ -116,9 +116,9 @@ def _maxmemory(server: Server) -> Fields:
     """The memory limit, shown to users who may not read every key."""
     keyspace = server.keyspace
     return {
-        "maxmemory": keyspace.maxmemory,
-        "maxmemory_human": human(keyspace.maxmemory),
-        "maxmemory_policy": keyspace.policy,
+        "maxmemory": keyspace.memory.maxmemory,
+        "maxmemory_human": human(keyspace.memory.maxmemory),
+        "maxmemory_policy": keyspace.evictor.policy,
         "largest_command_bytes": server.config.largest_command,
     }
 
@@ -139,13 +139,13 @@ def _persistence(server: Server) -> Fields:
     }
 
 
-def _disk(tiered: Tiered) -> Fields:
-    behind, counts = tiered.behind, tiered.counts
+def _disk(tiered: DiskTier) -> Fields:
+    behind, counts = tiered.behind, tiered.stored.counts
     return {
         "disk_values": tiered.values_on_disk,
         "disk_bytes": tiered.used_disk,
         "disk_file_bytes": tiered.disk.size,
-        "maxdisk": tiered.maxdisk,
+        "maxdisk": tiered.stored.maxdisk,
         "disk_waiting_bytes": behind.size,
         "disk_commits": behind.commits,
         "disk_write_errors": behind.errors,
@@ -253,11 +253,11 @@ def _cluster(server: Server) -> Fields:
 
 def _keyspace(server: Server) -> Fields:
     keys = len(server.keyspace)
-    return {"db0": f"keys={keys},expires={server.keyspace.volatile},avg_ttl=0"} if keys else {}
+    return {"db0": f"keys={keys},expires={server.keyspace.contents.expirer.keys},avg_ttl=0"} if keys else {}
 
 
 def _kvpage(server: Server) -> Fields:
-    index, guards, ghosts = server.keyspace.index, server.keyspace.guards, server.keyspace.ghosts
+    index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
     guards.settle(unix_ms())
     misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses.get(reason, 0) for reason in REASONS}
     return {
@@ -275,7 +275,7 @@ def _quotas(server: Server) -> Fields:
     return {
         f"quota{number}": f"limit={quota.limit},bytes={quota.bytes},evicted_keys={quota.evicted},"
         f"pattern={quota.pattern.decode('utf-8', 'surrogateescape')}"
-        for number, quota in enumerate(server.keyspace.quotas)
+        for number, quota in enumerate(server.keyspace.evictor.every_quota)
     }
 
 

@@ -9,17 +9,17 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Wait, simple
-from kvpage_server.store.tiered import Tiered
+from kvpage_server.store.disk.tier import DiskTier
 
 
-def _tiered(client: Client) -> Tiered:
+def _tiered(client: Client) -> DiskTier:
     tiered = client.server.tiered
     if tiered is None:
         raise ReplyError("ERR there is no disk to save to: the parameter `store` is memory")
     return tiered
 
 
-def saved(tiered: Tiered) -> Generator[Reply, None, None]:
+def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
     """Steps of a reply until everything was written. Raises ReplyError saying what could not be, and why."""
     saving = tiered.begin_save()
     yield Wait(lambda then: saving.add_done_callback(lambda _: then()))

@@ -11,6 +11,20 @@ When a batch begins depends on `appendfsync`: with `always` as soon as the one b
 nothing waits for more than a second, as long as commits take less than that, with `no` when half of what may wait does,
 or after `LONGEST`. Every commit is durable; `appendfsync` says when there is one.
 
+What the states mean, and what moves them. What is not in the table cannot happen, and is an error:
+
+    IDLE         nothing waits           CHANGED, HURRIED -> PLANNED
+    PLANNED      a timer runs            TIME -> WRITING; HURRIED makes it sooner
+    WRITING      the thread has a batch  COMMITTED -> NOTING; FAILED -> RETRYING; FULL -> MAKING_ROOM
+    NOTING       the loop goes through   NOTED -> IDLE; NOTED_SOME, when others have come meanwhile, -> PLANNED
+                 what was committed
+    MAKING_ROOM  the thread removes      COMMITTED -> PLANNED; FAILED -> RETRYING
+                 what is gone
+    RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
+                 failure
+
+CHANGED and HURRIED may come in every state; where the table does not name them they are noted and change nothing.
+
 Everything here happens on the loop, but for the writing itself.
 """
 
@@ -18,17 +32,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from enum import Enum, auto
 from itertools import chain
-from queue import SimpleQueue
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.database import Change, Clear, Delete, Disk
-from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.lmdb_file import DiskFull
+from kvpage_server.store.disk.file.writer import Batch, DiskWriter, Error
 
 LONGEST = 30.0  # seconds
 _SECOND = 0.9
@@ -37,99 +51,104 @@ _SHORTEST = 0.05
 RETRY_AFTER = 1.0  # seconds
 _LAST_TRIES = 3
 _TURN = 1_000_000  # nanoseconds
-_AT_ONCE = 256  # values that are let go of together
 
 log = logging.getLogger("kvpage")
 
 T = TypeVar("T")
 
 
-@dataclass(slots=True)
-class Batch(Generic[T]):
-    """The last change of each value, None for its removal, with the bytes it takes while it waits."""
+class State(Enum):
+    """See the module."""
 
-    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
-    size: int = 0
-    clears: bool = False  # before all else
-    removed: dict[bytes, None] = field(default_factory=dict)  # the values that have no other change than that
-    position: int = 0  # of the last change
-    began: float = 0.0  # monotonic
+    IDLE = auto()
+    PLANNED = auto()
+    WRITING = auto()
+    NOTING = auto()
+    MAKING_ROOM = auto()
+    RETRYING = auto()
 
-    def note(self, name: bytes, value: T | None, size: int) -> None:
-        """A value has changed, or is gone."""
-        old = self.changes.get(name)
-        self.size += size - (old[1] if old is not None else 0)
-        self.changes[name] = (value, size)
-        if value is None:
-            self.removed[name] = None
-        elif old is not None:
-            self.removed.pop(name, None)
 
-    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
-        """Values have changed."""
-        changes = self.changes
-        get, grown = changes.get, sum(sizes)
-        for name, value, size in zip(names, values, sizes, strict=True):
-            if (old := get(name)) is not None:
-                grown -= old[1]
-            changes[name] = (value, size)
-        self.size += grown
-        if self.removed:
-            for name in names:
-                self.removed.pop(name, None)
+class Event(Enum):
+    """What moves it."""
 
-    def forget(self, name: bytes) -> None:
-        """The last change of a value was made."""
-        self.size -= self.changes.pop(name)[1]
-        self.removed.pop(name, None)
+    CHANGED = auto()  # a value has changed
+    HURRIED = auto()  # somebody waits for all that there is, or much waits
+    TIME = auto()  # the timer's
+    COMMITTED = auto()
+    FAILED = auto()
+    FULL = auto()  # the disk is full, and something can be removed from it
+    NOTED = auto()  # and everything is on disk
+    NOTED_SOME = auto()  # and there is more to write
+
+
+_WAITING = {Event.CHANGED, Event.HURRIED}  # whenever they like
+
+MOVES: dict[State, dict[Event, State]] = {
+    State.IDLE: {Event.CHANGED: State.PLANNED, Event.HURRIED: State.PLANNED},
+    State.PLANNED: {Event.TIME: State.WRITING},
+    State.WRITING: {
+        Event.COMMITTED: State.NOTING,
+        Event.FAILED: State.RETRYING,
+        Event.FULL: State.MAKING_ROOM,
+    },
+    State.NOTING: {Event.NOTED: State.IDLE, Event.NOTED_SOME: State.PLANNED},
+    State.MAKING_ROOM: {
+        Event.COMMITTED: State.PLANNED,
+        Event.FAILED: State.RETRYING,
+    },
+    State.RETRYING: {Event.TIME: State.WRITING},
+}
+
+
+def after(state: State, event: Event) -> State:
+    """The state that an event leads to. Raises RuntimeError when it cannot happen then."""
+    to = MOVES[state].get(event)
+    if to is None:
+        if event not in _WAITING:
+            raise RuntimeError(f"{event.name} cannot happen while {state.name}")
+        return state
+    return to
+
+
+class Owner(Protocol[T]):
+    """Whose values they are."""
+
+    def spell(self, name: bytes, value: T) -> Change:
+        """The change that stores a value. Called in the writing thread."""
+
+    def note_stored(self, batch: Batch[T]) -> Iterator[None]:
+        """Steps, on the loop, until it is known what was committed."""
+
+    def make_room(self, error: DiskFull, size: int) -> None:
+        """The disk is full, and so many bytes wait: values may be removed."""
+
+    def is_gone(self, name: bytes) -> bool:
+        """Whether the store has no value of a name, in whatever form."""
 
 
 class WriteBehind(Generic[T]):
-    """`spell` makes a change of a value, in the writing thread; `stored` is told in steps, on the loop, what was
-    committed.
+    """See the module. `limit` is how many bytes may wait."""
 
-    When the disk is full, `make_room` is told so and how many bytes wait: it may remove values. `is_gone` says whether
-    the store has no value of a name, in whatever form. `limit` is how many bytes may wait.
-    """
-
-    def __init__(
-        self,
-        disk: Disk,
-        *,
-        mode: str,
-        limit: int,
-        spell: Callable[[bytes, T], Change],
-        stored: Callable[[Batch[T]], Iterator[None]],
-        make_room: Callable[[DiskFull, int], None],
-        is_gone: Callable[[bytes], bool],
-    ) -> None:
+    def __init__(self, disk: Disk, owner: Owner[T], mode: str, limit: int) -> None:
         self.mode = mode
         self.limit = limit
+        self.state = State.IDLE
         self.position = 0  # changes so far
         self.durable = 0  # changes that are on disk
         self.last_commit = unix_ms()
         self.commits = 0
         self.errors = 0
         self.failing = ""  # why the last commit failed; empty when it did not
-        self._disk = disk
-        self._loop = asyncio.get_running_loop()
-        self._spell = spell
-        self._stored = stored
-        self._make_room = make_room
-        self._is_gone = is_gone
+        self._owner = owner
+        self._writer = DiskWriter(disk, owner.spell)
         self._next: Batch[T] = Batch()
-        self._now: Batch[T] | None = None
+        self._now: Batch[T] | None = None  # what the thread has, or what is noted
         self._timer: asyncio.TimerHandle | None = None
-        self._hurry = False  # somebody waits for all that there is, or much waits
-        self._removals: Batch[T] | None = None  # what is removed now, to make room
-        self._made_room = False  # since the last commit failed
-        self._turned = -1  # commits there had been when room was made the last time
+        self._hurries = False
+        self._room_made_at = -1  # commits there had been when room was made the last time
         self._begun = self._tried = 0  # changes that it was begun to write, and that it was tried to
         self._took = 0.0  # seconds of the last commit
         self._waiting: list[tuple[int, Callable[[], None]]] = []
-        self._batches: SimpleQueue[Batch[T] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._write, name="disk-writer", daemon=True)
-        self._thread.start()
 
     # -- what happens to values ------------------------------------------------------------------------------------
 
@@ -152,10 +171,11 @@ class WriteBehind(Generic[T]):
         self._changed()
 
     def _changed(self) -> None:
-        if self._next.size > self.limit // 2 and not self._hurry:
+        if self._next.size > self.limit // 2 and not self._hurries:
             self.hurry()
-        elif self._timer is None and self._now is None:
-            self._plan()
+        elif self.state is State.IDLE:
+            self._move(Event.CHANGED)
+            self._plan(self._delay())
 
     def waits(self, name: bytes) -> bool:
         """Whether the last change of a value is not on disk yet."""
@@ -176,7 +196,7 @@ class WriteBehind(Generic[T]):
     @property
     def busy(self) -> bool:
         """Whether something is being written."""
-        return self._now is not None
+        return self.state in (State.WRITING, State.NOTING)
 
     @property
     def full(self) -> bool:
@@ -195,26 +215,24 @@ class WriteBehind(Generic[T]):
     def hurry(self) -> None:
         """Write all that waits as soon as possible."""
         if not self.settled:
-            self._hurry = True
-            if self._now is None:
-                self._plan()
+            self._hurries = True
+            self._move(Event.HURRIED)
+            if self.state is State.PLANNED:
+                self._plan(0)
 
     # -- batches ---------------------------------------------------------------------------------------------------
 
-    def _plan(self) -> None:
-        """Have the next batch begin in time."""
-        if self._removals is not None or self._now is not None:
-            return  # it is planned when that is done
+    def _move(self, event: Event) -> None:
+        self.state = after(self.state, event)
+
+    def _plan(self, delay: float) -> None:
+        """Have the next batch begin then."""
         if self._timer is not None:
-            if self.failing and not self._made_room:
-                return  # however many ask, it is tried again in time
             self._timer.cancel()
-        self._timer = self._loop.call_later(self._delay(), self._begin)
+        self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
 
     def _delay(self) -> float:
-        if self.failing and not self._made_room:
-            return RETRY_AFTER
-        if self._hurry or self._made_room or self.mode == "always":
+        if self._hurries or self.mode == "always":
             return 0.0
         if self.mode == "everysec":
             return max(_SECOND - _SLACK * self._took, _SHORTEST)
@@ -222,53 +240,29 @@ class WriteBehind(Generic[T]):
 
     def _begin(self) -> None:
         self._timer = None
+        self._move(Event.TIME)
         batch, self._next = self._next, Batch()
         batch.position, batch.began = self.position, time.monotonic()
-        self._now, self._hurry, self._made_room = batch, False, False
-        self._begun = batch.position
-        self._batches.put(batch)
+        self._now, self._hurries, self._begun = batch, False, batch.position
+        self._writer.commit(batch, self._committed)
 
-    def _write(self) -> None:
-        """The thread. What it holds of a batch it has let go of when the loop hears: memory is freed there alone."""
-        while (batch := self._batches.get()) is not None:
-            makes_room = batch is self._removals
-            error = self._error_of(batch, makes_room)
-            self._loop.call_soon_threadsafe(self._room_is_made if makes_room else self._committed, error)
-
-    def _error_of(self, batch: Batch[T], makes_room: bool) -> DiskError | DiskFull | None:
-        """Commit; what went wrong, without the frames that it came through."""
-        try:
-            (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
-        except (DiskFull, DiskError) as error:
-            return type(error)(str(error))
-        except Exception as error:
-            log.exception("what is to be stored cannot be written")
-            return DiskError(repr(error))
-        return None
-
-    def _changes(self, batch: Batch[T]) -> Iterable[Change]:
-        if batch.clears:
-            yield Clear()
-        for name, (value, _) in batch.changes.items():
-            yield Delete(name) if value is None else self._spell(name, value)
-
-    def _committed(self, error: DiskError | DiskFull | None) -> None:
+    def _committed(self, error: Error | None) -> None:
         batch = self._now
         assert batch is not None
         if error is not None:
             self._now = None
             self._failed(batch, error)
-            self._go_on()
             return
+        self._move(Event.COMMITTED)
         self._took = time.monotonic() - batch.began
-        self._finish(batch, chain(self._stored(batch), _freed(batch)))
+        self._note(batch, chain(self._owner.note_stored(batch), batch.freed()))
 
-    def _finish(self, batch: Batch[T], steps: Iterator[None]) -> None:
+    def _note(self, batch: Batch[T], steps: Iterator[None]) -> None:
         """Note what a commit has stored, of which there may be very much; until then it counts as being written."""
         end = time.monotonic_ns() + _TURN
         for _ in steps:
             if time.monotonic_ns() > end:
-                self._loop.call_soon(self._finish, batch, steps)
+                asyncio.get_running_loop().call_soon(self._note, batch, steps)
                 return
         if self.failing:
             log.warning("writing to disk works again")
@@ -276,14 +270,10 @@ class WriteBehind(Generic[T]):
         self.durable = batch.position
         self.last_commit = unix_ms()
         self.commits += 1
-        self._go_on()
-
-    def _go_on(self) -> None:
-        """Plan what is next, and let those go on who waited."""
-        if not self.settled:
-            self._plan()
-        if self._removals is None:
-            self._tell_waiting()
+        self._move(Event.NOTED if self.settled else Event.NOTED_SOME)
+        if self.state is State.PLANNED:
+            self._plan(self._delay())
+        self._tell_waiting()
 
     def _tell_waiting(self) -> None:
         """Let those go on whose changes are on disk, or cannot be written."""
@@ -296,7 +286,9 @@ class WriteBehind(Generic[T]):
         if self._waiting:
             self.hurry()
 
-    def _failed(self, batch: Batch[T], error: DiskError | DiskFull) -> None:
+    # -- when that fails -------------------------------------------------------------------------------------------
+
+    def _failed(self, batch: Batch[T], error: Error) -> None:
         """Take a batch back. Where the disk is full, what is gone is removed before the next try."""
         self.errors += 1
         newer = self._next
@@ -304,50 +296,56 @@ class WriteBehind(Generic[T]):
             for name, (value, size) in newer.changes.items():
                 batch.note(name, value, size)
             self._next = batch
+        removals = None
         if isinstance(error, DiskFull):
-            self._removals = Batch()  # whatever is changed by that begins no other batch
-            self._make_room(error, batch.size)
-            self._removals = self._take_removals()
-        if self._removals is None:
+            self._owner.make_room(error, batch.size)  # whatever is changed by that begins no other batch
+            removals = self._take_removals()
+        if removals is None:
             self._fail(error)
-        else:
-            log.info("%s: %d values are removed to make room", error, len(self._removals.changes))
-            self._batches.put(self._removals)
+            return
+        self._move(Event.FULL)
+        log.info("%s: %d values are removed to make room", error, len(removals.changes))
+        self._now = removals
+        self._writer.remove(removals, self._room_is_made)
 
     def _take_removals(self) -> Batch[T] | None:
         """What may leave the disk before anything is written; None when that would help nobody."""
-        batch, turned = self._next, self._turned
-        gone = [name for name in batch.removed if self._is_gone(name)]
-        if not gone and not batch.clears and turned == self.commits:
+        batch, made_at = self._next, self._room_made_at
+        gone = [name for name in batch.removed if self._owner.is_gone(name)]
+        if not gone and not batch.clears and made_at == self.commits:
             return None
-        self._turned = self.commits
+        self._room_made_at = self.commits
         removals: Batch[T] = Batch(clears=batch.clears)
         for name in gone:
             removals.note(name, None, 0)
         return removals
 
-    def _room_is_made(self, error: DiskError | DiskFull | None) -> None:
-        removals, self._removals = self._removals, None
+    def _room_is_made(self, error: Error | None) -> None:
+        removals, self._now = self._now, None
         assert removals is not None
-        self._made_room = error is None
         if error is not None:
             self._fail(error)
-        else:
-            self._next.clears = self._next.clears and not removals.clears
-            for name in removals.changes:
-                if name in self._next.removed:
-                    self._next.forget(name)
-            for _ in self._stored(removals):
-                pass
-        self._plan()
-        if error is not None:
-            self._tell_waiting()
+            return
+        self._next.clears = self._next.clears and not removals.clears
+        for name in removals.changes:
+            if name in self._next.removed:
+                self._next.forget(name)
+        for _ in self._owner.note_stored(removals):
+            pass
+        self._move(Event.COMMITTED)
+        self._plan(0)
 
-    def _fail(self, error: DiskError | DiskFull) -> None:
+    def _fail(self, error: Error) -> None:
+        """Try again after a while, however many ask for it sooner. Who waits goes on."""
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)
         self._tried = self._begun
+        self._move(Event.FAILED)
+        self._plan(RETRY_AFTER)
+        self._tell_waiting()
+
+    # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
         """Write what there is by now, if that can be done. It was tried when this returns, a second later at most."""
@@ -364,15 +362,5 @@ class WriteBehind(Generic[T]):
             await self.settle()
         if self._timer is not None:
             self._timer.cancel()
-        self._batches.put(None)
-        await asyncio.to_thread(self._thread.join)
+        await self._writer.close()
         return 0 if self.settled else max(len(self._next.changes), 1)
-
-
-def _freed(batch: Batch[T]) -> Iterator[None]:
-    """Let go of a batch's values: here, not where the thread does."""
-    changes = batch.changes
-    while changes:
-        for _ in range(min(len(changes), _AT_ONCE)):
-            changes.popitem()
-        yield

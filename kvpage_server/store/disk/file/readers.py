@@ -14,8 +14,8 @@ from itertools import count
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
-from kvpage_server.store.disk.database import Disk, Found, Outcome
-from kvpage_server.store.disk.lmdb_file import DiskError
+from kvpage_server.store.disk.file.database import Disk, Found, Outcome
+from kvpage_server.store.disk.file.lmdb_file import DiskError
 
 T = TypeVar("T")
 
@@ -24,7 +24,7 @@ THREADS = 2
 Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their bodies
 
 
-class Fetcher:
+class DiskReader:
     """Reads for one loop, which it is made on. Costs: a thread's turn for each call of `fetch` and `find`."""
 
     def __init__(self, disk: Disk) -> None:

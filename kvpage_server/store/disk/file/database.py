@@ -17,17 +17,17 @@ import shutil
 import struct
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
 import lmdb
-import numpy as np
 import xxhash
 
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
-from kvpage_server.store.disk import sheet
-from kvpage_server.store.disk.lmdb_file import (
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.change import Change, Clear, Delete, Put, Retime
+from kvpage_server.store.disk.file.hashing import copy, digest_of
+from kvpage_server.store.disk.file.lmdb_file import (
     FORMAT,
     RESERVE,
     DiskError,
@@ -39,8 +39,9 @@ from kvpage_server.store.disk.lmdb_file import (
     open_map,
     told,
 )
-from kvpage_server.store.disk.record import INLINE, PIECE, Body, Damaged, Record, database_key
-from kvpage_server.store.disk.sheet import Spot
+from kvpage_server.store.disk.file.record import INLINE, PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.disk.file.sheet import Spot
+from kvpage_server.store.disk.file.sheets import Sheets
 from kvpage_server.system.durable import private
 
 FILE = "kvpage.lmdb"
@@ -49,53 +50,11 @@ _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
 _MANY = 8  # values that are read together, when the whole of a sheet is worth looking at
 _MOST_KNOWN = 1 << 14  # pages of which it is remembered where they lie
-_HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
 _NUMBER = struct.Struct(">Q")
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 
 Outcome = bool | Exception  # of a read. True: done; False: not there; Damaged or DiskError: that
 Found = list[memoryview] | Outcome  # the pieces of a body, or why there are none
-
-
-@dataclass(slots=True)
-class Put:
-    """A value that is to be stored. `digest`: the body's XXH3-64, 0 to have it computed."""
-
-    name: bytes
-    meta: bytes
-    body: memoryview | bytes
-    expires: int = 0
-    used: int = 0
-    digest: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class Delete:
-    """A value that is to go."""
-
-    name: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Retime:
-    """A value that is to expire at another time."""
-
-    name: bytes
-    expires: int
-
-
-@dataclass(frozen=True, slots=True)
-class Quarantine:
-    """A value that is to be set aside: it is not found any more, and can be looked at."""
-
-    name: bytes
-
-
-class Clear:
-    """Everything is to go."""
-
-
-Change = Put | Delete | Retime | Quarantine | Clear
 
 
 _Txn: TypeAlias = "lmdb.Transaction[bytes]"
@@ -230,7 +189,7 @@ class Disk:
         before = self._next
         try:
             with self._env.begin(write=True) as txn:
-                sheets = _Sheets(txn, self._records)
+                sheets = Sheets(txn, self._records)
                 for change in changes:
                     self._change(txn, sheets, change)
                 sheets.flush()
@@ -239,7 +198,7 @@ class Disk:
             raise
         self._witness.committed()
 
-    def _change(self, txn: _Txn, sheets: _Sheets, change: Change) -> None:
+    def _change(self, txn: _Txn, sheets: Sheets, change: Change) -> None:
         if isinstance(change, Clear):
             sheets.clear()
             txn.drop(self._records, delete=False)
@@ -256,7 +215,7 @@ class Disk:
         else:
             self._set_aside(txn, sheets, change.name, place)
 
-    def _put(self, txn: _Txn, sheets: _Sheets, put: Put, place: _Place) -> None:
+    def _put(self, txn: _Txn, sheets: Sheets, put: Put, place: _Place) -> None:
         body = memoryview(put.body)
         record = Record(put.name, put.meta, put.expires, put.used, len(body), put.digest or checksum(body))
         has_row = place is not None and len(put.meta) == HEADER_SIZE
@@ -274,7 +233,7 @@ class Disk:
         else:
             txn.put(database_key(put.name), bytes(record), db=self._records)
 
-    def _delete(self, txn: _Txn, sheets: _Sheets, name: bytes, place: _Place) -> None:
+    def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
             self._delete_pieces(txn, sheet.record_of(name, row))
             return
@@ -294,7 +253,7 @@ class Disk:
         for number in record.pieces:
             txn.delete(_NUMBER.pack(number), db=self._pieces)
 
-    def _retime(self, txn: _Txn, sheets: _Sheets, change: Retime, place: _Place) -> None:
+    def _retime(self, txn: _Txn, sheets: Sheets, change: Retime, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).get(place[1])):
             record = sheet.record_of(change.name, row)
             record.expires = change.expires
@@ -311,7 +270,7 @@ class Disk:
         record.expires = change.expires
         txn.put(key, bytes(record), db=self._records)
 
-    def _set_aside(self, txn: _Txn, sheets: _Sheets, name: bytes, place: _Place) -> None:
+    def _set_aside(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         key = database_key(name)
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):
             data: bytes | None = bytes(sheet.record_of(name, row))
@@ -391,7 +350,7 @@ class Disk:
             pieces = list(self._pieces_of(txn, found))
         except Damaged as damage:
             return damage.with_traceback(None)
-        return pieces if _digest_of(pieces) == found.digest else Damaged(_WRONG_BODY)
+        return pieces if digest_of(pieces) == found.digest else Damaged(_WRONG_BODY)
 
     def _known_since(self, commit: int) -> dict[bytes, Body]:
         """Where bodies of pages lie, of which that was looked for since a commit."""
@@ -407,7 +366,7 @@ class Disk:
             if found is None or found.size != len(into):
                 return False
             if found.first and found.size <= PIECE:
-                _copy(self._piece(txn, found.first, found.size), into)
+                copy(self._piece(txn, found.first, found.size), into)
                 digest = checksum(into)
             else:
                 digest = self._gather(txn, found, into)
@@ -421,7 +380,7 @@ class Disk:
         start = 0
         for piece in self._pieces_of(txn, found):
             part = into[start : start + len(piece)]
-            _copy(piece, part)
+            copy(piece, part)
             digest.update(part)
             start += len(piece)
         return digest.intdigest()
@@ -433,7 +392,7 @@ class Disk:
             found = lately.get(name) or self._find(txn, lately, name, _MANY)
             if found is None:
                 return 0
-            digest = _digest_of(self._pieces_of(txn, found))
+            digest = digest_of(self._pieces_of(txn, found))
         if digest != found.digest:
             raise Damaged(_WRONG_BODY)
         return found.size
@@ -473,51 +432,3 @@ class Disk:
         if piece is None or len(piece) != size:
             raise Damaged("a piece of its body is missing or has another length than its record says")
         return piece
-
-
-def _copy(piece: memoryview, into: memoryview) -> None:
-    """With the GIL released, as it may have to come from the disk."""
-    np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(piece, np.uint8))
-
-
-def _digest_of(pieces: Iterable[memoryview]) -> int:
-    """XXH3-64 of bytes that may have to come from the disk: whoever waits for that must not hold the GIL."""
-    digest = xxhash.xxh3_64()
-    for piece in pieces:
-        if 0 < len(piece) <= _HASHED_WITH_GIL:
-            np.frombuffer(piece, np.uint8).max()  # reads it with the GIL released
-        digest.update(piece)
-    return digest.intdigest()
-
-
-class _Sheets:
-    """The sheets that a transaction changes. Written once, when it has made all changes."""
-
-    def __init__(self, txn: _Txn, records: lmdb._Database) -> None:
-        self._txn = txn
-        self._records = records
-        self._rows: dict[bytes, dict[Spot, bytes]] = {}
-
-    def of(self, key: bytes) -> dict[Spot, bytes]:
-        """The rows of a sheet. One that is damaged has none: where the pieces of its pages lie is not known."""
-        rows = self._rows.get(key)
-        if rows is None:
-            data = self._txn.get(key, db=self._records)
-            try:
-                rows = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
-            except Damaged:
-                rows = {}
-            self._rows[key] = rows
-        return rows
-
-    def clear(self) -> None:
-        """Everything is gone."""
-        self._rows.clear()
-
-    def flush(self) -> None:
-        """Write them."""
-        for key, rows in self._rows.items():
-            if rows:
-                self._txn.put(key, sheet.pack(key, rows), db=self._records)
-            else:
-                self._txn.delete(key, db=self._records)

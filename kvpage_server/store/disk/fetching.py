@@ -7,6 +7,7 @@ until then, and is worth what has to leave memory for it.
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
@@ -16,47 +17,62 @@ from operator import attrgetter
 from typing import TypeAlias, cast
 
 from kvpage_server.core import Arena, Slot
-from kvpage_server.store.disk.database import Disk, Found, Outcome
-from kvpage_server.store.disk.encoding import Spoilt, Value
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file.database import Found, Outcome
+from kvpage_server.store.disk.file.encoding import Corrupt
+from kvpage_server.store.disk.file.lmdb_file import DiskError
+from kvpage_server.store.disk.file.readers import DiskReader
 from kvpage_server.store.disk.holds import Hold, Holds, TooMuch
-from kvpage_server.store.disk.lmdb_file import DiskError
 from kvpage_server.store.disk.loan import Copies, Loan
 from kvpage_server.store.disk.mapped import Mapped, MappedLoans
-from kvpage_server.store.disk.readers import Fetcher
-from kvpage_server.store.disk.write_behind import WriteBehind
+from kvpage_server.store.disk.naming import name_of_unit, unit_of_cold
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.eviction.policy import Unit
-from kvpage_server.store.keyspace import OutOfMemory
-from kvpage_server.store.known import Known, Needed, unit_named, unit_of
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 
 _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
 _AT_ONCE = 64  # values that one reader fetches before it looks for other work
 
-Lent: TypeAlias = dict[Cold, Loan]
+Loans: TypeAlias = dict[Cold, Loan]
 Start = Callable[[Callable[[], None]], None]  # of a wait: it is given what to do after
 
 log = logging.getLogger("kvpage")
 
 
-class Fetching(Known):
-    """See the module."""
+class Fetching:
+    """Values on their way from disk to memory, or lent. `connect` once the loop runs."""
 
-    behind: WriteBehind[Value]
-    _fetcher: Fetcher
+    _reader: DiskReader
+    _mapped: MappedLoans
 
-    def __init__(self, disk: Disk, *, maxmemory: int = 0, policy: str = "allkeys-prefix") -> None:
-        super().__init__(disk, maxmemory=maxmemory, policy=policy)
+    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
+        self.holds = Holds()
+        self._contents = contents
+        self._memory = memory
+        self._stored = stored
         self._fetching: dict[Cold, _Job] = {}
         self._copied = Arena()  # what is lent small: for the moment, beside what memory has
-        self._mapped: MappedLoans
         self._bytes_lent = 0  # so far
-        self.holds = Holds()
         self._waiting: list[Callable[[], None]] = []  # for others to use what they hold
 
-    def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Lent | None = None) -> None:
+    def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
+        """Begin to read. `moved` is called when some of what is lent, and may wait to be sent, has moved."""
+        self._reader = reader
+        self._mapped = MappedLoans(moved)
+        self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
+
+    async def close(self) -> None:
+        """End what reads. What is lent goes on from memory."""
+        await self._reader.close()
+        self.holds.on_end = None
+        self._mapped.call_in()
+
+    def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None) -> None:
         """Have values in memory, those at least that are intact and can be read; then call `then`. Raises MemoryError.
 
         Pages and blocks that memory need not have for others are in `lent` then.
@@ -65,7 +81,7 @@ class Fetching(Known):
             then()
             return
         try:
-            self.make_room()
+            self._memory.make_room()
         except OutOfMemory:
             log.debug("memory is full; what is read is in it for a moment")
         fetching = self._fetching
@@ -95,33 +111,28 @@ class Fetching(Known):
         self.holds.grow(hold, size)
         return hold, partial(self.fetch, cold)
 
-    @property
-    def is_full(self) -> bool:
-        """Whether memory has more than it may; what came to it to be held does not count."""
-        return self.used_memory - self.holds.bytes > self.maxmemory > 0
-
     def _after_a_hold(self) -> None:
         """What was held counts again, and others may come."""
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
-            self.make_room()
+            self._memory.make_room()
         for then in waiting:
             then()
 
-    def sweep(self, now: int, most: int) -> int:
-        """See `Keyspace`."""
+    def sweep(self) -> None:
+        """Call in what was lent for too long, and end what was held for too long."""
         self._copied.rest()
         self._mapped.call_in_old()
         self.holds.end_old()
-        return super().sweep(now, most)
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
         needs = 2 * sum(map(_SIZE, values))  # at most: slots take more than what is in them
-        if not self.maxmemory or self.used_memory + needs <= self.maxmemory:
+        memory = self._memory
+        if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
             return True
-        since = max(self._bytes_lent - self.maxmemory, 0)
-        return needs <= self.maxmemory and any(value.lent >= since for value in values)
+        since = max(self._bytes_lent - memory.maxmemory, 0)
+        return needs <= memory.maxmemory and any(value.lent >= since for value in values)
 
     def _begin(self, values: Sequence[Cold]) -> _Job:
         """Values are about to be read by a thread; nobody else reads one of them meanwhile."""
@@ -139,7 +150,7 @@ class Fetching(Known):
             if isinstance(outcome, DiskError):
                 failing = value.failing = str(outcome)
             elif outcome is False or isinstance(outcome, Exception):
-                self._lose(value, outcome)
+                self.lose(value, outcome)
         if failing:
             log.error("values cannot be read from disk: %s", failing)
         for group in job.groups:
@@ -148,7 +159,7 @@ class Fetching(Known):
                 group.then()
 
     def _fetch_to_stay(self, values: list[Cold]) -> list[_Job]:
-        slots = [self.arena.allocate(value.size) for value in values]
+        slots = [self._contents.arena.allocate(value.size) for value in values]
         parts = [slice(start, start + _AT_ONCE) for start in range(0, len(values), _AT_ONCE)]
         return [self._begin_to_stay(values[part], slots[part]) for part in parts]
 
@@ -160,7 +171,7 @@ class Fetching(Known):
             self._warm(compress(zip(values, slots, strict=True), intact))
             self._end(job, outcomes)
 
-        self._fetcher.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
+        self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
         return job
 
     def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
@@ -180,7 +191,7 @@ class Fetching(Known):
             self._lend(copies, intact, job.groups)
             self._end(job, outcomes)
 
-        self._fetcher.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
+        self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
         return job
 
     def _begin_to_map(self, values: list[Cold]) -> _Job:
@@ -194,11 +205,11 @@ class Fetching(Known):
             self._lend(mapped, bodies, job.groups)
             self._end(job, found)
 
-        self._fetcher.find([(value.name, value.size) for value in values], lend)
+        self._reader.find([(value.name, value.size) for value in values], lend)
         return job
 
     def _lend(self, loan: Loan, values: Collection[Cold], groups: Iterable[_Group]) -> None:
-        now = self._units.now
+        now = self._contents.evictor.units.now
         for value in values:
             value.used = now
         for group in groups:
@@ -206,19 +217,20 @@ class Fetching(Known):
                 group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
         for unit in set(map(_UNIT, values)):
             self._note_lent(cast(Block, unit))
-        self.counts.fetched += len(values)
+        self._stored.counts.fetched += len(values)
 
     def _note_lent(self, unit: Block) -> None:
         """A block that may be on disk alone was used: what orders those in memory need not know of it."""
-        self._on_disk.use(unit_named(unit))
-        if unit in self._units:
-            self._units.used(unit)
-        elif self._quotas is not None and (quota := self._quotas.of(unit)):
+        evictor = self._contents.evictor
+        self._stored.usage.use(name_of_unit(unit))
+        if unit in evictor.units:
+            evictor.units.used(unit)
+        elif quota := evictor.quota_of(unit):
             quota.units.used(unit)
 
     def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
         """The bytes of values are there, of those at least that are still the ones that were asked for."""
-        entries = self._catalogue.entries
+        contents, entries = self._contents, self._contents.catalogue.entries
         grown: dict[Unit, int] = {}
         for value, slot in fetched:
             place = self._place_of(value)
@@ -232,39 +244,38 @@ class Fetching(Known):
                 entries[place] = slot
             else:
                 cast(Extent, place).slot = slot
-            unit = unit_of(value)
+            unit = unit_of_cold(value)
             grown[unit] = grown.get(unit, 0) + slot.footprint
-            self.counts.fetched += 1
+            self._stored.counts.fetched += 1
         for unit, size in grown.items():
             if isinstance(unit, Block):
-                self._grow(unit, size)
-            self._units.used(unit)
-            self._on_disk.is_in_memory(unit_named(unit))
+                contents.grow(unit, size)
+            contents.evictor.units.used(unit)
+            self._stored.usage.is_in_memory(name_of_unit(unit))
 
     def _place_of(self, value: Cold) -> bytes | Extent | None:
         """Where a value stands: a key or an extent; None when it is not there any more."""
         if value.name[:1] == b"k":
             key = value.name[1:]
-            return key if self._catalogue.entries.get(key) is value else None
+            return key if self._contents.catalogue.entries.get(key) is value else None
         block = cast(Block, value.unit)
-        extent = block.extent
-        there = extent is not None and extent.slot is value and self.index.block(block.req_id, block.page) is block
-        return extent if there else None
+        extent, known = block.extent, self._contents.index.block(block.req_id, block.page)
+        return extent if extent is not None and extent.slot is value and known is block else None
 
-    def _lose(self, value: Cold, outcome: Outcome) -> None:
+    def lose(self, value: Cold, outcome: Outcome) -> None:
         """A value could not be read, so it is gone."""
         place = self._place_of(value)
         if place is None:
             return
-        self.counts.corrupt += 1
+        self._stored.counts.corrupt += 1
         log.error("%r could not be read from disk and is gone: %s", value.name, outcome or "it was not there")
         if isinstance(place, Extent):
-            self.remove_block(cast(Block, value.unit), "del", "corrupt")
+            self._contents.remove_block(cast(Block, value.unit), "del", "corrupt")
         elif value.header:
-            self.remove_corrupt(place)
+            self._contents.remove_corrupt(place)
         else:
-            self._remove(place, "del")
-        self.behind.note(value.name, Spoilt(), 0)
+            self._contents.remove(place, "del")
+        self._stored.behind.note(value.name, Corrupt(), 0)
 
 
 def _nothing() -> None:
@@ -286,7 +297,7 @@ class _Group:
 
     __slots__ = ("left", "lent", "then", "values")
 
-    def __init__(self, values: Sequence[Cold], left: int, then: Callable[[], None], lent: Lent | None) -> None:
+    def __init__(self, values: Sequence[Cold], left: int, then: Callable[[], None], lent: Loans | None) -> None:
         self.values = values
         self.left = left
         self.then = then

@@ -12,8 +12,8 @@ import struct
 
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
-from kvpage_server.store.disk.database import Change, Put, Quarantine, Retime
-from kvpage_server.store.disk.record import Damaged, Record
+from kvpage_server.store.disk.file.change import Change, Put, Quarantine, Retime
+from kvpage_server.store.disk.file.record import Damaged, Record
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
@@ -23,12 +23,12 @@ _PLANE = struct.Struct("<BBI")
 _CHECKSUM = header_fields("checksum")
 
 
-class Spoilt:
+class Corrupt:
     """Stands for a value that was found damaged."""
 
 
 ShortText = tuple[bytes, int]  # a string and when it expires
-Value = Slot | ExtentPage | Extent | ShortText | Cold | Spoilt
+Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt
 
 
 def change_of(name: bytes, value: Value) -> Change:
@@ -39,7 +39,7 @@ def change_of(name: bytes, value: Value) -> Change:
         return Put(name, _spell_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
     if isinstance(value, Cold):
         return Retime(name, value.expires)
-    if isinstance(value, Spoilt):
+    if isinstance(value, Corrupt):
         return Quarantine(name)
     if type(value.unit) is not Block:
         return Put(name, b"", value.body, value.expires, unix_ms())

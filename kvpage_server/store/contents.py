@@ -1,0 +1,268 @@
+"""What there is and how it goes: every key, with the accounts of what it takes, who protects it and when it is due.
+
+This is the one place where a value comes under a key, or is removed from it. Whoever has to know is told here: the
+policy, quotas, leases, the expirer, ghosts, those who listen, and the tier below memory, if there is one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+from kvpage_server.core import Arena
+from kvpage_server.page import HEADER_SIZE, PageKey, unix_ms
+from kvpage_server.store.eviction.evictor import Evictor
+from kvpage_server.store.eviction.expiry import Expirer
+from kvpage_server.store.eviction.ghosts import Ghosts
+from kvpage_server.store.eviction.leases import Leases
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.quotas import Quota
+from kvpage_server.store.memory.catalogue import Catalogue
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
+from kvpage_server.store.memory.index import Block
+
+OVER_QUOTA = "over quota"
+BlockListener = Callable[[Sequence[bytes], Iterable[tuple[str, bytes]]], None]  # keys that changed, and their events
+_REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expired": "expired"}
+
+
+class Tier(Protocol):
+    """What lies below memory, as it is told what happens to values there."""
+
+    def removed(self, key: bytes, unit: Unit) -> None:
+        """A key is gone; its unit may have others."""
+
+    def block_removed(self, block: Block) -> None:
+        """A block is about to go with all its pages."""
+
+    def splits(self, block: Block) -> None:
+        """A block that was stored whole is about to be split."""
+
+    def was_split(self, block: Block) -> None:
+        """The pages of a block have entries now."""
+
+    def retimed(self, key: bytes) -> None:
+        """A key expires at another time."""
+
+
+@dataclass(slots=True)
+class Counters:
+    """What happened to keys since the start."""
+
+    hits: int = 0
+    misses: int = 0
+    expired: int = 0
+    evicted: int = 0
+    writes: int = 0
+
+
+class Contents:
+    """Every key and value."""
+
+    def __init__(self, policy: str) -> None:
+        self.arena = Arena()
+        self.catalogue = Catalogue()
+        self.index = self.catalogue.index
+        self.evictor = Evictor(policy, self.index)
+        self.expirer = Expirer(self.expires_of)
+        self.leases = Leases(self.evictor.limit_of)
+        self.ghosts = Ghosts()
+        self.counters = Counters()
+        self.tier: Tier | None = None
+        self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
+        self.on_block: BlockListener | None = None  # told likewise of all pages of a block, where `on_event` is
+        self.texts = 0  # bytes of short strings
+
+    def find(self, key: bytes) -> Entry | None:
+        """The living value of a key, without counting it as a use."""
+        entry = self.catalogue.get(key)
+        if entry is not None and entry.expires and entry.expires <= unix_ms():
+            self.expire(key)
+            return None
+        return entry
+
+    def expires_of(self, key: bytes) -> int:
+        """A key's expiry in unix milliseconds; 0 when it has none or does not exist. Wakes nobody."""
+        return self.catalogue.expires_of(key)
+
+    def living(self, block: Block) -> Block | None:
+        """A block without its pages that are overdue; None when nothing is left."""
+        now = unix_ms()
+        if not block.soonest or block.soonest > now:
+            return block
+        if block.extent is not None:
+            self.counters.expired += self.remove_block(block, "expired")
+            return None
+        block.soonest = 0
+        for key in list(block.page_keys()):
+            if 0 < self.expires_of(key) <= now:
+                self.expire(key)
+            else:
+                block.expires_at(self.expires_of(key))
+        return block if block.pages else None
+
+    def tell(self, event: str, key: bytes) -> None:
+        """Say what happened to a key, to whoever listens."""
+        if self.on_event is not None:
+            self.on_event(event, key)
+
+    # -- changing --------------------------------------------------------------------------------------------------
+
+    def own(self, key: bytes) -> Entry | None:
+        """The entry of a key that is about to change by itself."""
+        if self.index.resting:
+            self.catalogue.get(key)  # it is awake
+        entry = self.catalogue.entries.get(key)
+        if entry is None and (page := self.catalogue.page_in_extent(key)):
+            self.split(cast(Block, page.unit))
+            return self.catalogue.entries[key]
+        return entry
+
+    def split(self, block: Block) -> None:
+        """Give each page of a block that was stored whole an entry."""
+        if self.tier is not None:
+            self.tier.splits(block)
+        for key in self.catalogue.split(block):
+            if expires := self.expires_of(key):
+                self.expirer.note(key, expires)
+        if self.tier is not None:
+            self.tier.was_split(block)
+
+    def grow(self, block: Block, size: int) -> None:
+        """A block takes so many bytes of memory more, or less."""
+        block.footprint += size
+        self.leases.grew(block, size)
+
+    def set_expiry(self, key: bytes, expires: int) -> None:
+        """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
+        entry = self.own(key)
+        assert entry is not None
+        if entry.expires:
+            self.expirer.keys -= 1
+        entry.expires = expires
+        if not expires:
+            self.tell("persist", key)
+        else:
+            self.expirer.keys += 1
+            if expires <= unix_ms():
+                self.remove(key, "del")
+                return
+            unit = unit_of(key, entry)
+            if isinstance(unit, Block):
+                unit.expires_at(expires)
+            self.expirer.note(key, expires)
+            self.tell("expire", key)
+        if self.tier is not None:
+            self.tier.retimed(key)
+
+    # -- going -----------------------------------------------------------------------------------------------------
+
+    def delete(self, key: bytes, event: str = "del") -> bool:
+        """Remove a key; whether it was there and alive."""
+        if self.find(key) is None:
+            return False
+        self.own(key)
+        self.remove(key, event)
+        return True
+
+    def remove(self, key: bytes, event: str) -> None:
+        """Remove the entry of a key; there is one."""
+        self._take(key, event)
+        self.tell(event, key)
+
+    def remove_corrupt(self, key: bytes) -> None:
+        """Remove a page that is not what was stored."""
+        self.own(key)
+        self._take(key, "corrupt")
+        self.tell("del", key)
+
+    def _take(self, key: bytes, event: str) -> None:
+        entry = self.catalogue.entries.pop(key)
+        self.forget(key, entry, None, event)
+        if self.tier is not None:
+            self.tier.removed(key, unit_of(key, entry))
+
+    def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
+        """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
+        if old.expires:
+            self.expirer.keys -= 1
+        if is_page(old):
+            self._forget_page(key, old, new, event)
+            return
+        self.catalogue.forget_stray(key)
+        if type(old) is Text:
+            self.texts -= len(key) + old.size + TEXT_OVERHEAD
+        else:
+            self.leases.removed(key)  # the new value was used a moment ago: it needs no promise yet
+        if new is None or is_page(new):
+            self.evictor.units.removed(key)
+
+    def _forget_page(self, key: bytes, old: Page, new: Entry | None, event: str) -> None:
+        block = cast(Block, old.unit)
+        self.grow(block, -old.footprint)
+        if new is not None and new.unit is block:
+            return
+        name = PageKey.parse(key)
+        self.ghosts.page_went(block, name.layer, name.head, name.kv_type, _REASONS.get(event, event))
+        block.discard(name.layer, name.head, name.kv_type)
+        if self.evictor.quotas is not None:
+            self.evictor.quotas.grew(block, -HEADER_SIZE - old.size)
+        if not block.pages:
+            self.index.remove(block)
+            self.evictor.units.removed(block)
+            self.leases.removed(block)
+
+    def remove_block(self, block: Block, event: str, reason: str = "") -> int:
+        """Remove every page of a block; how many it had. `reason`: what is remembered, if the event does not tell."""
+        if self.tier is not None:
+            self.tier.block_removed(block)
+        self.index.remove(block)
+        self.evictor.units.removed(block)
+        self.leases.removed(block)
+        self.ghosts.block_went(block, reason or _REASONS[event], self._who(block, event, reason))
+        keys = list(block.page_keys()) if self.on_block is not None else []
+        self.expirer.keys -= self.catalogue.take_pages(block)
+        block.extent = None  # whoever still looks at the block does not keep its memory
+        if self.on_block is not None:
+            self.on_block(keys, ((event, key) for key in keys))
+        return block.pages
+
+    def _who(self, block: Block, event: str, reason: str) -> str:
+        """What evicted a block: the policy, or a quota, by its pattern."""
+        quota = self.evictor.quota_of(block) if reason == OVER_QUOTA else None
+        if quota is not None:
+            return quota.pattern.decode("utf-8", "surrogateescape")
+        return self.evictor.policy if event == "evicted" else ""
+
+    def expire(self, key: bytes) -> None:
+        """Remove an overdue key; of a block that was stored whole, all of it."""
+        if self.index.resting:
+            self.catalogue.get(key)  # it is awake
+        page = self.catalogue.page_in_extent(key)
+        if page is not None and key not in self.catalogue.entries:
+            self.counters.expired += self.remove_block(cast(Block, page.unit), "expired")
+        else:
+            self.counters.expired += 1
+            self.remove(key, "expired")
+
+    def evict(self, unit: Unit, quota: Quota | None = None) -> None:
+        """Remove a unit whole, for want of room: of memory or of the disk, or in its quota, if that is exceeded."""
+        if quota is None:
+            quota = self.evictor.quota_of(unit)
+            quota = quota if quota is not None and quota.is_over else None
+        self.evictor.units.evicted(unit)
+        keys = 1
+        if isinstance(unit, Block):
+            keys = self.remove_block(unit, "evicted", OVER_QUOTA if quota is not None else "")
+        else:
+            self.remove(unit, "evicted")
+        self.counters.evicted += keys
+        if quota is not None:
+            quota.evicted += keys
+
+
+def unit_of(key: bytes, entry: Entry) -> Unit:
+    """What a value is evicted with."""
+    unit = entry.unit
+    return unit if type(unit) is Block else key

@@ -1,0 +1,73 @@
+"""What the write-behind asks the store about changes, and tells it of them: see `Owner` there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.core import Slot
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file.change import Change
+from kvpage_server.store.disk.file.encoding import Corrupt, Value, change_of
+from kvpage_server.store.disk.file.lmdb_file import DiskFull
+from kvpage_server.store.disk.file.record import name_of_block
+from kvpage_server.store.disk.file.writer import Batch
+from kvpage_server.store.disk.limit import DiskLimit
+from kvpage_server.store.disk.naming import is_gone, name_of_unit
+from kvpage_server.store.disk.stored import Stored, takes
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import page_named
+from kvpage_server.store.memory.extent import ExtentPage
+from kvpage_server.store.memory.index import Block
+
+_AT_ONCE = 256  # values that are noted before others have their turn
+
+
+class Changes:
+    """Those of a keyspace's values."""
+
+    def __init__(self, contents: Contents, stored: Stored, limit: DiskLimit) -> None:
+        self._contents = contents
+        self._stored = stored
+        self._limit = limit
+
+    def spell(self, name: bytes, value: Value) -> Change:
+        """The change that stores a value. Called in the writing thread."""
+        return change_of(name, value)
+
+    def make_room(self, error: DiskFull, size: int) -> None:
+        """The disk is full, and so many bytes wait."""
+        self._limit.give_up(error, size)
+
+    def is_gone(self, name: bytes) -> bool:
+        """Whether the store has no value of a name, in whatever form."""
+        return is_gone(self._contents, name)
+
+    def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
+        """Steps until it is known that a batch is on disk."""
+        usage = self._stored.usage
+        if batch.clears:
+            usage.was_cleared()
+        last: object = None
+        unit = b""
+        for number, (name, (value, _)) in enumerate(batch.changes.items(), start=1):
+            if not number % _AT_ONCE:
+                yield
+            if isinstance(value, Cold):
+                continue
+            if value is None or isinstance(value, Corrupt):
+                usage.remove(name)
+                self._drop_unit(name)
+            elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
+                if value.unit is not last:
+                    last, unit = value.unit, name_of_unit(value.unit)
+                usage.add(name, unit, takes(name, value))
+            else:
+                usage.add(name, name, takes(name, value))
+
+    def _drop_unit(self, name: bytes) -> None:
+        """Forget the unit of a value that is gone, if that is gone, too."""
+        page = page_named(name[1:]) if name[:1] == b"k" else None
+        if page is None:
+            self._stored.usage.remove_unit(name)
+        elif self._contents.index.block(page.req_id, page.page) is None:
+            self._stored.usage.remove_unit(name_of_block(page.req_id, page.page))

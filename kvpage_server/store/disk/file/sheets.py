@@ -1,0 +1,42 @@
+"""The sheets that a transaction changes."""
+
+from __future__ import annotations
+
+import lmdb
+
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.record import Damaged
+from kvpage_server.store.disk.file.sheet import Spot
+
+
+class Sheets:
+    """Read when they are asked for, and written once, when the transaction has made all changes."""
+
+    def __init__(self, txn: lmdb.Transaction[bytes], records: lmdb._Database) -> None:
+        self._txn = txn
+        self._records = records
+        self._rows: dict[bytes, dict[Spot, bytes]] = {}
+
+    def of(self, key: bytes) -> dict[Spot, bytes]:
+        """The rows of a sheet. One that is damaged has none: where the pieces of its pages lie is not known."""
+        rows = self._rows.get(key)
+        if rows is None:
+            data = self._txn.get(key, db=self._records)
+            try:
+                rows = {} if data is None else sheet.by_spot(sheet.unpack(key, data)[1])
+            except Damaged:
+                rows = {}
+            self._rows[key] = rows
+        return rows
+
+    def clear(self) -> None:
+        """Everything is gone."""
+        self._rows.clear()
+
+    def flush(self) -> None:
+        """Write them."""
+        for key, rows in self._rows.items():
+            if rows:
+                self._txn.put(key, sheet.pack(key, rows), db=self._records)
+            else:
+                self._txn.delete(key, db=self._records)

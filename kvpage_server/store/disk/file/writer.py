@@ -1,0 +1,122 @@
+"""Changes that are committed together, and the thread that writes: it commits one batch after another."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from queue import SimpleQueue
+from typing import Generic, TypeVar
+
+from kvpage_server.store.disk.file.change import Change, Clear, Delete
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
+
+T = TypeVar("T")
+
+Error = DiskError | DiskFull
+Done = Callable[[Error | None], None]
+
+_AT_ONCE = 256  # values that are let go of together
+
+log = logging.getLogger("kvpage")
+
+
+@dataclass(slots=True)
+class Batch(Generic[T]):
+    """The last change of each value, None for its removal, with the bytes it takes while it waits."""
+
+    changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
+    size: int = 0
+    clears: bool = False  # before all else
+    removed: dict[bytes, None] = field(default_factory=dict)  # the values that have no other change than that
+    position: int = 0  # of the last change
+    began: float = 0.0  # monotonic
+
+    def note(self, name: bytes, value: T | None, size: int) -> None:
+        """A value has changed, or is gone."""
+        old = self.changes.get(name)
+        self.size += size - (old[1] if old is not None else 0)
+        self.changes[name] = (value, size)
+        if value is None:
+            self.removed[name] = None
+        elif old is not None:
+            self.removed.pop(name, None)
+
+    def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
+        """Values have changed."""
+        changes = self.changes
+        get, grown = changes.get, sum(sizes)
+        for name, value, size in zip(names, values, sizes, strict=True):
+            if (old := get(name)) is not None:
+                grown -= old[1]
+            changes[name] = (value, size)
+        self.size += grown
+        if self.removed:
+            for name in names:
+                self.removed.pop(name, None)
+
+    def forget(self, name: bytes) -> None:
+        """The last change of a value was made."""
+        self.size -= self.changes.pop(name)[1]
+        self.removed.pop(name, None)
+
+    def freed(self) -> Iterator[None]:
+        """Let go of its values, in steps: on the loop, not where the thread does."""
+        changes = self.changes
+        while changes:
+            for _ in range(min(len(changes), _AT_ONCE)):
+                changes.popitem()
+            yield
+
+
+class DiskWriter(Generic[T]):
+    """Writes for one loop, which it is made on. `spell` makes a change of a value, in the thread."""
+
+    def __init__(self, disk: Disk, spell: Callable[[bytes, T], Change]) -> None:
+        self._disk = disk
+        self._spell = spell
+        self._loop = asyncio.get_running_loop()
+        self._jobs: SimpleQueue[tuple[Batch[T], bool, Done] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="disk-writer", daemon=True)
+        self._thread.start()
+
+    def commit(self, batch: Batch[T], done: Done) -> None:
+        """Write a batch; then tell `done`, on the loop, what went wrong."""
+        self._jobs.put((batch, False, done))
+
+    def remove(self, batch: Batch[T], done: Done) -> None:
+        """The same for removals, where the disk has no room for anything else."""
+        self._jobs.put((batch, True, done))
+
+    def _run(self) -> None:
+        """What is held of a batch here was let go of when the loop hears: memory is freed there alone."""
+        while (job := self._jobs.get()) is not None:
+            batch, makes_room, done = job
+            error = self._error_of(batch, makes_room)
+            del batch, job
+            self._loop.call_soon_threadsafe(done, error)
+
+    def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
+        """Commit; what went wrong, without the frames that it came through."""
+        try:
+            (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
+        except (DiskFull, DiskError) as error:
+            return type(error)(str(error))
+        except Exception as error:
+            log.exception("what is to be stored cannot be written")
+            return DiskError(repr(error))
+        return None
+
+    def _changes(self, batch: Batch[T]) -> Iterable[Change]:
+        if batch.clears:
+            yield Clear()
+        for name, (value, _) in batch.changes.items():
+            yield Delete(name) if value is None else self._spell(name, value)
+
+    async def close(self) -> None:
+        """End the thread, after what it has begun."""
+        self._jobs.put(None)
+        await asyncio.to_thread(self._thread.join)

@@ -1,0 +1,183 @@
+"""What happens when the disk is full: the policy holds for the store as a whole.
+
+Everything that is stored goes to disk sooner or later, so the store has room for what the disk has. Where `maxdisk`
+limits that, room is made before something is stored: under the `allkeys` policies what lies on disk alone goes first,
+what was read or left memory the longest ago before the others, then what memory has, too; under `volatile-ttl` what
+expires soonest; under `noeviction` nothing, and what has no room is refused. What is leased or pinned stays. With
+`appendfsync no`, what memory has is not evicted for that: it leaves the disk alone, and nothing was promised of it.
+
+Where others fill the disk, what memory has stays where it is, whatever the policy: room is made of what lies on disk
+alone. When there is no more of that, writing fails until there is room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator
+
+from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.lmdb_file import DiskFull, MaxDisk
+from kvpage_server.store.disk.file.record import footprint, name_of_block, name_of_key
+from kvpage_server.store.disk.holds import Holds
+from kvpage_server.store.disk.naming import (
+    is_cold_named,
+    is_there,
+    name_of_unit,
+    names_in,
+    unit_name_of,
+    unit_named,
+)
+from kvpage_server.store.disk.stored import Stored, takes
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.quotas import OverLimit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory_limit import MemoryLimit
+from kvpage_server.store.quota_limit import Coming
+
+_SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
+_MOST_PASSED = 4096  # units that stay, before no more are looked at
+
+Sizes = dict[bytes, int]  # footprints on disk, by name
+
+
+class DiskUsedUp(OverLimit):
+    """A write does not fit on the disk, and there is nothing that the policy may evict for it."""
+
+    def __init__(self, maxdisk: int, size: int) -> None:
+        super().__init__(
+            f"command not allowed when used disk > 'maxdisk': {int(maxdisk * _SHARE_OF_DISK)} bytes of {maxdisk} are "
+            f"for values, and {size} more do not fit."
+        )
+
+
+class DiskLimit:
+    """Keeps the disk within `maxdisk`, and makes room where others have filled it."""
+
+    def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: Holds) -> None:
+        self._contents = contents
+        self._memory = memory
+        self._stored = stored
+        self._holds = holds
+
+    # -- before something is stored --------------------------------------------------------------------------------
+
+    @property
+    def _most(self) -> int:
+        """Bytes of the disk that values may take."""
+        return int(self._stored.maxdisk * _SHARE_OF_DISK)
+
+    def admit(self, coming: Collection[Coming]) -> None:
+        """Make room for values. Raises DiskUsedUp: nothing has changed."""
+        if not self._stored.maxdisk or not self._stored.keeps_all:
+            return
+        if self._stored.usage.expected + sum(map(_takes_coming, coming)) > self._most:
+            sizes = {name_of_key(value.key): _takes_coming(value) for value in coming}
+            blocks = {name_of_block(*value.block) for value in coming if value.block is not None}
+            self._have_room(sizes, {*sizes, *blocks})
+
+    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
+        """The same for a block that is stored whole."""
+        if not self._stored.maxdisk or not self._stored.keeps_all:
+            return
+        name, block = name_of_block(req_id, page), self._contents.index.block(req_id, page)
+        sizes = dict.fromkeys(names_in(block), 0) if block is not None else {}
+        sizes[name] = footprint(name, shape.nbytes)
+        self._have_room(sizes, {name})
+
+    def fits(self, values: Iterable[tuple[bytes, Entry | Extent]]) -> bool:
+        """Whether there is room on the disk for values that memory has; it is made if it can be."""
+        if not self._stored.maxdisk:
+            return True
+        sizes = {name: takes(name, value) for name, value in values if not isinstance(value, Cold)}
+        try:
+            self._have_room(sizes, {unit_name_of(self._contents, name) for name in sizes})
+        except DiskUsedUp:
+            return False
+        return True
+
+    def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
+        """Have room for values of those sizes, without the units that are to `stay`. Raises DiskUsedUp."""
+        usage, most = self._stored.usage, self._most
+        growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
+        lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered: step by step
+        if lacking <= 0:
+            return
+        if growth > most or self._policy == NO_EVICTION or not self._free(lacking, stay, alone=False):
+            raise DiskUsedUp(self._stored.maxdisk, growth)
+
+    @property
+    def _policy(self) -> str:
+        return self._contents.evictor.policy
+
+    # -- what goes -------------------------------------------------------------------------------------------------
+
+    def give_up(self, error: DiskFull, size: int) -> None:
+        """Have units leave the disk, which is full, for as many bytes."""
+        if self._policy != NO_EVICTION:
+            self._free(size, (), alone=not isinstance(error, MaxDisk))
+
+    def _free(self, size: int, stay: Collection[bytes], *, alone: bool) -> bool:
+        """Have units leave the disk until there are so many bytes more; whether there are."""
+        stored, usage = self._stored, self._stored.usage
+        there, aim = usage.used, usage.used - size
+        for unit in self._going(alone=alone):
+            name, names = name_of_unit(unit), [one for one in names_in(unit) if stored.has(one)]
+            if name in stay or not names:
+                continue
+            there -= sum(map(usage.size_of, names))
+            usage.remove_unit(name)
+            if stored.keeps_all or any(is_cold_named(self._contents, one) for one in names):
+                stored.counts.evicted += len(names)
+                self._contents.evict(unit)
+            else:
+                self._leave_to_memory(unit, names)
+            if there <= aim:
+                return True
+        return False
+
+    def _leave_to_memory(self, unit: Unit, names: Iterable[bytes]) -> None:
+        self._stored.unproven.add(unit)
+        for name in names:
+            self._stored.remove(name)
+
+    def _going(self, *, alone: bool) -> Iterator[Unit]:
+        """The units on disk in the order they go; those that memory has not, if they have to lie there `alone`."""
+        now, leases = unix_ms(), self._contents.leases
+        leases.settle(now)
+        units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone)
+        for unit in units:
+            if unit not in self._holds and not leases.spares(unit, now):
+                yield unit
+
+    def _soonest(self, *, alone: bool) -> Iterator[Unit]:
+        passed = 0
+        for unit in self._memory.soonest():
+            if not alone or self._stored.usage.lies_alone(name_of_unit(unit)):
+                yield unit
+            passed += is_there(self._contents, unit)
+            if passed == _MOST_PASSED:
+                return
+
+    def _oldest(self, *, alone: bool) -> Iterator[Unit]:
+        usage = self._stored.usage
+        may_pass = min(_MOST_PASSED, usage.units)
+        while may_pass > 0 and (name := usage.first(alone=alone)) is not None:
+            unit = unit_named(self._contents, name)
+            if unit is None or not is_there(self._contents, unit):
+                usage.remove_unit(name)
+                continue
+            if not any(map(self._stored.behind.waits, names_in(unit))):
+                yield unit
+            if is_there(self._contents, unit):  # it waits to be written again, or it is spared
+                usage.use(name)
+                may_pass -= 1
+
+
+def _takes_coming(value: Coming) -> int:
+    if value.block is not None:
+        return sheet.footprint_of(value.size - HEADER_SIZE)
+    return footprint(name_of_key(value.key), value.size - len(value.key) - TEXT_OVERHEAD)

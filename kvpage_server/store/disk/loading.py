@@ -1,0 +1,132 @@
+"""Every key of a store on disk, as a start finds it.
+
+What lies on disk alone is `Cold`. Blocks whose pages were stored one by one are resting: they are known by the rows of
+their pages, and the entries of a block are made when somebody asks for it. So the index of a million pages is there in
+less than a second.
+"""
+
+from __future__ import annotations
+
+import gc
+
+import numpy as np
+
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.encoding import extent_of
+from kvpage_server.store.disk.file.record import Damaged, Record, footprint, name_of_key
+from kvpage_server.store.disk.naming import parse_block
+from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
+from kvpage_server.store.memory.index import Block
+
+
+class Loader:
+    """Makes the values that are on disk known: those of a start, and those of a block that wakes."""
+
+    def __init__(self, disk: Disk, contents: Contents, stored: Stored) -> None:
+        self._disk = disk
+        self._contents = contents
+        self._catalogue = contents.catalogue
+        self._expirer = contents.expirer
+        self._stored = stored
+        contents.index.on_waking = self._wake
+
+    def load(self) -> bool:
+        """Know every value; whether there are any.
+
+        What cannot be read is passed over; what is overdue expires as ever.
+        """
+        units: list[bytes] = []  # with each, when it was last used
+        used: list[int] = []
+        collecting = gc.isenabled()
+        gc.disable()  # nothing here is garbage, and there may be millions
+        try:
+            size = self._load_sheets(units, used) + self._load_records(units, used)
+        finally:
+            if collecting:
+                gc.enable()
+        latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
+        texts = {name_of_key(key) for key, entry in self._catalogue.entries.items() if type(entry) is Text}
+        self._stored.usage.found(reversed(dict.fromkeys([units[i] for i in latest.tolist()])), texts, size)
+        return bool(used)
+
+    def _load_sheets(self, units: list[bytes], used: list[int]) -> int:
+        every: list[bytes] = []
+        rest, used_at = self._contents.index.note_resting, sheet.used
+        for key, found in self._disk.sheets():
+            if isinstance(found, Damaged):
+                self._stored.counts.corrupt += 1
+                continue
+            soonest, rows = found
+            block, req_id, page = sheet.block_of(key)
+            rest(req_id, page, rows)
+            units.append(block)
+            used.append(used_at(rows))
+            every.append(rows)
+            if soonest:
+                self._note_expiring(req_id, page, rows)
+        return sheet.footprint(b"".join(every))
+
+    def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
+        """One page stands for all until it is due: then the block is woken."""
+        count, row = sheet.expiring(rows)
+        [(key, _, expires, _)] = sheet.pages(req_id, page, row)
+        self._expirer.keys += count
+        self._expirer.note(key, expires)
+
+    def _load_records(self, units: list[bytes], used: list[int]) -> int:
+        size = 0
+        for key, record in self._disk.records():
+            if key.startswith(sheet.PREFIX):
+                break
+            if isinstance(record, Damaged):
+                self._stored.counts.corrupt += 1
+                continue
+            self._admit(record)
+            units.append(record.name)
+            used.append(record.used)
+            takes = footprint(record.name, record.size)
+            self._stored.usage.know(record.name, takes)
+            size += takes
+        return size
+
+    def _admit(self, record: Record) -> None:
+        """Know a value. Its record is what was written, and what was written was valid."""
+        name, expires = record.name, record.expires
+        if name[:1] == b"b":
+            block = self._contents.index.open(*parse_block(name))
+            self._catalogue.fill(block, extent_of(record, block))
+            key, keys = next(block.page_keys()), block.pages
+        else:
+            key, keys = name[1:], 1
+            self._catalogue.put(key, self._string_of(key, record))
+        if expires:
+            self._expirer.keys += keys
+            self._expirer.note(key, expires)
+
+    def _string_of(self, key: bytes, record: Record) -> Entry:
+        self._catalogue.note_stray(key)
+        if record.first:
+            return Cold(record.name, record.size, expires=record.expires, used=record.used // 1000)
+        text = Text(record.inline)
+        text.expires = record.expires
+        self._contents.texts += len(key) + record.size + TEXT_OVERHEAD
+        self._contents.evictor.units.used(key)
+        return text
+
+    def _wake(self, block: Block, rows: bytes) -> None:
+        """Give a block the pages that have those rows; all of them are cold."""
+        entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
+        pages = sheet.pages(block.req_id, block.page, rows)
+        for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):
+            name = name_of_key(key)
+            cold = Cold(name, sheet.size_of(header), expires=expires, header=header, unit=block, used=used // 1000)
+            entries[key] = cold
+            block.add(layer, head, kv_type)
+            know(name, sheet.footprint_of(cold.size))
+            if expires:
+                block.expires_at(expires)
+                note(key, expires)

@@ -1,0 +1,83 @@
+"""What the values of the keyspace are called on disk, and which value a name stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.disk.file.record import name_of_block, name_of_key
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, page_named
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
+
+
+def name_of_unit(unit: Unit) -> bytes:
+    """What a unit is called."""
+    return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)
+
+
+def names_in(unit: Unit) -> Sequence[bytes]:
+    """What the values of a unit are called."""
+    if isinstance(unit, bytes):
+        return (name_of_key(unit),)
+    if unit.extent is not None:
+        return (name_of_block(unit.req_id, unit.page),)
+    return list(map(name_of_key, unit.page_keys()))
+
+
+def unit_of_cold(value: Cold) -> Unit:
+    """What a value goes from memory with."""
+    return value.unit if type(value.unit) is Block else value.name[1:]
+
+
+def parse_block(name: bytes) -> tuple[bytes, int]:
+    """The request and page id of the block of a name."""
+    req_id, _, page = name[1:].rpartition(b":")
+    return req_id, int(page)
+
+
+def value_named(contents: Contents, name: bytes) -> Entry | Extent:
+    """The value of a name; there is one."""
+    if name[:1] == b"k":
+        return contents.catalogue.entries[name[1:]]
+    block = contents.index.block(*parse_block(name))
+    assert block is not None
+    assert block.extent is not None
+    return block.extent
+
+
+def unit_name_of(contents: Contents, name: bytes) -> bytes:
+    """What the unit is called that a value belongs to."""
+    if name[:1] == b"b":
+        return name
+    return name_of_unit(unit_of(name[1:], contents.catalogue.entries[name[1:]]))
+
+
+def unit_named(contents: Contents, name: bytes) -> Unit | None:
+    """The unit of a name; None for a block that is not there."""
+    return contents.index.block(*parse_block(name)) if name[:1] == b"b" else name[1:]
+
+
+def is_there(contents: Contents, unit: Unit) -> bool:
+    """Whether the store has a unit. Wakes nobody."""
+    if isinstance(unit, Block):
+        return contents.index.has(unit.req_id, unit.page)
+    return unit in contents.catalogue.entries
+
+
+def is_gone(contents: Contents, name: bytes) -> bool:
+    """Whether the store has nothing of that name, nor the block that it was a part of."""
+    if name[:1] == b"b":
+        return not contents.index.has(*parse_block(name))
+    page = page_named(name[1:])
+    return name[1:] not in contents.catalogue.entries and (
+        page is None or not contents.index.has(page.req_id, page.page)
+    )
+
+
+def is_cold_named(contents: Contents, name: bytes) -> bool:
+    """Whether the bytes of a value lie on disk alone."""
+    value = value_named(contents, name)
+    return isinstance(value.slot if isinstance(value, Extent) else value, Cold)

@@ -1,0 +1,76 @@
+"""What has to come to memory before something is read or written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeAlias, cast
+
+from kvpage_server.core import Slot
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Text, are_cold, is_page, page_named
+from kvpage_server.store.memory.extent import ExtentPage
+
+Body: TypeAlias = "Slot | Cold"
+Needed = tuple[Unit, Body]  # what has to be in memory, and what it goes from there with
+
+
+class Needs:
+    """Finds what is needed, from the index alone."""
+
+    def __init__(self, contents: Contents) -> None:
+        self._catalogue = contents.catalogue
+        self.index = contents.index
+
+    def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
+        """The values that have to be fetched before those keys can be read."""
+        entries = [*map(self._catalogue.get, keys)]
+        if are_cold(entries):
+            return [*dict.fromkeys(entries)]
+        if {Cold, ExtentPage}.isdisjoint(map(type, entries)):
+            return []
+        slots = (entry.extent.slot if type(entry) is ExtentPage else entry for entry in entries)
+        return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
+
+    def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
+        """The values that have to be fetched before a block can be read whole."""
+        block = self.index.block(req_id, page)
+        if block is None:
+            return []
+        if block.extent is not None:
+            return [block.extent.slot] if type(block.extent.slot) is Cold else []
+        return self.cold_of(block.page_keys())
+
+    def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What has to be in memory for keys to be read."""
+        get = self._catalogue.get
+        for key in keys:
+            entry = get(key)
+            if entry is not None and type(entry) is not Text:
+                yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
+
+    def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
+        """What has to be in memory for keys to be written: the blocks stored whole that they name pages of.
+
+        There need not be such a page yet. It would be written into the block, which is split for that.
+        """
+        entries = self._catalogue.entries
+        names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
+        return self.extents_at((name.req_id, name.page) for name in names if name)
+
+    def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What has to be in memory for pages of some blocks to be written: the blocks, where they were stored whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+
+    def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
+        """What has to be in memory for blocks to be read whole."""
+        for req_id, page in names:
+            block = self.index.block(req_id, page)
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
+            elif block is not None:
+                yield from self.values_of(block.page_keys())

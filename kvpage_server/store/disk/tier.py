@@ -1,0 +1,362 @@
+"""The disk below memory: what memory has no room for is dropped there and fetched when it is asked for.
+
+Every key is known in memory. A value's bytes are there too, or it is `Cold`: they lie on disk alone. The tier is told
+of every change and hands it to the write-behind; what is on disk and does not wait to be written again may be dropped.
+
+With `appendfsync` always or everysec, all that is stored goes to disk, and writers wait when it comes faster than the
+disk takes it. With no, nothing is promised: a value goes to disk when it is used for a second time, so what is stored
+and never asked for again wears no SSD; when the disk cannot keep up it stays in memory; and when the server ends in
+order, everything goes.
+
+Its parts: `stored` (what is on disk or on its way there), `limit` (what happens when the disk is full), `needs` (what
+has to be fetched for something), `fetching` (from disk to memory), a loader for the start, and a scrubber.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from typing import cast
+
+from kvpage_server.core import NewPages
+from kvpage_server.page import BlockShape
+from kvpage_server.store.contents import Contents
+from kvpage_server.store.disk.changes import Changes
+from kvpage_server.store.disk.fetching import Fetching
+from kvpage_server.store.disk.file import sheet
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.encoding import Value
+from kvpage_server.store.disk.file.readers import DiskReader
+from kvpage_server.store.disk.file.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.disk.file.scrub import Scrubber
+from kvpage_server.store.disk.file.write_behind import WriteBehind
+from kvpage_server.store.disk.limit import DiskLimit
+from kvpage_server.store.disk.loading import Loader
+from kvpage_server.store.disk.naming import (
+    is_cold_named,
+    name_of_unit,
+    names_in,
+    parse_block,
+    value_named,
+)
+from kvpage_server.store.disk.needed import Needs
+from kvpage_server.store.disk.stored import Stored
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, Page, Text
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory_limit import MemoryLimit
+from kvpage_server.store.quota_limit import Coming
+
+_AT_ONCE = 256  # values that are noted before others have their turn
+_SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
+
+log = logging.getLogger("kvpage")
+
+
+class DiskTier:
+    """See the module. `load`, then `connect` once the loop runs."""
+
+    scrubber: Scrubber
+
+    def __init__(self, disk: Disk, contents: Contents, memory: MemoryLimit, maxdisk: int) -> None:
+        self.disk = disk
+        self.any_cold = False  # whether there may be a cold value
+        self.left_out = 0  # values that the last save found no room for
+        self.stored = Stored(contents, maxdisk)
+        self.needs = Needs(contents)
+        self.fetching = Fetching(contents, memory, self.stored)
+        self.limit = DiskLimit(contents, memory, self.stored, self.fetching.holds)
+        self._contents = contents
+        self._memory = memory
+        self._loader = Loader(disk, contents, self.stored)
+        self._saves: set[asyncio.Task[str]] = set()
+        contents.tier = memory.tier = self
+
+    def load(self) -> None:
+        """Know every value that is on disk."""
+        self.any_cold = self._loader.load()
+
+    def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
+        """Begin to write, behind with at most `limit` bytes, and to read. On the loop.
+
+        `moved` is called when some of what is lent, and may wait to be sent, has moved.
+        """
+        if self._memory.maxmemory:
+            limit = min(limit, self._memory.maxmemory // 4)
+        if self.stored.maxdisk:
+            limit = min(limit, self.stored.maxdisk // 8)
+        self.stored.behind = WriteBehind(self.disk, Changes(self._contents, self.stored, self.limit), mode, limit)
+        self.fetching.connect(DiskReader(self.disk), moved)
+        self.scrubber = Scrubber(self.disk, scrub_rate, self._found_damaged)
+
+    @property
+    def behind(self) -> WriteBehind[Value]:
+        """What writes."""
+        return self.stored.behind
+
+    async def save(self) -> str:
+        """Have everything on disk, what is not promised to be there too; why some is not, empty when all is.
+
+        In waves: the queue is no longer than ever.
+        """
+        behind, unproven = self.behind, self.stored.unproven
+        position = behind.position
+        await behind.settle()
+        waiting = list(unproven)
+        while waiting and not behind.failing:
+            while waiting and not behind.full:
+                self._prove(waiting.pop())
+            position = behind.position
+            await behind.settle()
+        self.left_out = len(unproven)
+        if behind.durable < position:
+            return f"{behind.failing} ({behind.position - behind.durable} changes are in memory alone)"
+        return f"maxdisk has no room for all ({self.left_out} values are in memory alone)" if self.left_out else ""
+
+    @property
+    def unsaved(self) -> int:
+        """Changes that are not on disk, and values that are not meant to be there yet."""
+        return self.behind.position - self.behind.durable + len(self.stored.unproven)
+
+    @property
+    def values_on_disk(self) -> int:
+        """How many values there are on disk."""
+        return len(self.stored.usage) + self._contents.index.resting
+
+    @property
+    def used_disk(self) -> int:
+        """Bytes that values take there, nearly."""
+        return self.stored.usage.used
+
+    def begin_save(self) -> asyncio.Task[str]:
+        """Begin to `save`, now."""
+        task = asyncio.create_task(self.save())
+        self._saves.add(task)
+        task.add_done_callback(self._saves.discard)
+        return task
+
+    async def close(self) -> str:
+        """Write what waits, and let go of the disk; why some could not be written, empty when all was."""
+        await self.scrubber.close()
+        log.info("the last save: %s", await self.save() or "everything is on disk")
+        lost = await self.behind.close()
+        await self.fetching.close()
+        self.disk.close()
+        return f"{lost} values that were to be written are not on disk: {self.behind.failing}" if lost else ""
+
+    def sweep(self) -> None:
+        """What is done now and then."""
+        self.fetching.sweep()
+
+    # -- what is stored --------------------------------------------------------------------------------------------
+
+    def admit(self, coming: Sequence[Coming]) -> None:
+        """Make room for values that are about to be stored. Raises DiskUsedUp: nothing has changed."""
+        self.limit.admit(coming)
+
+    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
+        """The same for a block that is stored whole."""
+        self.limit.admit_block(req_id, page, shape)
+
+    def known(self, pages: NewPages) -> Sequence[bool]:
+        """Which of some pages there are, where it makes a difference."""
+        entries = self._contents.catalogue.entries
+        return () if self.stored.keeps_all else [key in entries for key in pages.keys]
+
+    def stored_pages(self, pages: NewPages, known: Sequence[bool]) -> None:
+        """Pages were stored, some of which were `known`."""
+        if self.stored.keeps_all:
+            self.stored.store_pages(pages)
+            return
+        for key, slot, was_known in zip(pages.keys, pages.slots, known, strict=True):
+            self._offer(cast(Block, slot.unit), name_of_key(key), slot, known=was_known)
+
+    def stored_string(self, key: bytes, entry: Entry, *, known: bool) -> None:
+        """A string was stored."""
+        self._offer(key, name_of_key(key), entry, known=known)
+
+    def stored_block(self, block: Block, *, known: bool) -> None:
+        """A block was stored whole."""
+        assert block.extent is not None
+        self._offer(block, name_of_unit(block), block.extent, known=known)
+
+    def _offer(self, unit: Unit, name: bytes, value: Entry | Extent, *, known: bool) -> None:
+        """Something has a new value. Was it `known` before, it is used for a second time."""
+        stored, behind = self.stored, self.behind
+        may_wait = known and (behind.waits(name) or not behind.full)
+        if stored.keeps_all or (may_wait and self.limit.fits([(name, value)])):
+            stored.store(name, value)
+        else:
+            stored.counts.skipped += known
+            stored.unproven.add(unit)
+            stored.remove(name)
+
+    def splits(self, block: Block) -> None:
+        """A block that was stored whole is about to be split. Raises Absent when it is not in memory."""
+        assert block.extent is not None
+        if isinstance(block.extent.slot, Cold):
+            _ = block.extent.slot.body
+
+    def was_split(self, block: Block) -> None:
+        """The pages of a block have entries now."""
+        self.stored.remove(name_of_block(block.req_id, block.page))
+        for key in block.page_keys():
+            self.stored.store(name_of_key(key), self._contents.catalogue.entries[key])
+
+    def retimed(self, key: bytes) -> None:
+        """A key expires at another time."""
+        entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
+        if entry is not None and self.stored.has(name):
+            self.stored.store(name, entry)
+
+    # -- what is removed -------------------------------------------------------------------------------------------
+
+    def pages_dropped(self, block: Block) -> None:
+        """A block is about to lose its pages to one that is stored whole."""
+        if block.extent is None:
+            for key in block.page_keys():
+                self.stored.remove(name_of_key(key))
+
+    def removed(self, key: bytes, unit: Unit) -> None:
+        """A key is gone; its unit may have others."""
+        if not isinstance(unit, Block) or not unit.pages:
+            self.stored.unproven.discard(unit)
+        self.stored.remove(name_of_key(key))
+
+    def block_removed(self, block: Block) -> None:
+        """A block is about to go with all its pages."""
+        self.stored.unproven.discard(block)
+        for name in names_in(block):
+            self.stored.remove(name)
+
+    def cleared(self) -> None:
+        """Everything is about to go."""
+        self.stored.clear()
+
+    # -- what is used ----------------------------------------------------------------------------------------------
+
+    def used(self, units: Sequence[Unit]) -> None:
+        """Units were read: what has proven itself so goes to disk."""
+        if self.stored.unproven:
+            for unit in dict.fromkeys(units):
+                self._prove(unit)
+
+    def _prove(self, unit: Unit) -> None:
+        """A unit is used for a second time, or the server ends: it goes to disk, if there is room on the way."""
+        stored, waits = self.stored, self.behind.waits
+        if unit not in stored.unproven:
+            return
+        names = [name for name in names_in(unit) if name not in stored.usage or waits(name)]  # an older one has to go
+        values = [(name, value_named(self._contents, name)) for name in names]
+        if self.behind.full or not self.limit.fits(values):
+            stored.counts.skipped += 1
+            return
+        stored.unproven.discard(unit)
+        for name, value in values:
+            stored.store(name, value)
+
+    # -- from memory to disk alone: see `MemoryLimit` ----------------------------------------------------------------
+
+    @property
+    def held(self) -> int:
+        """Bytes that came to memory to be used in a moment. They do not count until then."""
+        return self.fetching.holds.bytes
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether somebody is about to use a unit."""
+        return unit in self.fetching.holds
+
+    @property
+    def _keeps_texts(self) -> bool:
+        return self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
+
+    def drops_any(self) -> bool:
+        """Whether there may be something to drop, whatever the policy: not where short strings alone are too much."""
+        return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
+
+    def hurry(self) -> None:
+        """Memory would like more to be on disk."""
+        self.behind.hurry()
+
+    def leave(self, unit: Unit) -> bool:
+        """Drop a unit, or evict one that is not on disk; False when it has to stay.
+
+        To drop a short string would gain nothing. They are evicted when they take too much of memory together.
+        """
+        names = names_in(unit)
+        is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
+        settled = self.behind.settled or not any(map(self.behind.waits, names))
+        if settled and self.stored.usage.has_all(names):
+            if not is_text:
+                self._drop(unit, names)
+                return True
+            if self._contents.texts <= self._memory.maxmemory * _SHARE_OF_TEXTS:
+                return False
+        elif self.stored.keeps_all:
+            self._prove(unit)  # if it was stored under another policy
+        return not self._keeps_texts and self.evict(unit)
+
+    def evict(self, unit: Unit) -> bool:
+        """Evict a unit; False when it waits to be written, or memory would gain nothing."""
+        names = names_in(unit)
+        if all(is_cold_named(self._contents, name) for name in names):
+            return False
+        if not self.behind.failing and any(map(self.behind.waits, names)):
+            return False
+        self._contents.evict(unit)
+        return True
+
+    def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
+        """Let go of a unit's bytes in memory."""
+        contents, units = self._contents, self._contents.evictor.units
+        used = units.now - units.idle(unit)
+        if isinstance(unit, bytes):
+            self._cool(unit, names, used)
+        elif unit.extent is None:
+            contents.grow(unit, -self._cool(unit, names, used))
+        elif not isinstance(slot := unit.extent.slot, Cold):
+            unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)
+            contents.grow(unit, -slot.footprint)
+            self.stored.counts.dropped += 1
+        units.evicted(unit)
+        self.stored.usage.is_alone(name_of_unit(unit))
+        self.any_cold = True
+
+    def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
+        """Let go of the bytes of keys; how many they were."""
+        entries, freed = self._contents.catalogue.entries, 0
+        for name in names:
+            key = name[1:]
+            entry = cast(Page, entries[key])
+            if type(entry) is not Cold:
+                header = bytes(entry.header) if type(unit) is Block else b""
+                entries[key] = Cold(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
+                freed += entry.footprint
+                self.stored.counts.dropped += 1
+        return freed
+
+    # -- the disk's side -------------------------------------------------------------------------------------------
+
+    def _found_damaged(self, name: bytes) -> None:
+        """The scrubber found a value, or a sheet, damaged. Where memory has it, it is written again."""
+        if name.startswith(sheet.PREFIX):
+            block = self._contents.index.block(*parse_block(sheet.block_of(name)[0]))
+            for one in [] if block is None else names_in(block):
+                if sheet.is_in(one, name):
+                    self._found_damaged(one)
+            return
+        self._contents.catalogue.get(name[1:])  # it is awake
+        if name not in self.stored.usage or self.behind.waits(name):
+            return
+        value = value_named(self._contents, name)
+        cold = value.slot if isinstance(value, Extent) else value
+        if isinstance(cold, Cold):
+            self.fetching.lose(cold, Damaged("the scrubber found it damaged"))
+            return
+        self.stored.counts.repaired += 1
+        log.warning("%r is damaged on disk, and written again from memory", name)
+        self.stored.store(name, value)

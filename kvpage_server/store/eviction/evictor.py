@@ -1,0 +1,106 @@
+"""Who decides what goes: the policy by name, over all units, and one more of its kind for each quota.
+
+**Where a new policy goes.** It is a subclass of `Queues` in a module of this folder, with a row in `policies`. It is
+told of uses and asked for victims; who removes them, and how many, is not its business.
+
+**A change of policy** costs nothing at once: the new policy takes over in steps, see `queues`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from kvpage_server.store.eviction.policies import POLICIES
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.queues import Queues, successor
+from kvpage_server.store.eviction.quotas import Quota, Quotas, Rule
+from kvpage_server.store.memory.index import Block, PageIndex
+
+_AT_ONCE = 500  # units that are handed over before others have their turn
+
+
+class Evictor:
+    """Knows the order in which units go. `units` is told of their uses, and that they are gone."""
+
+    def __init__(self, policy: str, index: PageIndex) -> None:
+        self._policy = policy
+        self._index = index
+        self.quotas: Quotas | None = None
+        self.units: Queues | Quotas = POLICIES[policy]()
+
+    @property
+    def policy(self) -> str:
+        """What decides which unit goes when memory is full."""
+        return self._policy
+
+    @policy.setter
+    def policy(self, name: str) -> None:
+        """Let another policy decide. It is told what there is, and when that was used last, in steps."""
+        self._policy = name
+        self.hand_over()
+
+    def set_quotas(self, rules: Sequence[Rule]) -> None:
+        """Have these quotas and no others. They have evicted as many as those before them with the same patterns."""
+        old = {quota.pattern: quota for quota in self.every_quota}
+        every = self._policies()[0]
+        self.quotas = Quotas(rules, every, POLICIES[self._policy]) if rules else None
+        self.units = every if self.quotas is None else self.quotas
+        for quota in self.every_quota:
+            if quota.pattern in old:
+                quota.evicted = old[quota.pattern].evicted
+
+    @property
+    def every_quota(self) -> Sequence[Quota]:
+        """Every quota, in order."""
+        return self.quotas.all if self.quotas is not None else ()
+
+    def quota_of(self, unit: Unit) -> Quota | None:
+        """The quota that a unit counts against, if there is one."""
+        return self.quotas.of(unit) if self.quotas is not None else None
+
+    def limit_of(self, unit: Unit) -> Quota | None:
+        """The same, if that quota has a limit."""
+        quota = self.quota_of(unit)
+        return quota if quota is not None and quota.limit else None
+
+    def chain(self, blocks: Sequence[Block]) -> None:
+        """Each of these extends the one before it, and is worth nothing to an engine without that."""
+        if len(blocks) > 1:
+            self.units.follows(blocks)
+
+    def join(self, block: Block) -> None:
+        """Say that the pages of a request follow each other."""
+        self.chain(self._index.around(block))
+
+    # -- a change of policy ------------------------------------------------------------------------------------------
+
+    def hand_over(self) -> bool:
+        """Tell the policy some of what the one before knew; whether there is more."""
+        self._begin_to_hand_over()
+        for policy in self._policies():
+            for unit in policy.hand_over(_AT_ONCE):
+                if isinstance(unit, Block):
+                    policy.follows(self._index.around(unit))
+            if policy.hands_over:
+                return True
+        return self._begin_to_hand_over()
+
+    def _begin_to_hand_over(self) -> bool:
+        """Have the policies that are wanted, unless those there are were not told everything yet."""
+        kind = POLICIES[self._policy]
+        policies = self._policies()
+        if all(type(policy) is kind for policy in policies) or any(policy.hands_over for policy in policies):
+            return False
+        if self.quotas is None:
+            self.units = successor(policies[0], kind)
+        else:
+            self.quotas.every = successor(self.quotas.every, kind)
+            for quota in self.quotas.all:
+                quota.units = successor(quota.units, kind)
+        return True
+
+    def _policies(self) -> list[Queues]:
+        """That of all units, and those of quotas."""
+        if isinstance(self.units, Quotas):
+            return [self.units.every, *(quota.units for quota in self.units.all)]
+        return [self.units]

@@ -1,0 +1,155 @@
+"""What happens when memory is full: units go in the policy's order until it is within `maxmemory`.
+
+Without a tier below it, a unit that goes is evicted: it is removed. With one, a unit that lies there as well is
+dropped: its key stays and its bytes leave memory. What is leased or pinned is spared, and so is what somebody holds who
+is about to read it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Protocol, cast
+
+from kvpage_server.page import unix_ms
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.eviction.leases import SHARE
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.entry import Entry, Text
+from kvpage_server.store.memory.index import Block
+
+PROMISE = 10_000  # milliseconds
+MOST_LEAVE = 250  # keys that leave memory before others have their turn
+_MOST_PASSED = 1024  # units that do not leave, before no more are looked at
+
+
+class OutOfMemory(Exception):
+    """Memory is full, and there is nothing that the policy may evict."""
+
+
+class TierBelow(Protocol):
+    """Where values lie that memory lets go of."""
+
+    @property
+    def held(self) -> int:
+        """Bytes that came to memory to be used in a moment. They do not count until then."""
+
+    def holds(self, unit: Unit) -> bool:
+        """Whether somebody is about to use a unit."""
+
+    def leave(self, unit: Unit) -> bool:
+        """Drop a unit, or evict one that lies in memory alone; False when it has to stay."""
+
+    def evict(self, unit: Unit) -> bool:
+        """Evict a unit; False when it waits to be written, or memory would gain nothing."""
+
+    def drops_any(self) -> bool:
+        """Whether there may be something to drop, whatever the policy."""
+
+    def hurry(self) -> None:
+        """Memory would like more to be on disk."""
+
+
+class MemoryLimit:
+    """Keeps memory within `maxmemory`, in bytes, 0 for no limit."""
+
+    def __init__(self, contents: Contents, maxmemory: int) -> None:
+        self.maxmemory = maxmemory
+        self.receiving = 0  # bytes of slots that are being received: they are their senders', not the store's yet
+        self.tier: TierBelow | None = None
+        self._contents = contents
+
+    @property
+    def used(self) -> int:
+        """Bytes that count against maxmemory: slots in use, but for those being received, and short strings."""
+        return self._contents.arena.used - self.receiving + self._contents.texts
+
+    @property
+    def is_full(self) -> bool:
+        """Whether memory has more than it may."""
+        held = self.tier.held if self.tier is not None else 0
+        return self.used - held > self.maxmemory > 0
+
+    def make_room(self) -> bool:
+        """Let units go until memory is within its limit, or much has gone: whether there is no more to do for now.
+
+        Raises OutOfMemory when the policy forbids it.
+        """
+        if not self.is_full:
+            return True
+        for units, leave in self._ways():
+            done = self._leave(units, leave)
+            if done is not None:
+                return done
+        if self.tier is not None:
+            self.tier.hurry()
+        if self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL):
+            raise OutOfMemory
+        return True
+
+    def _ways(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool]]]:
+        """Which units may go, in which order, and how each does; the next if those were not enough."""
+        evictor, tier = self._contents.evictor, self.tier
+        if tier is not None and tier.drops_any():
+            yield evictor.units.victims(), tier.leave
+        elif evictor.policy not in (NO_EVICTION, VOLATILE_TTL):
+            yield evictor.units.victims(), self._evict
+        if evictor.policy == VOLATILE_TTL:
+            yield self.soonest(), tier.evict if tier is not None else self._evict
+
+    def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool]) -> bool | None:
+        """Have units leave memory, in order, until that is within its limit (True), or many have left (False).
+
+        None when those that may do not suffice.
+        """
+        now, passed, left, tier = unix_ms(), 0, MOST_LEAVE, self.tier
+        leases = self._contents.leases
+        leases.settle(now)
+        for unit in units:
+            pages = unit.pages if isinstance(unit, Block) else 1
+            if (tier is not None and tier.holds(unit)) or leases.spares(unit, now) or not leave(unit):
+                passed += tier is not None
+                if passed == _MOST_PASSED:
+                    break
+                continue
+            left -= pages
+            if not self.is_full:
+                return True
+            if left <= 0:
+                return False
+        return None if self.is_full else True
+
+    def _evict(self, unit: Unit) -> bool:
+        self._contents.evict(unit)
+        return True
+
+    def soonest(self) -> Iterator[Unit]:
+        """The units that expire, the soonest first."""
+        get = self._contents.catalogue.get
+        return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest())
+
+    # -- what is spared ----------------------------------------------------------------------------------------------
+
+    def promise(self, key: bytes, entry: Entry) -> None:
+        """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.
+
+        The client of LMCache that asks EXISTS and then misses with GET waits for ever.
+        """
+        if self.maxmemory and not isinstance(entry, Text):
+            unit = unit_of(key, entry)
+            size = unit.footprint if isinstance(unit, Block) else entry.footprint
+            self._contents.leases.lease(unit, size, unix_ms() + PROMISE, self.leasable(unit))
+
+    def leasable(self, unit: Unit) -> int:
+        """Bytes that leases and pins may take together: of a unit's quota, or of all that have none.
+
+        Quotas that are more than there is of memory, taken together, have no more of it than it is.
+        """
+        quotas = self._contents.evictor.quotas
+        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
+        if not self.maxmemory:
+            return int(quota.limit * SHARE) if quota is not None else sys.maxsize
+        if quota is not None:
+            return int(quota.limit * min(1, self.maxmemory / promised) * SHARE)
+        return int((self.maxmemory - min(promised, self.maxmemory)) * SHARE)

@@ -1,0 +1,168 @@
+"""Finding and reading: keys, pages, blocks; what counts as a use, a hit or a miss."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import NamedTuple, Protocol, cast
+
+from kvpage_server.core import PageNames, look_up
+from kvpage_server.page import unix_ms
+from kvpage_server.store.contents import Contents, unit_of
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.entry import Entry, Page, cold_body
+from kvpage_server.store.memory.index import Block
+
+ANY = sys.maxsize  # bytes
+
+
+class Found(NamedTuple):
+    """What was found for some names: living values, the units that they belong to, and the names without a value.
+
+    `others`: the names of some of the values that are something else than a page in a slot of its own.
+    """
+
+    entries: list[Entry | None]
+    units: list[Unit]
+    missing: list[int]
+    others: list[int]
+
+
+class Uses(Protocol):
+    """Who is told of uses besides the policy."""
+
+    def used(self, units: Sequence[Unit]) -> None:
+        """Units were read."""
+
+
+class Reader:
+    """Answers what is there."""
+
+    def __init__(self, contents: Contents, tier: Uses | None) -> None:
+        self._contents = contents
+        self._catalogue = contents.catalogue
+        self._counters = contents.counters
+        self._tier = tier
+        self._touching = True  # whether reading counts as a use
+
+    def look(self, key: bytes) -> Entry | None:
+        """The living value of a key; a hit or a miss, but no use of it."""
+        entry = self._contents.find(key)
+        if entry is None:
+            self._missed(key)
+        else:
+            self._counters.hits += 1
+        return entry
+
+    def read(self, key: bytes) -> Entry | None:
+        """The living value of a key; a use of it, and a hit or a miss."""
+        entry = self._catalogue.get(key)
+        if entry is None or (entry.expires and self._contents.find(key) is None):
+            self._missed(key)
+            return None
+        self._counters.hits += 1
+        unit = unit_of(key, entry)
+        if self._touching:
+            self._contents.evictor.units.used(unit)
+        if self._tier is not None:
+            self._tier.used([unit])
+        return entry
+
+    def _missed(self, key: bytes) -> None:
+        self._counters.misses += 1
+        self._contents.tell("keymiss", key)
+
+    @contextmanager
+    def untouched(self) -> Iterator[None]:
+        """Let what is read meanwhile not count as a use."""
+        self._touching = False
+        try:
+            yield
+        finally:
+            self._touching = True
+
+    def find_pages(self, names: PageNames) -> Sequence[Entry | None]:
+        """The living values of pages' keys, without counting them as uses."""
+        return self._look_up(names, 0, len(names), ANY).entries
+
+    def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
+        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too.
+
+        Those of one block in a row are one use of it.
+        """
+        found = self._look_up(names, first, stop, most)
+        self._counters.hits += len(found.entries) - len(found.missing)
+        self._counters.misses += len(found.missing)
+        if self._contents.on_event is not None:
+            for i in found.missing:
+                self._contents.tell("keymiss", names.keys[i])
+        if self._touching:
+            self._contents.evictor.units.used_all(found.units)
+        if self._tier is not None:
+            self._tier.used(found.units)
+        return found
+
+    def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
+        entries, blocks, absent, others = look_up(self._catalogue.entries, names, first, stop, most, unix_ms())
+        found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [], [])
+        for i in others:
+            self._add(found, i, first, names.keys[i], self._contents.find(names.keys[i]))
+        if self._catalogue.has_all_entries:
+            found.missing.extend(absent)
+            return found
+        for block_name, places in names.runs(absent):
+            block = self._contents.index.block(*block_name)  # it is awake now, if it is there
+            if block is not None and block.extent is not None:
+                block = self._contents.living(block)
+            for i in places:
+                self._add(found, i, first, names.keys[i], self._page_in(block, names, i))
+        return found
+
+    def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
+        """A page that had no entry when that was looked for, in its block."""
+        if block is None:
+            return None
+        if block.extent is None:
+            key = names.keys[i]
+            return self._contents.find(key) if key in self._catalogue.entries else None
+        _, _, layer, head, page, kv_type = names.name(i)
+        return block.extent.page(block, page, layer, head, kv_type)
+
+    def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
+        """Note what was found for the name `i`. What is cold is not used: it has been lent, memory has it not."""
+        if entry is None:
+            found.missing.append(i)
+            return
+        found.entries[i - first] = entry
+        found.others.append(i)
+        unit = unit_of(key, entry)
+        if type(entry) is not Cold and not (found.units and found.units[-1] is unit):
+            found.units.append(unit)
+
+    def idle(self, key: bytes) -> int:
+        """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
+        entry = self._catalogue.get(key)
+        assert entry is not None
+        units, cold = self._contents.evictor.units, cold_body(entry)
+        return units.idle(unit_of(key, entry)) if cold is None else max(units.now - cold.used, 0)
+
+    def block(self, req_id: bytes, page: int) -> Block | None:
+        """One block of a request with its living pages; None when it has none."""
+        block = self._contents.index.block(req_id, page)
+        return None if block is None else self._contents.living(block)
+
+    def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
+        """Pages that are there. What is overdue must have been swept: see `block`."""
+        return [cast(Page, self._catalogue.get(key)) for key in keys]
+
+    def use_block(self, block: Block) -> None:
+        """A block is read whole: a use of it, and a hit."""
+        self._counters.hits += 1
+        if block.extent is not None and type(block.extent.slot) is Cold:  # who reads it has been lent its bytes
+            return
+        if self._touching:
+            self._contents.evictor.units.used(block)
+        if self._tier is not None:
+            self._tier.used([block])
