@@ -11,13 +11,12 @@ import math
 import select
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable, Iterable
 from typing import Any, TypeVar
 
 from redis.connection import ConnectionPool
 
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
-from kvpage_server.client.cluster.topology import Node
 from kvpage_server.client.connection import PageConnection, lend, page_pool
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError
@@ -31,14 +30,20 @@ _SHUNNED = (0.5, 8.0)  # seconds for which a node is not asked, at first and at 
 class Nodes:
     """Connections to every node of a store that has several. Can be shared between threads."""
 
-    def __init__(self, url_of: Callable[[Node], str], options: dict[str, Any], silence: float = SILENCE) -> None:
-        """`options` are for each node's connections, as redis-py's ConnectionPool takes them."""
+    def __init__(
+        self, url_of: Callable[[Any], str], options: dict[str, Any], silence: float, known: Iterable[Hashable]
+    ) -> None:
+        """`options` are for each node's connections, as redis-py's ConnectionPool takes them; some nodes are `known`.
+
+        Raises ValueError for a URL or an option that isn't one."""
         Deadline(silence)
         self._url_of, self._options, self._silence = url_of, options, silence
-        self._pools: dict[tuple[Node, bool], ConnectionPool] = {}
+        self._pools: dict[tuple[Hashable, bool], ConnectionPool] = {}
         self._lock = threading.Lock()
-        self._shunned: dict[Node, tuple[float, float, str]] = {}  # until when, for how long, and why
+        self._shunned: dict[Hashable, tuple[float, float, str]] = {}  # until when, for how long, and why
         self.round_trips = 0  # that were begun
+        for node in known:
+            self._pool(node, replica=False)
 
     def close(self) -> None:
         """Close the connections."""
@@ -114,7 +119,7 @@ class Nodes:
                 else:
                     poller.modify(fd, talk.events)
 
-    def _pool(self, node: Node, replica: bool) -> ConnectionPool:
+    def _pool(self, node: Hashable, replica: bool) -> ConnectionPool:
         with self._lock:
             pool = self._pools.get((node, replica))
             if pool is None:
