@@ -65,7 +65,7 @@ def empty(count: int = len(NAMES)) -> list[Any]:
 
 def trips(pages: PageClient) -> int:
     assert pages._several
-    return pages._several.nodes.round_trips
+    return pages._several.peers.round_trips
 
 
 def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:

@@ -13,6 +13,7 @@ from typing import Any, Self, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import Timed
 from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
@@ -82,7 +83,7 @@ class PageClient:
         """Close the connections."""
         self._threads.shutdown()
         if self._several:
-            self._several.nodes.close()
+            self._several.peers.close()
         if self._pool:
             self._pool.disconnect()
 
@@ -237,7 +238,7 @@ class PageClient:
         end = Deadline(self._deadline if deadline is None else deadline)
         if not isinstance(call, Call):
             assert self._several
-            return self._several.nodes.do(call(end), end)
+            return Nodes(self._several.peers).do(call(end), end)
         if not call.parts:
             return call.read([])
         to = self._spoken(end)

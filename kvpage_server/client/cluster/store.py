@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from kvpage_server.client.calls import Calls
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.calls import ClusterCalls
-from kvpage_server.client.cluster.nodes import SILENCE, Nodes
+from kvpage_server.client.cluster.peers import SILENCE, Peers
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, names_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address
 
@@ -21,7 +21,7 @@ class Several:
     """Servers that are one store: what is asked of them, and the connections to them."""
 
     calls: ClusterCalls | SideBySideCalls
-    nodes: Nodes
+    peers: Peers
 
 
 def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
@@ -36,8 +36,8 @@ def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
     if is_cluster:
         replicas = options.pop("read_from_replicas", False)
         address = Address(url)
-        nodes = Nodes(address.url, options, silence, address.seeds)
-        return Several(ClusterCalls(Router(address, replicas), verify, Counter()), nodes)
+        peers = Peers(address.url, options, silence, address.seeds)
+        return Several(ClusterCalls(Router(address, replicas), verify, Counter()), peers)
     servers = servers_of(url)
     calls = SideBySideCalls(Rendezvous(servers), Calls(connections=1, verify=verify))
-    return Several(calls, Nodes(attrgetter("url"), options, silence, servers))
+    return Several(calls, Peers(attrgetter("url"), options, silence, servers))
