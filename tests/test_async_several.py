@@ -27,7 +27,7 @@ Store = tuple[str, Callable[[signal.Signals], None]]  # its URL, and what sends 
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     with ExitStack() as stack:
         if request.param == "cluster":
-            cluster = stack.enter_context(valkey_cluster.run(replicas=False))
+            cluster = stack.enter_context(valkey_cluster.run("--cluster-node-timeout", "60000", replicas=False))
             yield cluster.url, cluster.masters[0].signal
         else:
             servers = [stack.enter_context(start_server()) for _ in range(3)]

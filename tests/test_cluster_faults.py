@@ -39,8 +39,8 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture(scope="module")
 def masters() -> Iterator[Cluster]:
-    """Three masters without replicas, that are whole again when a test is over."""
-    with valkey_cluster.run(replicas=False) as cluster:
+    """Three masters without replicas, that are whole again when a test is over. They are patient with each other."""
+    with valkey_cluster.run("--cluster-node-timeout", "60000", replicas=False) as cluster:
         yield cluster
 
 
