@@ -28,6 +28,8 @@ from test_page_client import (  # noqa: F401 - what is promised of one server ho
 )
 from waiting import until
 
+from engine.persistent.storage.store import PersistentStore
+from engine.tiers.server.connection import Link
 from kvpage_server.client import BadBuffer, Disconnected, PageClient, PageClientError, Refused
 from kvpage_server.client.cluster.side_by_side import Rendezvous, segment_of, servers_of
 
@@ -246,6 +248,14 @@ def test_a_refusal_of_one_server_is_raised(servers: list[RunningServer]) -> None
 def test_a_list_that_makes_no_sense_is_refused(url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
         PageClient(url)
+
+
+@pytest.mark.parametrize("url", ["redis://a:1,redis://b:2", "valkey-cluster://a:1"])
+def test_who_needs_more_than_pages_and_blocks_says_that_one_server_is_needed(url: str) -> None:
+    with pytest.raises(ValueError, match="one server"):
+        Link(url, deadline=1, connections=1)
+    with pytest.raises(ValueError, match="one server"):
+        PersistentStore(url)
 
 
 def test_an_error_names_the_item_of_the_whole_batch(pages: PageClient) -> None:

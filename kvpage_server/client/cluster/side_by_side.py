@@ -44,7 +44,7 @@ class Server:
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
-def names_several(url: str) -> bool:
+def lists_several(url: str) -> bool:
     """Whether there are URLs with commas between them, or what is meant to be that."""
     return bool(_BETWEEN.search(url)) or "," in urlsplit(url).netloc.rpartition("@")[2]
 

@@ -12,7 +12,7 @@ from kvpage_server.client.calls import Calls
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.calls import ClusterCalls
 from kvpage_server.client.cluster.peers import SILENCE, Peers
-from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, names_several, servers_of
+from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address
 
 
@@ -24,16 +24,20 @@ class Several:
     peers: Peers
 
 
+def names_several(url: str) -> bool:
+    """Whether a URL names more than one server, so that nothing but pages and blocks can be asked for."""
+    return urlsplit(url).scheme in SCHEMES or lists_several(url)
+
+
 def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
     """The store that a URL names; None when it is one server's. `options` are those of `PageClient`.
 
     Raises ValueError."""
-    is_cluster = urlsplit(url).scheme in SCHEMES
-    if not (is_cluster or names_several(url)):
+    if not names_several(url):
         return None
     options = dict(options)
     silence = options.pop("node_deadline", SILENCE)
-    if is_cluster:
+    if urlsplit(url).scheme in SCHEMES:
         replicas = options.pop("read_from_replicas", False)
         address = Address(url)
         peers = Peers(address.url, options, silence, address.seeds)
