@@ -10,6 +10,7 @@ from itertools import takewhile
 ALL = (
     "pages",
     "tiered",
+    "cluster",
     "stalls",
     "persistent",
     "engine_reconstruct",

@@ -90,19 +90,20 @@ class Node:
 
 @dataclass(frozen=True)
 class Cluster:
-    """Nodes that know each other: the first three began as masters, the others as their replicas, in this order."""
+    """Nodes that know each other: the first began as masters, the others as their replicas, in this order."""
 
     nodes: list[Node]
+    began_as_masters: int = MASTERS
 
     @property
     def masters(self) -> list[Node]:
         """Those that began as masters."""
-        return self.nodes[:MASTERS]
+        return self.nodes[: self.began_as_masters]
 
     @property
     def replicas(self) -> list[Node]:
         """Those that began as replicas."""
-        return self.nodes[MASTERS:]
+        return self.nodes[self.began_as_masters :]
 
     @property
     def addresses(self) -> str:
@@ -128,9 +129,10 @@ def _client(port: int, **options: Any) -> Any:
 
 
 @contextmanager
-def run(*options: str, replicas: bool = True) -> Iterator[Cluster]:
-    """A cluster with more `options` for each of its servers, as on their command line."""
-    count = 2 * MASTERS if replicas else MASTERS
+def run(*options: str, masters: int = MASTERS, replicas: bool = True) -> Iterator[Cluster]:
+    """A cluster of so many `masters`, each with a replica if there are to be `replicas`. Each of its servers has more
+    `options`, as on its command line."""
+    count = 2 * masters if replicas else masters
     ports = _free_ports(2 * count)
     options = ("--cluster-node-timeout", "2000", *options)
     nodes: list[Node] = []
@@ -138,8 +140,8 @@ def run(*options: str, replicas: bool = True) -> Iterator[Cluster]:
         try:
             for port, bus in zip(ports[:count], ports[count:], strict=True):
                 nodes.append(_start(Path(directory, str(port)), port, bus, options))
-            _join(nodes)
-            yield Cluster(nodes)
+            _join(nodes, masters)
+            yield Cluster(nodes, masters)
         finally:
             _end(nodes)
 
@@ -176,13 +178,13 @@ def _end(nodes: Iterable[Node]) -> None:
 # -- making a cluster of them ------------------------------------------------------------------------------------------
 
 
-def _join(nodes: list[Node]) -> None:
+def _join(nodes: list[Node], count: int = MASTERS) -> None:
     for epoch, node in enumerate(nodes, 1):
         _await(f"node {node.port} answers", node, partial(node.ask, "PING"))
         node.ask("CLUSTER", "SET-CONFIG-EPOCH", epoch)
-    masters, replicas = nodes[:MASTERS], nodes[MASTERS:]
+    masters, replicas = nodes[:count], nodes[count:]
     for i, node in enumerate(masters):
-        node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // MASTERS, SLOTS * (i + 1) // MASTERS - 1)
+        node.ask("CLUSTER", "ADDSLOTSRANGE", SLOTS * i // count, SLOTS * (i + 1) // count - 1)
     for node in nodes[1:]:
         nodes[0].ask("CLUSTER", "MEET", "127.0.0.1", node.port, node.bus)
     for node in nodes:
@@ -190,16 +192,16 @@ def _join(nodes: list[Node]) -> None:
     for master, replica in zip(masters, replicas, strict=False):  # some have no replicas
         replica.ask("CLUSTER", "REPLICATE", master.ask("CLUSTER", "MYID"))
     for node in nodes:
-        _await("the cluster is whole", node, partial(_is_whole, node, len(replicas)))
+        _await("the cluster is whole", node, partial(_is_whole, node, count, len(replicas)))
 
 
 def _knows(node: Node, count: int) -> bool:
     return sum(b"handshake" not in line for line in node.ask("CLUSTER", "NODES").splitlines()) == count
 
 
-def _is_whole(node: Node, replicas: int) -> bool:
+def _is_whole(node: Node, masters: int, replicas: int) -> bool:
     told, link = node.told("CLUSTER", "INFO"), node.told("INFO", "replication")
-    if told["cluster_state"] != "ok" or int(told["cluster_size"]) != MASTERS:
+    if told["cluster_state"] != "ok" or int(told["cluster_size"]) != masters:
         return False
     shown = sum(len(ranges) - 3 for ranges in node.ask("CLUSTER", "SLOTS"))  # behind each range's master
     return shown == replicas and (link["role"] == "master" or link["master_link_status"] == "up")

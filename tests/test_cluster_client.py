@@ -64,8 +64,8 @@ def empty(count: int = len(NAMES)) -> list[Any]:
 
 
 def trips(pages: PageClient) -> int:
-    assert pages._cluster
-    return pages._cluster.nodes.round_trips
+    assert pages._several
+    return pages._several.peers.round_trips
 
 
 def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:
@@ -295,7 +295,7 @@ def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClie
 
 def test_the_documented_example_runs(cluster: Cluster) -> None:
     text = Path(__file__).parent.parent.joinpath("docs", "scaling.md").read_text()
-    (example,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    (*_, example) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     done = subprocess.run(
         [sys.executable, "-c", example.replace("127.0.0.1:7000,127.0.0.1:7001", cluster.addresses)],
         capture_output=True,

@@ -1,6 +1,7 @@
 """Pages to and from a server without a copy, on redis-py: its URLs, pools, TLS, ACL and retries."""
 
 from kvpage_server.client.aio import AsyncPageClient
+from kvpage_server.client.cluster.store import names_several
 from kvpage_server.client.errors import (
     BadBuffer,
     DeadlineExceeded,
@@ -25,4 +26,5 @@ __all__ = [
     "Refused",
     "Unsupported",
     "WrongReply",
+    "names_several",
 ]

@@ -7,6 +7,7 @@ connecting, which redis-py's connections do by blocking, is left to a thread.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,13 +16,17 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from redis.connection import ConnectionPool
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.peers import Peers, silent
+from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Timed
+from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.deadline import Deadline
-from kvpage_server.client.errors import Disconnected, PageClientError
+from kvpage_server.client.errors import Disconnected, PageClientError, Unsupported
 from kvpage_server.client.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.client.questions import Question, Word, ask, commit, watch
@@ -42,8 +47,9 @@ class AsyncPageClient:
     ) -> None:
         """As `PageClient`'s."""
         Deadline(deadline)
-        self._calls = Calls(connections=connections, verify=verify)
-        self._pool = page_pool(url, redis_options)
+        self._several = several(url, verify, redis_options)
+        self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
+        self._pool = None if self._several else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers = ThreadPoolExecutor(CONNECTING_AT_ONCE, "kvpage-connect")
@@ -64,7 +70,10 @@ class AsyncPageClient:
 
     async def close(self) -> None:
         """Close the connections."""
-        self._pool.disconnect()
+        if self._several:
+            self._several.peers.close()
+        if self._pool:
+            self._pool.disconnect()
         self._openers.shutdown(wait=False, cancel_futures=True)
 
     # -- pages -----------------------------------------------------------------------------------------------------
@@ -198,8 +207,10 @@ class AsyncPageClient:
 
     # -- doing -----------------------------------------------------------------------------------------------------
 
-    async def _do(self, call: Call[T], deadline: float | None) -> T:
+    async def _do(self, call: Call[T] | Timed[T], deadline: float | None) -> T:
         end = Deadline(self._deadline if deadline is None else deadline)
+        if not isinstance(call, Call):
+            return await self._carry_out(call(end), end)
         if not call.parts:
             return call.read([])
         to = await self._spoken(end)
@@ -233,19 +244,52 @@ class AsyncPageClient:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
 
+    async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
+        """Do what a plan asks of several servers, what it asks at once at once."""
+        assert self._several
+        silence = self._several.peers.silence(end)
+        try:
+            asked = next(plan)
+            while True:
+                if asked.pause:
+                    await asyncio.sleep(min(asked.pause, end.left()))
+                errands = [self._run(self._several.peers, errand, end, silence) for errand in asked.errands]
+                asked = plan.send(await asyncio.gather(*errands))
+        except StopIteration as over:
+            result: T = over.value
+            return result
+
+    async def _run(self, peers: Peers, errand: Errand, end: Deadline, silence: float) -> Any | Failed:
+        """An errand's answer."""
+        failure: PageClientError | None = None
+        peers.round_trips += 1
+        try:
+            peers.check(errand.node)
+            async with self._lent(peers.pool(errand.node, errand.replica)) as connection:
+                await self._open(connection, Deadline(min(silence, end.left())))
+                return await _ask(connection, errand.request, end, silence)
+        except PageClientError as error:
+            failure = error
+            return Failed(error)
+        finally:
+            peers.remember(errand.node, failure)
+
     @asynccontextmanager
-    async def _lent(self) -> AsyncIterator[PageConnection]:
+    async def _lent(self, pool: ConnectionPool | None = None) -> AsyncIterator[PageConnection]:
         """A connection of the pool. One that a thread is still connecting goes back when the thread is done with it:
         it can't be interrupted, and nobody is to wait for it."""
-        connection = lend(self._pool)
+        pool = pool or self._pool
+        if pool is None:
+            raise Unsupported("several servers can't be asked for anything but pages and blocks")
+        connection = lend(pool)
         try:
             yield connection
         finally:
             opening = self._openings.pop(connection, None)
             if opening and not opening.done():
-                opening.add_done_callback(partial(self._opened_in_vain, connection))
+                opening.add_done_callback(partial(self._opened_in_vain, pool, connection))
             else:
-                self._pool.release(connection)  # type: ignore[arg-type]
+                pool.release(connection)  # type: ignore[arg-type]
 
     async def _open(self, connection: PageConnection, end: Deadline) -> None:
         """Connect, unless it is connected."""
@@ -254,35 +298,45 @@ class AsyncPageClient:
             self._openings[connection] = opening
             await asyncio.shield(opening)
 
-    def _opened_in_vain(self, connection: PageConnection, opening: asyncio.Future[None]) -> None:
+    def _opened_in_vain(self, pool: ConnectionPool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():
             opening.exception()  # nobody else will look at it
         connection.close_unless(over=False)
-        self._pool.release(connection)  # type: ignore[arg-type]
+        pool.release(connection)  # type: ignore[arg-type]
 
 
-async def _ask(connection: PageConnection, request: Request[T], end: Deadline) -> T:
-    conversation = connection.conversation(request)
+async def _ask(connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf) -> T:
+    """What the server answers, unless no byte moves for so many seconds of `silence`."""
+    conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     try:
-        async with asyncio.timeout(end.left()):
-            await _pass_through(conversation)
+        over = loop.time() + end.left()
+        async with asyncio.timeout_at(min(over, loop.time() + silence)) as limit:
+            moved = partial(_wait_longer, limit, over, silence) if silence < math.inf else None
+            await _pass_through(conversation, moved)
         return conversation.result()
     except TimeoutError:
-        raise end.exceeded() from None
+        raise (end.exceeded() if loop.time() >= over else silent(connection.host, silence)) from None
     finally:
         connection.close_unless(conversation.over)
 
 
-async def _pass_through(conversation: Conversation[Any]) -> None:
-    """Drive a conversation to its end. Raises Disconnected, WrongReply."""
-    with closing(_Drive(conversation)) as drive:
+def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
+    """Something moved."""
+    if limit.when() is not None:
+        limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
+
+
+async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
+    """Drive a conversation to its end; `moved` is called when bytes do. Raises Disconnected, WrongReply."""
+    with closing(_Drive(conversation, moved)) as drive:
         await drive.over
 
 
 class _Drive:
     """A conversation that the loop goes on with when its socket is ready. The task that waits is woken at the end."""
 
-    def __init__(self, conversation: Conversation[Any]) -> None:
+    def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
+        self._moved = moved
         self._loop = asyncio.get_running_loop()
         self._sock = conversation.sock
         self._steps = conversation.steps()
@@ -298,6 +352,8 @@ class _Drive:
     def _go_on(self, ready: int | None) -> None:
         if self.over.done():
             return
+        if self._moved:
+            self._moved()
         try:
             events = self._steps.send(ready)
         except StopIteration:

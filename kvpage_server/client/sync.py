@@ -13,8 +13,9 @@ from typing import Any, Self, TypeVar
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import Timed
-from kvpage_server.client.cluster.store import ClusterStore, is_cluster
+from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.deadline import Deadline
@@ -50,16 +51,17 @@ class PageClient:
         headers. Blocks have no checksum of their own.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
-        Its options are `node_deadline`, the seconds for which a node may be silent, and `read_from_replicas`.
+        Several URLs with commas between them name servers side by side. More options of these are `node_deadline`, the
+        seconds for which a node may be silent, and of a cluster `read_from_replicas`.
 
         Raises ValueError for a URL or an option that isn't one.
         """
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
         Deadline(deadline)
-        self._cluster = ClusterStore(url, verify, redis_options) if is_cluster(url) else None
-        self._calls = self._cluster.calls if self._cluster else Calls(connections=connections, verify=verify)
-        self._pool = None if self._cluster else page_pool(url, redis_options)
+        self._several = several(url, verify, redis_options)
+        self._calls = self._several.calls if self._several else Calls(connections=connections, verify=verify)
+        self._pool = None if self._several else page_pool(url, redis_options)
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._threads = ThreadPoolExecutor(connections, "kvpage-client")
@@ -80,8 +82,8 @@ class PageClient:
     def close(self) -> None:
         """Close the connections."""
         self._threads.shutdown()
-        if self._cluster:
-            self._cluster.nodes.close()
+        if self._several:
+            self._several.peers.close()
         if self._pool:
             self._pool.disconnect()
 
@@ -235,8 +237,8 @@ class PageClient:
     def _do(self, call: Call[T] | Timed[T], deadline: float | None) -> T:
         end = Deadline(self._deadline if deadline is None else deadline)
         if not isinstance(call, Call):
-            assert self._cluster
-            return self._cluster.nodes.do(call(end), end)
+            assert self._several
+            return Nodes(self._several.peers).do(call(end), end)
         if not call.parts:
             return call.read([])
         to = self._spoken(end)
@@ -269,7 +271,7 @@ class PageClient:
     @contextmanager
     def _lent(self) -> Iterator[PageConnection]:
         if self._pool is None:
-            raise Unsupported("a cluster can't be asked anything but for pages and blocks")
+            raise Unsupported("several servers can't be asked for anything but pages and blocks")
         connection = lend(self._pool)
         try:
             yield connection

@@ -35,7 +35,7 @@ from engine.persistent.errors import ConflictError, DamagedError, StoreError, Wr
 from engine.persistent.state.memory import Memory
 from engine.persistent.state.table import Entry, Layout, Shape, Table
 from engine.persistent.storage.manifest import Manifest, StoredLane, StoredTable
-from kvpage_server.client import Page, PageClient
+from kvpage_server.client import Page, PageClient, names_several
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 
@@ -70,6 +70,8 @@ class PersistentStore:
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
         """`url` as redis-py takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
+        if names_several(url):
+            raise ValueError("instances are held by one server, the URL names several")
         self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:

@@ -13,7 +13,15 @@ import uvloop
 
 from engine.tiers.server.breaker import CircuitBreaker
 from engine.tiers.server.cost_model import Rates
-from kvpage_server.client import AsyncPageClient, DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
+from kvpage_server.client import (
+    AsyncPageClient,
+    DeadlineExceeded,
+    Disconnected,
+    PageClientError,
+    Refused,
+    WrongReply,
+    names_several,
+)
 from kvpage_server.client.questions import Question, Word
 
 T = TypeVar("T")
@@ -43,6 +51,8 @@ class ServerConnection:
 
         Raises ValueError for a URL that isn't one.
         """
+        if names_several(url):
+            raise ValueError("the engine keeps its pages on one server, the URL names several")
         self.server = AsyncPageClient(url, deadline=deadline)
         self.deadline = deadline
         self.connections = connections

@@ -124,13 +124,16 @@ def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memor
     """The same body in pieces of whole pages: as it is, or joined where a page is cut."""
     if len(body) == 1:
         return body
-    bounds = {span.stop for span in shape.page_spans()}
+    bounds = {0, *(span.stop for span in _spans(shape))}
     return body if all(end in bounds for end in accumulate(map(len, body))) else [memoryview(b"".join(body))]
 
 
 def _pages(shape: BlockShape, body: Sequence[memoryview]) -> list[memoryview]:
     """Its pages, in order."""
-    spans = list(shape.page_spans())
+    spans = _spans(shape)
+    if len(body) == 1:
+        (whole,) = body
+        return [whole[span] for span in spans]
     found, start, at = [], 0, 0
     for piece in body:
         end = start + len(piece)
@@ -139,6 +142,11 @@ def _pages(shape: BlockShape, body: Sequence[memoryview]) -> list[memoryview]:
             at += 1
         start = end
     return found
+
+
+@lru_cache(16)
+def _spans(shape: BlockShape) -> tuple[slice, ...]:
+    return tuple(shape.page_spans())
 
 
 @lru_cache(16)

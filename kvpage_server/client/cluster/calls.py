@@ -19,7 +19,7 @@ from kvpage_server.client.cluster import block_value, commands
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, simple
-from kvpage_server.client.cluster.plan import Failed, Plan, timed
+from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Unsupported, WrongReply
@@ -34,8 +34,6 @@ from kvpage_server.client.page import (
     sized_blocks,
 )
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
-
-GONE = "gone"  # the reason of a miss: no node answered
 
 
 def _memory(nbytes: int) -> memoryview:

@@ -1,53 +1,34 @@
-"""The servers of a plan, and the waiting for them: for threads. All errands of a round are done at once, by one thread.
-
-A node has a deadline of its own, for a silence: when no byte of an errand has moved for so long it has failed, and the
-others go on. A node that failed so, or could not be reached, is not asked again for a while, so that not every call
-waits for it.
-"""
+"""Plans carried out for threads: all errands of a round are done at once, by one thread."""
 
 from __future__ import annotations
 
 import math
 import select
-import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from typing import Any, TypeVar
 
 from redis.connection import ConnectionPool
 
+from kvpage_server.client.cluster.peers import Peers, silent
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
-from kvpage_server.client.cluster.topology import Node
-from kvpage_server.client.connection import PageConnection, lend, page_pool
+from kvpage_server.client.connection import PageConnection, lend
 from kvpage_server.client.deadline import Deadline
-from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError
+from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.exchange import Conversation
 
 T = TypeVar("T")
-SILENCE = 2.0  # seconds
-_SHUNNED = (0.5, 8.0)  # seconds for which a node is not asked, at first and at most
 
 
 class Nodes:
-    """Connections to every node of a store that has several. Can be shared between threads."""
+    """Whoever carries plans out on some peers. Can be shared between threads."""
 
-    def __init__(self, url_of: Callable[[Node], str], options: dict[str, Any], silence: float = SILENCE) -> None:
-        """`options` are for each node's connections, as redis-py's ConnectionPool takes them."""
-        Deadline(silence)
-        self._url_of, self._options, self._silence = url_of, options, silence
-        self._pools: dict[tuple[Node, bool], ConnectionPool] = {}
-        self._lock = threading.Lock()
-        self._shunned: dict[Node, tuple[float, float, str]] = {}  # until when, for how long, and why
-        self.round_trips = 0  # that were begun
-
-    def close(self) -> None:
-        """Close the connections."""
-        for pool in self._pools.values():
-            pool.disconnect()
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def do(self, plan: Plan[T], end: Deadline) -> T:
         """Carry out a plan. Raises what it raises."""
-        silence = min(self._silence, end.left() / 2)  # which leaves time to ask another
+        silence = self._peers.silence(end)
         try:
             asked = next(plan)
             while True:
@@ -60,7 +41,7 @@ class Nodes:
 
     def _done(self, asked: Round, end: Deadline, silence: float) -> list[Any]:
         talks = [_Talk(errand) for errand in asked.errands]
-        self.round_trips += len(talks)
+        self._peers.round_trips += len(talks)
         try:
             for talk in talks:
                 self._begin(talk, end, silence)
@@ -69,18 +50,15 @@ class Nodes:
             for talk in talks:
                 talk.close()
         for talk in talks:
-            self._remember(talk)
+            failure = talk.outcome.error if isinstance(talk.outcome, Failed) else None
+            self._peers.remember(talk.errand.node, failure)
         return [talk.outcome for talk in talks]
 
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
         """Connect, if need be, and send what can be sent without waiting."""
-        node = talk.errand.node
-        until, _, why = self._shunned.get(node, (0.0, 0.0, ""))
-        if until > time.monotonic():
-            talk.fail(Disconnected(f"{node} is left alone for a while: {why}"))
-            return
         try:
-            pool = self._pool(node, talk.errand.replica)
+            self._peers.check(talk.errand.node)
+            pool = self._peers.pool(talk.errand.node, talk.errand.replica)
             talk.take(lend(pool), pool, Deadline(min(silence, end.left())))
         except PageClientError as error:
             talk.fail(error)
@@ -107,39 +85,12 @@ class Nodes:
                 if not talk.events and not talk.over:
                     talk.go_on(0)
                 if not talk.over and now - talk.moved > silence:
-                    talk.fail(DeadlineExceeded(f"{talk.errand.node} was silent for {silence:g} s"))
+                    talk.fail(silent(talk.errand.node, silence))
                 if talk.over:
                     poller.unregister(fd)
                     del by_fd[fd]
                 else:
                     poller.modify(fd, talk.events)
-
-    def _pool(self, node: Node, replica: bool) -> ConnectionPool:
-        with self._lock:
-            pool = self._pools.get((node, replica))
-            if pool is None:
-                more = {"redis_connect_func": _as_replica} if replica else {}
-                pool = self._pools[node, replica] = page_pool(self._url_of(node), {**self._options, **more})
-            return pool
-
-    def _remember(self, talk: _Talk) -> None:
-        """Whether a node is to be left alone for a while."""
-        node = talk.errand.node
-        failure = talk.outcome.error if isinstance(talk.outcome, Failed) else None
-        if not isinstance(failure, DeadlineExceeded | Disconnected):
-            self._shunned.pop(node, None)
-            return
-        until, pause, _ = self._shunned.get(node, (0.0, 0.0, ""))
-        if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
-            pause = min(max(2 * pause, _SHUNNED[0]), _SHUNNED[1])
-            self._shunned[node] = time.monotonic() + pause, pause, str(failure)
-
-
-def _as_replica(connection: PageConnection) -> None:
-    """What a new connection begins with that reads from a replica."""
-    connection.on_connect()  # type: ignore[no-untyped-call]
-    connection.send_packed_command(connection._command_packer.pack("READONLY"))
-    connection.read_response()
 
 
 class _Talk:

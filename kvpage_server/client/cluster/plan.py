@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvpage_server.client.cluster.topology import Node
 from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.exchange import Request
@@ -16,11 +15,14 @@ Self = TypeVar("Self")
 P = ParamSpec("P")
 
 
+GONE = "gone"  # the reason of a miss: nobody answered
+
+
 @dataclass(frozen=True, slots=True)
 class Errand:
     """One question, which may be of many commands, to one node."""
 
-    node: Node
+    node: Hashable  # its text is its name for people
     request: Request[Any]
     replica: bool = False  # whether it is asked as a replica, which then answers reads
 

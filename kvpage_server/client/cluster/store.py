@@ -1,30 +1,47 @@
-"""A cluster that a URL names."""
+"""What a URL names that is more than one server."""
 
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from urllib.parse import urlsplit
 
+from kvpage_server.client.calls import Calls
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.calls import ClusterCalls
-from kvpage_server.client.cluster.nodes import SILENCE, Nodes
+from kvpage_server.client.cluster.peers import SILENCE, Peers
+from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address
 
 
-def is_cluster(url: str) -> bool:
-    """Whether a URL names a cluster."""
-    return urlsplit(url).scheme in SCHEMES
+@dataclass(frozen=True)
+class Several:
+    """Servers that are one store: what is asked of them, and the connections to them."""
+
+    calls: ClusterCalls | SideBySideCalls
+    peers: Peers
 
 
-class ClusterStore:
-    """What is asked of it, and the connections to its nodes."""
+def names_several(url: str) -> bool:
+    """Whether a URL names more than one server, so that nothing but pages and blocks can be asked for."""
+    return urlsplit(url).scheme in SCHEMES or lists_several(url)
 
-    def __init__(self, url: str, verify: bool, options: dict[str, Any]) -> None:
-        """`options` are those of `PageClient`. Raises ValueError."""
-        options = dict(options)
-        silence = options.pop("node_deadline", SILENCE)
+
+def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
+    """The store that a URL names; None when it is one server's. `options` are those of `PageClient`.
+
+    Raises ValueError."""
+    if not names_several(url):
+        return None
+    options = dict(options)
+    silence = options.pop("node_deadline", SILENCE)
+    if urlsplit(url).scheme in SCHEMES:
         replicas = options.pop("read_from_replicas", False)
         address = Address(url)
-        self.nodes = Nodes(address.url, options, silence)
-        self.calls = ClusterCalls(Router(address, replicas), verify, Counter())
+        peers = Peers(address.url, options, silence, address.seeds)
+        return Several(ClusterCalls(Router(address, replicas), verify, Counter()), peers)
+    servers = servers_of(url)
+    calls = SideBySideCalls(Rendezvous(servers), Calls(connections=1, verify=verify))
+    return Several(calls, Peers(attrgetter("url"), options, silence, servers))

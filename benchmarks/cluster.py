@@ -1,0 +1,215 @@
+"""Clients of a Valkey Cluster of three masters: GB/s and the client's own CPU seconds a GB, for long values.
+
+PageClient writes and reads blocks, the others strings of the same length; all of them end in the caller's memory. The
+clients take turns, round after round. CPU time is that of this process and all its threads: on a machine where the
+servers share the cores with the client, it says more than GB/s do.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+import glide
+import glide_sync
+import numpy as np
+import redis
+
+from benchmarks import valkey_cluster
+from benchmarks.findings import Finding, show, write
+from benchmarks.valkey_cluster import Cluster
+from kvpage_server.bench.measure import GB
+from kvpage_server.bench.work import SMOLLM2_256, Batch, spell
+from kvpage_server.client import BlockName, PageClient
+from kvpage_server.page import BlockShape, DType, KVType, Plane
+
+PLANES = tuple(Plane(kv_type, DType.BFLOAT16, 128) for kv_type in (KVType.K, KVType.V))
+WORKS = {BlockShape(16, 8, 16, PLANES): 96, BlockShape(32, 8, 16, PLANES): 48, SMOLLM2_256: 17}  # 1, 2 and 5.6 MiB
+ROUNDS = 7
+OURS, ALONE = "PageClient", "PageClient, one master"
+INTRO = "client / PageClient of three masters; medians of the rounds, ratios are medians of the ratios of each round"
+_TIMEOUT = 60_000  # milliseconds of a request
+_SERVER = ("--maxmemory", "4gb")
+
+
+@dataclass(frozen=True)
+class Client:
+    """How a batch is written, and how it is read into its memory."""
+
+    write: Callable[[], Any]
+    read: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A batch, moved once."""
+
+    gb_per_s: float
+    cpu_s_per_gb: float
+
+
+def _page_client(stack: ExitStack, cluster: Cluster, work: Work, **options: Any) -> Client:
+    client = stack.enter_context(PageClient(cluster.url, deadline=60, **options))
+
+    def read() -> None:
+        assert all(client.mget_blocks_into(work.names, work.shape, work.into))
+
+    return Client(lambda: client.mset_blocks(work.names, work.shape, work.bodies), read)
+
+
+def _redis_py(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
+    client: Any = redis.RedisCluster("127.0.0.1", cluster.nodes[0].port)
+    stack.callback(client.close)
+
+    def write() -> None:
+        pipe = client.pipeline()
+        for key, body in zip(work.keys, work.bodies, strict=True):
+            pipe.set(key, memoryview(body))
+        pipe.execute()
+
+    def read() -> None:
+        pipe = client.pipeline()
+        for key in work.keys:
+            pipe.get(key)
+        work.copy(pipe.execute())
+
+    return Client(write, read)
+
+
+def _glide_sync(stack: ExitStack, cluster: Cluster, work: Work) -> tuple[Client, Client]:
+    """One value after the other, received into memory; and a batch."""
+    addresses = [glide_sync.NodeAddress("127.0.0.1", node.port) for node in cluster.nodes]
+    client = glide_sync.GlideClusterClient.create(
+        glide_sync.GlideClusterClientConfiguration(addresses, request_timeout=_TIMEOUT)
+    )
+    stack.callback(client.close)
+
+    def write() -> None:
+        for key, body in zip(work.keys, work.bodies, strict=True):
+            client.set(key, memoryview(body))
+
+    def read() -> None:
+        for key, into in zip(work.keys, work.into, strict=True):
+            client.get(key, buffer=memoryview(into))
+
+    def write_batch() -> None:
+        batch = glide_sync.ClusterBatch(is_atomic=False)
+        for key, body in zip(work.keys, work.bodies, strict=True):
+            batch.set(key, memoryview(body))
+        client.exec(batch, raise_on_error=True)
+
+    def read_batch() -> None:
+        batch = glide_sync.ClusterBatch(is_atomic=False)
+        for key in work.keys:
+            batch.get(key)
+        work.copy(client.exec(batch, raise_on_error=True) or [])
+
+    return Client(write, read), Client(write_batch, read_batch)
+
+
+def _glide(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
+    """All values at once."""
+    loop = asyncio.new_event_loop()
+    stack.callback(loop.close)
+    addresses = [glide.NodeAddress("127.0.0.1", node.port) for node in cluster.nodes]
+    client = loop.run_until_complete(
+        glide.GlideClusterClient.create(glide.GlideClusterClientConfiguration(addresses, request_timeout=_TIMEOUT))
+    )
+    stack.callback(lambda: loop.run_until_complete(client.close()))
+
+    async def write() -> None:
+        await asyncio.gather(*(client.set(k, bytes(body)) for k, body in zip(work.keys, work.bodies, strict=True)))
+
+    async def read() -> None:
+        work.copy(await asyncio.gather(*(client.get(key) for key in work.keys)))
+
+    return Client(lambda: loop.run_until_complete(write()), lambda: loop.run_until_complete(read()))
+
+
+class Work:
+    """Blocks of a shape, and where they are read into."""
+
+    def __init__(self, shape: BlockShape, count: int) -> None:
+        self.shape = shape
+        self.name = f"{count} of {spell(shape.nbytes)}"
+        self.batch = Batch(count, shape.nbytes, seed=24)
+        self.names: list[BlockName] = [(b"cluster-%d" % i, 0) for i in range(count)]
+        self.keys = [b"value-%d" % i for i in range(count)]
+        self.bodies, self.into = list(self.batch.written), list(self.batch.read)
+
+    def copy(self, values: list[Any]) -> None:
+        """What a client gives, to where it belongs."""
+        for into, value in zip(self.into, values, strict=True):
+            into[:] = np.frombuffer(value, np.uint8)
+
+
+def _pass(move: Callable[[], Any], nbytes: int) -> Pass:
+    started, used = time.perf_counter(), time.process_time()
+    move()
+    seconds, cpu = time.perf_counter() - started, time.process_time() - used
+    return Pass(nbytes / GB / seconds, cpu / (nbytes / GB))
+
+
+def _measured(three: Cluster, one: Cluster, shape: BlockShape, count: int, rounds: int) -> Iterator[Finding]:
+    work = Work(shape, count)
+    passes: dict[tuple[str, str], list[Pass]] = {}
+    with ExitStack() as stack:
+        one_by_one, batch = _glide_sync(stack, three, work)
+        clients = {
+            OURS: _page_client(stack, three, work),
+            ALONE: _page_client(stack, one, work),
+            "PageClient, not verifying": _page_client(stack, three, work, verify=False),
+            "redis-py, a pipeline": _redis_py(stack, three, work),
+            "glide-sync, one by one": one_by_one,
+            "glide-sync, a batch": batch,
+            "glide, all at once": _glide(stack, three, work),
+        }
+        for turn in range(-1, rounds):  # the first is for warming up
+            for name, client in clients.items():
+                for op, move in (("write", client.write), ("read", client.read)):
+                    if op == "read":
+                        work.batch.spoil()
+                    found = _pass(move, work.batch.written.nbytes)
+                    if op == "read":
+                        work.batch.check()
+                    if turn >= 0:
+                        passes.setdefault((op, name), []).append(found)
+                for node in (*three.nodes, *one.nodes):
+                    node.ask("FLUSHALL")
+    for (op, name), of_it in passes.items():
+        ours = passes[op, OURS]
+        for what, get in (("GB/s", lambda p: p.gb_per_s), ("client CPU s/GB", lambda p: p.cpu_s_per_gb)):
+            ratio = median(get(a) / get(b) for a, b in zip(of_it, ours, strict=True))
+            mine, theirs = median(map(get, of_it)), median(map(get, ours))
+            at_least = at_most = None
+            if name == ALONE and what == "GB/s":
+                at_most = 1 / 0.9
+            elif name == ALONE:
+                at_least = 1 / 1.1
+            measured = f"{mine:.2f} / {theirs:.2f}"
+            yield Finding(f"{op} {work.name}", name, what, measured, ratio, at_least=at_least, at_most=at_most)
+
+
+def main(words: list[str]) -> None:
+    """Measure, show, and write down."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks cluster", description=__doc__)
+    parser.add_argument("--quick", action="store_true")
+    quick = parser.parse_args(words).quick
+    glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
+    findings: list[Finding] = []
+    with (
+        valkey_cluster.run(*_SERVER, replicas=False) as three,
+        valkey_cluster.run(*_SERVER, masters=1, replicas=False) as one,
+    ):
+        for shape, count in WORKS.items():
+            findings += _measured(three, one, shape, count // 8 if quick else count, 1 if quick else ROUNDS)
+        version = three.nodes[0].told("INFO", "server")["valkey_version"]
+    show(findings, "clients of a cluster")
+    if not quick:
+        write(findings, "cluster", {"valkey": version, "rounds": ROUNDS}, intro=INTRO)

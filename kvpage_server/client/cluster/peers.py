@@ -1,0 +1,86 @@
+"""The servers of a plan: connections to each, and which of them are left alone for a while.
+
+A node has a deadline of its own, for a silence: when no byte of an errand has moved for so long it has failed, and the
+others go on. A node that failed so is not asked again for a while, so that not every call waits for it.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any
+
+from redis.connection import ConnectionPool
+
+from kvpage_server.client.connection import PageConnection, page_pool
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError
+
+SILENCE = 2.0  # seconds
+_LEFT_ALONE = (0.5, 8.0)  # seconds for which a node is not asked, at first and at most
+
+
+class Peers:
+    """Can be shared between threads."""
+
+    def __init__(
+        self, url_of: Callable[[Any], str], options: dict[str, Any], silence: float, known: Iterable[Hashable]
+    ) -> None:
+        """`options` are for each node's connections, as redis-py's ConnectionPool takes them; some nodes are `known`.
+
+        Raises ValueError for a URL or an option that isn't one."""
+        Deadline(silence)
+        self._url_of, self._options, self._silence = url_of, options, silence
+        self._pools: dict[tuple[Hashable, bool], ConnectionPool] = {}
+        self._lock = threading.Lock()
+        self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # until when, for how long, and why
+        self.round_trips = 0  # that were begun
+        for node in known:
+            self.pool(node, replica=False)
+
+    def close(self) -> None:
+        """Close the connections."""
+        for pool in self._pools.values():
+            pool.disconnect()
+
+    def silence(self, end: Deadline) -> float:
+        """The seconds for which a node may be silent in a call. They leave time to ask another."""
+        return min(self._silence, end.left() / 2)
+
+    def pool(self, node: Hashable, replica: bool) -> ConnectionPool:
+        """Connections to a node; those to a `replica` say that it is to answer reads."""
+        with self._lock:
+            pool = self._pools.get((node, replica))
+            if pool is None:
+                more = {"redis_connect_func": _as_replica} if replica else {}
+                pool = self._pools[node, replica] = page_pool(self._url_of(node), {**self._options, **more})
+            return pool
+
+    def check(self, node: Hashable) -> None:
+        """Raises Disconnected for one that is left alone."""
+        until, _, why = self._left_alone.get(node, (0.0, 0.0, ""))
+        if until > time.monotonic():
+            raise Disconnected(f"{node} is left alone for a while: {why}")
+
+    def remember(self, node: Hashable, failure: PageClientError | None) -> None:
+        """What an errand to a node came to."""
+        if not isinstance(failure, DeadlineExceeded | Disconnected):
+            self._left_alone.pop(node, None)
+            return
+        until, pause, _ = self._left_alone.get(node, (0.0, 0.0, ""))
+        if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
+            pause = min(max(2 * pause, _LEFT_ALONE[0]), _LEFT_ALONE[1])
+            self._left_alone[node] = time.monotonic() + pause, pause, str(failure)
+
+
+def silent(node: Hashable, seconds: float) -> DeadlineExceeded:
+    """What a node's silence is."""
+    return DeadlineExceeded(f"{node} was silent for {seconds:.3g} s")
+
+
+def _as_replica(connection: PageConnection) -> None:
+    """What a new connection begins with that reads from a replica."""
+    connection.on_connect()  # type: ignore[no-untyped-call]
+    connection.send_packed_command(connection._command_packer.pack("READONLY"))
+    connection.read_response()

@@ -1,0 +1,265 @@
+"""Several kvpage-servers that know nothing of each other: each segment of a prompt has one that it belongs to.
+
+Which one, rendezvous hashing says: every server draws a number for the segment, and the highest wins. So everybody who
+has the same list, in whatever order, finds the same server; one that is added takes its share of all the others', and
+what a lost one had goes nowhere until it is taken off the list. It is not given to the next best meanwhile: when the
+server came back, what it had would be read again, however old.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import xxhash
+from typing_extensions import Buffer
+
+from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
+from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.deadline import Deadline
+from kvpage_server.client.errors import Disconnected, Refused
+from kvpage_server.client.exchange import Request
+from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
+from kvpage_server.page import BlockShape, PageKey
+
+T = TypeVar("T")
+_BETWEEN = re.compile(r",(?=[a-z]+://)")  # a URL and the next
+_TRIES = 2  # a connection may have been closed since it was used last
+
+
+@dataclass(frozen=True, slots=True)
+class Server:
+    """One of them, by its URL."""
+
+    url: str
+
+    def __str__(self) -> str:
+        """Its name, for people and for hashing: without user and password, which may change."""
+        parts = urlsplit(self.url)
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def lists_several(url: str) -> bool:
+    """Whether there are URLs with commas between them, or what is meant to be that."""
+    return bool(_BETWEEN.search(url)) or "," in urlsplit(url).netloc.rpartition("@")[2]
+
+
+def servers_of(urls: str) -> list[Server]:
+    """What stands in ``redis://a:9221,redis://b:9221``. Raises ValueError for one that is there twice."""
+    found = [Server(url) for url in _BETWEEN.split(urls)]
+    names = Counter(map(str, found))
+    for name, times in names.items():
+        if "," in name:
+            raise ValueError(f"several servers are redis://host:port,redis://host:port, got {name}")
+        if times > 1:
+            raise ValueError(f"{name} is named {times} times")
+    return found
+
+
+def segment_of(req_id: bytes) -> bytes:
+    """What decides where a request is: what stands in its first braces, as in a cluster, or all of it."""
+    _, opened, rest = req_id.partition(b"{")
+    tag, closed, _ = rest.partition(b"}")
+    return tag if opened and closed and tag else req_id
+
+
+class Rendezvous:
+    """Which of some servers a segment belongs to."""
+
+    def __init__(self, servers: Sequence[Server]) -> None:
+        self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
+
+    def server(self, segment: bytes) -> Server:
+        """The same whatever the order of the servers."""
+        return max(self._seeds, key=lambda each: (xxhash.xxh3_64_intdigest(segment, each[1]), str(each[0])))[0]
+
+
+@dataclass
+class SideBySideCalls:
+    """The methods of a client: each is the same method of those servers that have a part in it."""
+
+    rendezvous: Rendezvous
+    calls: Calls  # for one connection
+    _dialects: dict[Server, BlobCommands] = field(default_factory=dict)
+
+    @property
+    def misses(self) -> Counter[str]:
+        """By reason."""
+        return self.calls.misses
+
+    # -- pages -------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
+        """Store pages."""
+        self.calls.mset(pages, ttl)  # checks them as a whole
+        parts = self._parts([page.key.req_id for page in pages], lambda some: self.calls.mset(_of(pages, some), ttl))
+        _all_done((yield from self._ask(parts)))
+
+    @timed
+    def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
+        """Pages in memory of their own."""
+        parts = self._parts([key.req_id for key in keys], lambda some: self.calls.mget(_of(keys, some)))
+        return self._gathered(len(keys), None, (yield from self._ask(parts)))
+
+    @timed
+    def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
+        """Receive pages into buffers."""
+        self.calls.mget_into(keys, buffers)  # checks them as a whole
+        parts = self._parts(
+            [key.req_id for key in keys], lambda some: self.calls.mget_into(_of(keys, some), _of(buffers, some))
+        )
+        return self._gathered(len(keys), False, (yield from self._ask(parts)))
+
+    @timed
+    def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
+        """Which pages are there."""
+        parts = self._parts([key.req_id for key in keys], lambda some: self.calls.mexists(_of(keys, some)))
+        return self._gathered(len(keys), False, (yield from self._ask(parts)))
+
+    @timed
+    def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
+        """Delete pages."""
+        parts = self._parts([key.req_id for key in keys], lambda some: self.calls.delete(_of(keys, some)))
+        return sum(_all_done((yield from self._ask(parts))))
+
+    @timed
+    def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
+        """Delete a request or blocks of it."""
+        parts = self._parts([req_id], lambda _: self.calls.delete_request(req_id, pages))
+        return sum(_all_done((yield from self._ask(parts))))
+
+    # -- blocks ------------------------------------------------------------------------------------------------------
+
+    @timed
+    def mset_blocks(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
+    ) -> Plan[None]:
+        """Store blocks."""
+        self.calls.mset_blocks(names, shape, bodies, ttl)  # checks them as a whole
+        parts = self._parts(
+            [req_id for req_id, _ in names],
+            lambda some: self.calls.mset_blocks(_of(names, some), shape, _of(bodies, some), ttl),
+        )
+        _all_done((yield from self._ask(parts)))
+
+    @timed
+    def mget_blocks_into(
+        self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
+    ) -> Plan[list[bool]]:
+        """Receive blocks into buffers."""
+        self.calls.mget_blocks_into(names, shape, buffers)  # checks them as a whole
+        parts = self._parts(
+            [req_id for req_id, _ in names],
+            lambda some: self.calls.mget_blocks_into(_of(names, some), shape, _of(buffers, some)),
+        )
+        return self._gathered(len(names), False, (yield from self._ask(parts)))
+
+    @timed
+    def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
+        """How many blocks from the first on are complete. Each server leases up to its own first hole."""
+        check_names(names)
+        parts = self._parts(
+            [req_id for req_id, _ in names],
+            lambda some: self.calls.prefix(_of(names, some), pages_per_block, lease_ms),
+        )
+        first = len(names)
+        for part, answer in (yield from self._ask(parts)):
+            complete = 0 if isinstance(answer, Failed) else answer
+            if complete < len(part.items):
+                first = min(first, part.items[complete])
+        return first
+
+    @timed
+    def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
+        """Protect blocks from eviction."""
+        parts = self._parts([req_id], lambda _: self.calls.lease(req_id, lease_ms, pages))
+        return sum(_all_done((yield from self._ask(parts))))
+
+    # -- how ---------------------------------------------------------------------------------------------------------
+
+    def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
+        """What each server has to do, those of its items at once. Raises what is wrong with the arguments."""
+        items: dict[Server, list[int]] = defaultdict(list)
+        servers: dict[bytes, Server] = {}
+        for i, req_id in enumerate(req_ids):
+            segment = segment_of(req_id)
+            if segment not in servers:
+                servers[segment] = self.rendezvous.server(segment)
+            items[servers[segment]].append(i)
+        return [_Part(server, some, call(some)) for server, some in items.items()]
+
+    def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
+        """What each server answers, Failed for those that don't. Raises what none of them answers, and refusals."""
+        answers: dict[Server, Any] = {}
+        for _ in range(_TRIES):
+            left = [p for p in parts if p.server not in answers or _may_be_asked_again(answers[p.server])]
+            strange = [part for part in left if part.server not in self._dialects]
+            if strange:
+                told = yield Round([Errand(part.server, ask_dialect()) for part in strange])
+                for part, dialect in zip(strange, told, strict=True):
+                    if isinstance(dialect, Failed):
+                        answers[part.server] = dialect
+                    else:
+                        self._dialects[part.server] = dialect
+            known = [part for part in left if part.server in self._dialects]
+            if known:
+                outcomes = yield Round([Errand(p.server, p.request(self._dialects[p.server])) for p in known])
+                answers |= {part.server: outcome for part, outcome in zip(known, outcomes, strict=True)}
+        failed = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
+        for error in failed:
+            if isinstance(error, Refused) or len(failed) == len(parts):
+                raise error
+        return [(part, part.read(answers[part.server])) for part in parts]
+
+    def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
+        """The answers for all items, in their order; `nothing` for those whose server did not answer."""
+        found = [nothing] * count
+        for part, answer in answers:
+            if isinstance(answer, Failed):
+                self.misses[GONE] += len(part.items)
+                continue
+            for i, value in zip(part.items, answer, strict=True):
+                found[i] = value
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """What one server has to do with a call."""
+
+    server: Server
+    items: list[int]  # of the batch
+    call: Call[Any]
+
+    def request(self, to: BlobCommands) -> Request[Any]:
+        """In its words."""
+        (part,) = self.call.parts
+        request: Request[Any] = self.call.ask(to, part)
+        return request
+
+    def read(self, answer: Any) -> Any:
+        """What the method gives for these items."""
+        return answer if isinstance(answer, Failed) else self.call.read([answer])
+
+
+def _of(items: Sequence[T], some: Sequence[int]) -> list[T]:
+    return [items[i] for i in some]
+
+
+def _may_be_asked_again(answer: Any) -> bool:
+    """Whether the connection broke."""
+    return isinstance(answer, Failed) and isinstance(answer.error, Disconnected)
+
+
+def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
+    """The answers. Raises what the first server came to that did not do its part."""
+    for _, answer in answers:
+        if isinstance(answer, Failed):
+            raise answer.error
+    return [answer for _, answer in answers]

@@ -1,0 +1,264 @@
+"""Several kvpage-servers behind one PageClient: each segment of a prompt belongs to one of them."""
+
+from __future__ import annotations
+
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from page_batches import NO_RETRY, SHAPE, batch, block_body, key, room, same
+from proxy import Weather, start_proxy
+from servers import RunningServer, start_redis, start_server
+from test_page_client import (  # noqa: F401 - what is promised of one server holds for several
+    test_a_block_and_its_pages_are_the_same_data,
+    test_a_block_in_several_pieces_arrives_as_one,
+    test_a_page_of_another_length_is_a_miss,
+    test_any_array_can_be_sent_and_one_of_its_kind_received,
+    test_blocks_come_back_whole_or_not_at_all,
+    test_deleted_pages_are_gone,
+    test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for,
+    test_nothing_asked_is_nothing_answered,
+    test_pages_come_back_as_they_were_written_into_the_caller_s_memory,
+    test_pages_of_any_size_alone_and_together,
+    test_what_is_missing_is_a_miss_and_what_is_there_still_arrives,
+)
+from waiting import until
+
+from engine.persistent.storage.store import PersistentStore
+from engine.tiers.server.connection import ServerConnection
+from kvpage_server.client import BadBuffer, Disconnected, PageClient, PageClientError, Refused
+from kvpage_server.client.cluster.side_by_side import Rendezvous, segment_of, servers_of
+
+NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(64)]
+BODIES = [block_body(i) for i in range(len(NAMES))]
+
+
+@pytest.fixture(scope="module")
+def servers() -> Iterator[list[RunningServer]]:
+    with ExitStack() as stack:
+        yield [stack.enter_context(start_server("--maxmemory", "1gb")) for _ in range(3)]
+
+
+def url_of(servers: list[RunningServer]) -> str:
+    return ",".join(server.url for server in servers)
+
+
+def flush(servers: list[RunningServer]) -> None:
+    for server in servers:
+        with server.client() as client:
+            client.flushall()
+
+
+@pytest.fixture(params=[True, False], ids=["verify", "no verify"])
+def pages(servers: list[RunningServer], request: pytest.FixtureRequest) -> Iterator[PageClient]:
+    flush(servers)
+    with PageClient(url_of(servers), verify=request.param, deadline=30) as pages:
+        yield pages
+
+
+def read(pages: PageClient, names: Any = NAMES, deadline: float = 30) -> list[bool]:
+    """Which blocks were found. Each has the right bytes."""
+    into = [np.zeros(SHAPE.nbytes, np.uint8) for _ in names]
+    found = pages.mget_blocks_into(names, SHAPE, into, deadline=deadline)
+    assert all((a == BODIES[name[1]]).all() for a, name, there in zip(into, names, found, strict=True) if there)
+    return found
+
+
+# -- where things are --------------------------------------------------------------------------------------------------
+
+
+def test_a_segment_is_on_one_server_and_segments_are_on_all(pages: PageClient, servers: list[RunningServer]) -> None:
+    pages.mset_blocks(NAMES, SHAPE, BODIES)
+    assert all(read(pages))
+    places = {}
+    for server in servers:
+        with PageClient(server.url, deadline=30) as alone:
+            for name, there in zip(NAMES, read(alone), strict=True):
+                if there:
+                    assert places.setdefault(name, server.port) == server.port  # on no other
+    assert len(places) == len(NAMES)
+    by_segment = [{places[name] for name in NAMES[i : i + 4]} for i in range(0, len(NAMES), 4)]
+    assert all(len(ports) == 1 for ports in by_segment)
+    assert len(set.union(*by_segment)) == 3
+
+
+def test_the_order_of_the_list_means_nothing(pages: PageClient, servers: list[RunningServer]) -> None:
+    pages.mset_blocks(NAMES, SHAPE, BODIES)
+    with PageClient(url_of(servers[::-1]), deadline=30) as other:
+        assert all(read(other))
+
+
+def test_a_server_that_is_added_takes_its_share_and_nothing_else_moves() -> None:
+    three = servers_of("redis://a:9221,redis://b:9221,redis://c:9221")
+    four = servers_of("redis://d:9221,redis://a:9221,redis://b:9221,redis://c:9221")
+    segments = [b"segment-%d" % i for i in range(4000)]
+    before, after = Rendezvous(three), Rendezvous(four)
+    moved = Counter(str(after.server(s)) for s in segments if before.server(s) != after.server(s))
+    assert moved.keys() == {"redis://d:9221"}
+    shares = Counter(str(after.server(s)) for s in segments)
+    assert all(850 < share < 1150 for share in shares.values()), shares
+
+
+def test_a_password_that_changes_moves_nothing() -> None:
+    one, other = servers_of("redis://u:old@a:1,redis://b:2"), servers_of("redis://u:new@a:1,redis://b:2")
+    segments = [b"segment-%d" % i for i in range(100)]
+    assert [str(Rendezvous(one).server(s)) for s in segments] == [str(Rendezvous(other).server(s)) for s in segments]
+    assert "old" not in str(one[0])
+
+
+@pytest.mark.parametrize(
+    ("req_id", "segment"),
+    [(b"a", b"a"), (b"{s}a", b"s"), (b"x{s}a{t}", b"s"), (b"{}a", b"{}a"), (b"{a", b"{a"), (b"a}{b", b"a}{b")],
+)
+def test_a_segment_is_what_stands_in_the_first_braces(req_id: bytes, segment: bytes) -> None:
+    assert segment_of(req_id) == segment
+
+
+def test_a_call_costs_a_round_trip_a_server(pages: PageClient) -> None:
+    pages.mexists([key(i, b"r%d" % i) for i in range(64)])  # it has asked what they understand
+    assert pages._several
+    peers = pages._several.peers
+    for ask in (
+        lambda: pages.mset_blocks(NAMES, SHAPE, BODIES),
+        lambda: read(pages),
+        lambda: pages.prefix(NAMES, pages_per_block=SHAPE.pages, lease_ms=1000),
+    ):
+        before = peers.round_trips
+        ask()
+        assert peers.round_trips - before == 3
+
+
+def test_a_prefix_over_all_servers_ends_at_the_first_hole(pages: PageClient) -> None:
+    pages.mset_blocks(NAMES, SHAPE, BODIES)
+    for hole in (0, 5, 31, 63):
+        assert pages.delete_request(*[NAMES[hole][0]]) == SHAPE.pages
+        assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == hole
+        pages.set_block(NAMES[hole], SHAPE, BODIES[hole])
+    assert pages.prefix(NAMES, pages_per_block=SHAPE.pages, lease_ms=1000) == 64
+    assert pages.lease(NAMES[3][0], 1000) == 1
+
+
+# -- servers that are gone ---------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def hung(server: RunningServer) -> Iterator[None]:
+    server.process.send_signal(signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        server.process.send_signal(signal.SIGCONT)
+
+
+def belongs_to(server: RunningServer) -> list[bool]:
+    with PageClient(server.url, deadline=30) as alone:
+        return read(alone)
+
+
+def test_a_server_that_hangs_costs_its_pages_and_is_found_again(servers: list[RunningServer]) -> None:
+    flush(servers)
+    with PageClient(url_of(servers), deadline=30, node_deadline=4) as pages:
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+        its_own = belongs_to(servers[0])
+        first = its_own.index(True)
+        with hung(servers[0]):
+            assert read(pages) == [not its for its in its_own]
+            assert pages.misses == {"gone": sum(its_own)}
+            assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == first
+            others = [name for name, its in zip(NAMES, its_own, strict=True) if not its]
+            pages.mset_blocks(others, SHAPE, [BODIES[i] for _, i in others])
+            with pytest.raises(PageClientError):
+                pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=10)
+        until(lambda: all(read(pages)))
+
+
+def test_a_server_that_is_killed_costs_its_pages_and_one_that_takes_its_place_is_used() -> None:
+    with ExitStack() as stack:
+        two = [stack.enter_context(start_server()), stack.enter_context(start_server(killed=True))]
+        with PageClient(url_of(two), deadline=30) as pages:
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+            its_own = belongs_to(two[1])
+            two[1].stop(signal.SIGKILL)
+            assert read(pages) == [not its for its in its_own]
+            with pytest.raises(Disconnected):
+                pages.mset_blocks(NAMES, SHAPE, BODIES)
+            with start_server(port=two[1].port):
+                pages.mset_blocks(NAMES, SHAPE, BODIES)
+                assert all(read(pages))
+
+
+def test_when_none_answers_the_error_says_so() -> None:
+    with PageClient("redis://127.0.0.1:1,redis://127.0.0.1:2", deadline=5) as pages:
+        with pytest.raises(Disconnected, match=r"127.0.0.1:[12]"):
+            read(pages)
+        with pytest.raises(Disconnected, match=r"127.0.0.1:[12]"):
+            pages.mset_blocks(NAMES, SHAPE, BODIES)
+
+
+def test_bad_weather_before_a_server_never_becomes_wrong_bytes(servers: list[RunningServer]) -> None:
+    """Single pages, whose checksums travel with them."""
+    flush(servers)
+    written = batch(200, rows=64)
+    written = [page._replace(key=key(i, b"r%d" % i)) for i, page in enumerate(written)]
+    keys = [page.key for page in written]
+    with start_proxy(servers[0].port) as proxy:
+        url = ",".join([proxy.url, *(server.url for server in servers[1:])])
+        with PageClient(url, deadline=30) as pages:
+            pages.mset(written)
+        proxy.weather = Weather(flips=60, cuts=30, truncations=30, delays=60)
+        with PageClient(url, deadline=5, node_deadline=0.3, retry=NO_RETRY) as pages:
+            some = 0
+            for _ in range(40):
+                into = room(written)
+                try:
+                    found = pages.mget_into(keys, into)
+                except PageClientError:
+                    continue
+                some += sum(found)
+                assert all(same(a, page) for a, page, there in zip(into, written, found, strict=True) if there)
+        assert some
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_refusal_of_one_server_is_raised(servers: list[RunningServer]) -> None:
+    with (
+        start_redis("--requirepass", "secret") as locked,
+        PageClient(f"{servers[0].url},{locked.url}", deadline=30) as pages,
+        pytest.raises(Refused, match="NOAUTH"),
+    ):
+        pages.mset_blocks(NAMES, SHAPE, BODIES)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("redis://a:1,redis://a:1", "redis://a:1 is named 2 times"),
+        ("redis://u:x@a:1,redis://a:1", "redis://a:1 is named 2 times"),
+        ("redis://a:1,b:2", "several servers are redis://host:port,redis://host:port"),
+        ("redis://a:1,", "several servers are"),
+        ("redis://a:1,http://b:1", "URL must"),
+    ],
+)
+def test_a_list_that_makes_no_sense_is_refused(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        PageClient(url)
+
+
+@pytest.mark.parametrize("url", ["redis://a:1,redis://b:2", "valkey-cluster://a:1"])
+def test_who_needs_more_than_pages_and_blocks_says_that_one_server_is_needed(url: str) -> None:
+    with pytest.raises(ValueError, match="one server"):
+        ServerConnection(url, deadline=1, connections=1)
+    with pytest.raises(ValueError, match="one server"):
+        PersistentStore(url)
+
+
+def test_an_error_names_the_item_of_the_whole_batch(pages: PageClient) -> None:
+    bodies: list[Any] = [*BODIES[:40], bytes(3), *BODIES[41:]]
+    with pytest.raises(BadBuffer, match="block 40"):
+        pages.mset_blocks(NAMES, SHAPE, bodies)
