@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import lmdb
 import pytest
 from waiting import PATIENCE
 
 from kvpage_server.store.disk.database import Disk, Outcome, Put
-from kvpage_server.store.disk.lmdb_file import DiskFull
-from kvpage_server.store.disk.readers import Fetcher
+from kvpage_server.store.disk.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.readers import THREADS, Fetcher
 from kvpage_server.store.disk.record import Damaged
 from kvpage_server.store.disk.scrub import Scrubber
 from kvpage_server.store.disk.write_behind import Batch, WriteBehind
@@ -208,3 +211,31 @@ async def test_the_scrubber_finds_what_is_damaged_at_its_rate(tmp_path: Path, ra
     assert time.monotonic() - began > 0.6 * 700_000 / rate
     await scrubber.close()
     disk.close()
+
+
+async def test_a_read_that_fails_while_the_disk_is_full_is_told_and_so_is_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads ended, and all who asked it waited for ever."""
+    disk = Disk(tmp_path)
+    fetcher = Fetcher(disk)
+    refusing = Refusing()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: refusing)
+    monkeypatch.setattr(disk, "_env", refusing)
+    for _ in range(2 * THREADS):
+        told: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        fetcher.fetch([(b"kname", memoryview(bytearray(4)))], told.set_result)
+        (outcome,) = await asyncio.wait_for(told, PATIENCE)
+        assert isinstance(outcome, DiskError)
+    monkeypatch.undo()
+    await fetcher.close()
+    disk.close()
+
+
+class Refusing:
+    """A file system that has no room and cannot be read."""
+
+    free = 0
+
+    def begin(self, **options: object) -> None:
+        raise lmdb.Error(os.strerror(errno.EIO))
