@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import lmdb
 import pytest
 from waiting import PATIENCE
 
 from kvpage_server.store.disk.file.change import Put
 from kvpage_server.store.disk.file.database import Disk, Outcome
-from kvpage_server.store.disk.file.lmdb_file import DiskFull
-from kvpage_server.store.disk.file.readers import DiskReader
+from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
+from kvpage_server.store.disk.file.readers import THREADS, DiskReader
 from kvpage_server.store.disk.file.record import Damaged
 from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
@@ -258,3 +261,31 @@ async def test_it_is_idle_while_nothing_waits_and_tries_again_only_in_time_after
         assert writer.state is State.RETRYING
         await writer.settle()
         assert writer.state is State.IDLE
+
+
+async def test_a_read_that_fails_while_the_disk_is_full_is_told_and_so_is_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that reads ended, and all who asked it waited for ever."""
+    disk = Disk(tmp_path)
+    reader = DiskReader(disk)
+    refusing = Refusing()
+    monkeypatch.setattr("shutil.disk_usage", lambda path: refusing)
+    monkeypatch.setattr(disk, "_env", refusing)
+    for _ in range(2 * THREADS):
+        told: asyncio.Future[list[Outcome]] = asyncio.get_running_loop().create_future()
+        reader.fetch([(b"kname", memoryview(bytearray(4)))], told.set_result)
+        (outcome,) = await asyncio.wait_for(told, PATIENCE)
+        assert isinstance(outcome, DiskError)
+    monkeypatch.undo()
+    await reader.close()
+    disk.close()
+
+
+class Refusing:
+    """A file system that has no room and cannot be read."""
+
+    free = 0
+
+    def begin(self, **options: object) -> None:
+        raise lmdb.Error(os.strerror(errno.EIO))

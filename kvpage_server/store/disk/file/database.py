@@ -70,10 +70,10 @@ class Disk:
         self._reserve = directory / f"{FILE}.reserve"
         self._lately: tuple[int, dict[bytes, Body]] = 0, {}
         self._locks = ExitStack()
-        with told(self.path):
+        with told(self.path, writing=True):
             self._locks.enter_context(lock(directory / _LOCK))
         try:
-            with told(self.path):
+            with told(self.path, writing=True):
                 self._open(maxdisk)
         except BaseException:
             self._locks.close()
@@ -155,7 +155,7 @@ class Disk:
         To remove something, LMDB needs room, too: that is what the reserve is for. What one commit frees can be used
         after another one, which has to change something.
         """
-        with told(self.path):
+        with told(self.path, writing=True):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
             self._commit(changes)
@@ -180,7 +180,7 @@ class Disk:
 
     def write(self, changes: Iterable[Change]) -> None:
         """Make changes, in their order: all or none. They are durable when it returns. Raises DiskFull, DiskError."""
-        with told(self.path):
+        with told(self.path, writing=True):
             self._commit(changes)
             if not self._has_reserve:
                 self._keep_reserve()

@@ -195,19 +195,21 @@ def _says(error: Exception, number: int) -> bool:
 
 
 @contextmanager
-def told(path: Path) -> Iterator[None]:
-    """What LMDB and the system say, as DiskError or DiskFull."""
+def told(path: Path, *, writing: bool = False) -> Iterator[None]:
+    """What LMDB and the system say, as DiskError; as DiskFull as well where something was to be written."""
     try:
         yield
     except lmdb.MapFullError:
         raise MaxDisk("maxdisk is used up") from None
     except lmdb.Error as error:
+        if not writing:
+            raise DiskError(f"{path}: {error}") from None
         if _says(error, errno.ENOSPC) or _says(error, errno.EDQUOT):
             raise DiskFull(str(error)) from None
         if _says(error, errno.EIO) and shutil.disk_usage(path.parent).free < RESERVE:  # it could write a part
             raise DiskFull(os.strerror(errno.ENOSPC)) from None
         raise DiskError(f"{path}: {error}") from None
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if writing and error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(error.strerror) from None
         raise DiskError(f"{error.filename or path}: {error.strerror}") from None

@@ -1,0 +1,261 @@
+"""What is looked at when nothing is under way: what is there, what survived a death, what is left at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from tests.simulation.judge import shown
+from tests.simulation.peers import Asked, Peer
+from tests.simulation.replies import agrees
+from tests.simulation.values import Cell, Doubt
+
+if TYPE_CHECKING:
+    from tests.simulation.run import Run
+
+MS = 1_000_000
+PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
+SECOND = 1_000 * MS
+_SLACK = 400 * MS  # of everysec, for a commit that had just begun
+_BEGUN_LATE = 5000  # milliseconds
+_OWN_TASKS = 4  # of a server: serving, sweeping, watching, renewing
+
+
+class Audit:
+    """Of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self._run = run
+        self._judge = run.judge
+        self._since = 0
+        self._mode = run.program.options.get("appendfsync", "")
+        self._found: dict[bytes, list[Any]] = {}
+        self._least = 0  # changes that have to be there after a death
+        self._most = 0  # and that can be
+        self._failed_at = -1  # changes that there were when the disk began to fail
+
+    # -- quiet -----------------------------------------------------------------------------------------------------
+
+    def settle(self, then: Callable[[], None], *, check: bool = True) -> None:
+        """Go on once everybody has been told all that he asked for."""
+        self._since = self._run.machine.clock.now
+        self._wait(then, check)
+
+    def _wait(self, then: Callable[[], None], check: bool) -> None:
+        run = self._run
+        if run.process.over:
+            return
+        loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
+        if not loud:
+            if check:
+                self._check_quiet()
+            then()
+            return
+        if run.machine.clock.now - self._since > PATIENCE:
+            self._judge.fail("\n".join(f"waits for ever: {_of(peer)}" for peer in loud))
+        run.machine.later(5 * MS, lambda: self._wait(then, check))
+
+    def _check_quiet(self) -> None:
+        judge, run = self._judge, self._run
+        server, store = run.process.server, judge.model.store
+        for peer in run.peers:
+            if peer.pushes and peer.sock is not None:
+                judge.fail(f"peer {peer.number} was not told {peer.pushes[0]!r:.200}")
+        store.now = run.machine.clock.unix_ms
+        if not store.doubts and not store.fog:
+            there, known = set(server.keyspace.names()), set(store.living())
+            if known - there:
+                judge.fail(f"the server has lost {sorted(known - there)[:5]!r}")
+            if extra := [key for key in there - known if not 0 < server.keyspace.expires_of(key) <= store.now]:
+                judge.fail(f"the server has kept {sorted(extra)[:5]!r}")
+        if self._is_well():
+            judge.disk_fails, self._failed_at = False, -1
+
+    def _is_well(self) -> bool:
+        faults, tiered = self._run.machine.disk.faults, self._run.process.server.tiered
+        return not (faults.full or faults.refuses or faults.unreadable or faults.slow) and (
+            tiered is None or (not tiered.behind.failing and tiered.behind.settled)
+        )
+
+    def disk_failed(self) -> None:
+        """From now on the disk may be blamed."""
+        self._judge.disk_fails = True
+        if self._failed_at < 0:
+            self._failed_at = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
+
+    # -- deaths ----------------------------------------------------------------------------------------------------
+
+    def _position_at(self, when: int) -> int:
+        """How many changes there were then."""
+        least = 0
+        for time, position in self._judge.positions:
+            if time > when:
+                break
+            least = position
+        return least
+
+    def died(self, *, in_order: bool) -> None:
+        """A process is over: note what of its work the next one has to know."""
+        judge, store = self._judge, self._judge.model.store
+        self._most = len(store.log)
+        if in_order:
+            self._least = self._most
+        elif self._mode == "always":
+            self._least = judge.acknowledged
+        else:
+            self._least = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
+            if judge.disk_fails and self._failed_at >= 0:
+                self._least = min(self._least, self._failed_at)
+        self._exact = in_order
+        if not self._run.program.disk:
+            for key in list(store.keys):
+                store.drop(key)
+            store.doubts.clear()
+            store.fog.clear()
+            self._least = self._most = len(store.log)
+        judge.model.talks = []
+
+    def begin(self) -> None:
+        """Ask the next process for everything, and compare."""
+        store = self._judge.model.store
+        self._found = {key: [] for key in sorted({*store.keys, *store.doubtful(), *(key for key, _, _ in store.log)})}
+        peer = self._run.peers[0]
+        for key in self._found:
+            for words in ((b"GET", key), (b"PEXPIRETIME", key)):
+                self._run.send(peer, 0, words).audit = self._collect
+        self.settle(self._compare, check=False)
+
+    def _collect(self, asked: Asked, reply: Any) -> None:
+        self._found[asked.words[1]].append(reply)
+
+    def _compare(self) -> None:
+        """Find the moment of the past that is there."""
+        judge, store = self._judge, self._judge.model.store
+        if not judge.disk_fails or not judge.read_failed:
+            self._find_moment()
+        store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
+        store.log.clear()
+        store.doubts.clear()
+        store.fog.clear()
+        judge.boundaries.clear()
+        judge.positions.clear()
+        judge.acknowledged = 0
+        self._failed_at = 0 if judge.disk_fails else -1
+        self._run._go_on()
+
+    def _find_moment(self) -> None:
+        judge, store = self._judge, self._judge.model.store
+        store.now = self._run.machine.clock.unix_ms
+        doubtful = {key: [v.get(key) for d in store.doubts for v in d.variants if key in v] for key in store.doubtful()}
+        if self._mode == "no" and not self._exact:
+            self._find_each(doubtful)
+            return
+        state: dict[bytes, Cell] = dict(store.keys)
+        for key, options in doubtful.items():
+            options += [cell for name, *cells in store.log[self._least :] if name == key for cell in cells]
+            state[key] = next((cell for cell in options if self._is(key, cell)), options[0])
+        wrong = {key for key in self._found if not self._is(key, state.get(key))}
+        fewest, boundaries = set(wrong), {self._most, self._least, *judge.boundaries}
+        for at in range(self._most, self._least - 1, -1):
+            if not wrong and at in boundaries:
+                self._believe(state)
+                return
+            if at in boundaries and len(wrong) < len(fewest):
+                fewest = set(wrong)
+            if at > self._least:
+                key, old, _ = store.log[at - 1]
+                if key in doubtful:
+                    continue
+                state[key] = old
+                (wrong.discard if self._is(key, old) else wrong.add)(key)
+        shown_ones = [
+            f"{key!r} is {self._found[key]!r:.200}, was {state.get(key)!r:.200}" for key in sorted(fewest)[:4]
+        ]
+        judge.fail(
+            f"what is there is no moment of changes {self._least} to {self._most}:\n  " + "\n  ".join(shown_ones)
+        )
+
+    def _find_each(self, doubtful: dict[bytes, list[Cell]]) -> None:
+        """Nothing was promised but that no value is there that never was."""
+        store, state = self._judge.model.store, dict[bytes, Cell]()
+        for key in self._found:
+            past = [cell for name, *cells in store.log if name == key for cell in cells]
+            options = [store.keys.get(key), None, *past, *doubtful.get(key, [])]
+            fitting = [cell for cell in options if self._is(key, cell)]
+            if not fitting:
+                self._judge.fail(f"{key!r} is {self._found[key]!r:.300}, which it never was")
+            state[key] = fitting[0]
+        self._believe(state)
+
+    def _is(self, key: bytes, cell: Cell) -> bool:
+        value, expires = self._found[key]
+        if key in self._judge.model.store.fog:
+            return True
+        if cell is None or 0 < cell.expires <= self._judge.model.store.now:
+            return value is None
+        late = _BEGUN_LATE if cell.page and cell.expires else 0  # when a batch came to it, nobody may have been told
+        return agrees(cell.string, value) and 0 <= expires - (cell.expires or -1) <= late
+
+    def _believe(self, state: dict[bytes, Cell]) -> None:
+        self._judge.model.store.keys = {key: cell for key, cell in state.items() if cell is not None}
+
+    def _alive(self, key: bytes, store: Any) -> Any:
+        value, expires = self._found[key]
+        known = None if value is None else self._judge.seen(key, store.keys.get(key), value, expires)
+        return known and replace(known, expires=max(expires, 0))
+
+    # -- the end ---------------------------------------------------------------------------------------------------
+
+    def final(self) -> None:
+        """All but one leave, and that one has everything removed."""
+        run = self._run
+        for peer in run.peers[1:]:
+            peer.drop()
+        last = run.peers[0]
+        if last.half:
+            last.drop()
+        if last.sock is None:
+            run._enter(last)
+        if last.talk.queued is not None:
+            run.send(last, 0, (b"DISCARD",))
+        run.send(last, 0, (b"FLUSHALL",))
+        self.settle(self._leave)
+
+    def _leave(self) -> None:
+        self._run.peers[0].drop()
+        self._run.machine.later(5_000 * MS, self._check_empty)
+
+    def _check_empty(self) -> None:
+        run, judge = self._run, self._judge
+        server = run.process.server
+        keyspace, tiered = server.keyspace, server.tiered
+        left = {
+            "clients": len(server.clients),
+            "bytes held by clients": server.in_flight,
+            "bytes being received": keyspace.receiving,
+            "keys": len(keyspace),
+            "bytes of values": keyspace.used_memory,
+            "bytes of slots": keyspace.arena.used if tiered is None or tiered.behind.settled else 0,
+            "guards": len(keyspace.guards),
+            "tasks": len(run.process.tasks) - _OWN_TASKS,
+        }
+        if any(left.values()):
+            judge.fail(f"all have gone, and there is left: { {name: n for name, n in left.items() if n} }")
+        run.finish()
+
+
+def _of(peer: Peer) -> str:
+    asked = [*peer.unanswered, *peer.unrun]
+    return f"peer {peer.number}: {shown(asked[0].words) if asked else ''} (stalled {peer.stalled}, {peer.sending} sent)"
+
+
+def doubt_overdue(run: Run) -> None:
+    """The clock is about to go back: what was due may have been removed, or may live on."""
+    store = run.judge.model.store
+    store.now = run.machine.clock.unix_ms
+    store.expire()
+    store.lately_expired()
+    for key, value in {key: value for _, key, value in store.expired}.items():
+        if key not in store.keys:
+            store.doubts.append(Doubt([{key: None}, {key: value}]))

@@ -1,0 +1,349 @@
+"""What holds of everything that a server does: its replies, what it forgets, and what is left when all is quiet."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import replace
+from typing import Any
+
+from kvpage_server.commands.context import Client
+from kvpage_server.resp.reply import ReplyError, Stream
+from tests.simulation.model import Conversation, Model, Words
+from tests.simulation.peers import Asked, Peer
+from tests.simulation.process import Process
+from tests.simulation.replies import Err, May, agrees, is_error, one_of
+from tests.simulation.values import Cell, Doubt, Value, read_page
+from tests.simulation.world.machine import Machine
+
+READS_IN_STEPS = frozenset(
+    (b"kvpagemget", b"kvblockget", b"kvblockmget", b"kvpagemexists", b"kvblockexists", b"kvpageindex", b"kvpageverify")
+)
+_MOST_MOMENTS = 400
+_AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
+
+
+class Violation(BaseException):
+    """The server did what it must not. No code of the server's is to catch this."""
+
+
+class Judge:
+    """Told of every command that was run and of every reply that came; raises Violation."""
+
+    def __init__(self, machine: Machine, peers: list[Peer]) -> None:
+        self.machine = machine
+        self.peers = peers
+        self.model = Model(lambda: machine.clock.unix_ms, lambda: machine.clock.now // 1_000_000)
+        self.process: Process
+        self.commands = 0
+        self.disk_fails = False  # or did since all was well
+        self.acknowledged = 0  # changes of the model that were told to be done
+        self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
+        self.boundaries: set[int] = set()  # of the model's log, between commands
+        self.read_failed = False  # a read has failed, or found damage
+        self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
+        self._by_id: dict[int, tuple[Peer, Conversation]] = {}
+        self._evicted = 0
+        self.violation: Violation | None = None
+
+    def begin(self, process: Process) -> None:
+        """Another process serves."""
+        self.process = process
+        self._by_id.clear()
+        self._evicted = 0
+        process.broke = self.note_broken
+        self.model.pinned.clear()
+        self.model.leased.clear()
+        self.model.talks = []
+
+    def fail(self, text: str) -> None:
+        """Something is wrong: the first thing is what is told."""
+        if self.violation is None:
+            self.violation = Violation(text)
+        raise self.violation
+
+    def note_broken(self, text: str) -> None:
+        """The server has met an exception that it did not expect."""
+        if self.violation is None:
+            self.violation = Violation(text)
+
+    # -- commands --------------------------------------------------------------------------------------------------
+
+    def ran(self, client: Client, words: Any, reply: Any) -> None:
+        """The server has run a command, or refused it."""
+        said = tuple(word if isinstance(word, bytes) else bytes(word.body) for word in words)
+        peer, talk = self._who(client, said)
+        here = peer.talk is talk and peer.sock is not None  # or it has left, and what it sent is done all the same
+        if here and (not peer.unrun or peer.unrun[0].words != said):
+            expected = peer.unrun[0].words if peer.unrun else None
+            self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
+        asked = peer.unrun.popleft() if here else Asked(-1, said)
+        self.commands += 1
+        if asked.audit is not None:
+            peer.unanswered.append(asked)
+            return
+        self.note_evictions()
+        self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
+        self._answer(talk, asked, reply)
+        if here:
+            peer.unanswered.append(asked)
+        for listening, message in self.model.pushes:
+            for one in self.peers:
+                if one.talk is listening:
+                    one.pushes.append(message)
+
+    def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
+        """Have the model do the same."""
+        model, store, said = self.model, self.model.store, asked.words
+        before = len(store.log)
+        refusal = self._refusal(str(reply) if isinstance(reply, ReplyError) else "", said)
+        if refusal:
+            model.pushes = []
+            asked.expected = self._refused(talk, said, refusal)
+        else:
+            asked.expected = model.answer(talk, said)
+        asked.at, asked.changes = before, len(store.log) - before
+        if asked.changes:
+            self.boundaries.add(len(store.log))
+            self.positions.append((self.machine.clock.now, len(store.log)))
+        asked.ran = self.machine.clock.unix_ms
+        asked.streamed = isinstance(reply, Stream)
+        if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
+            self._doubt(asked)
+
+    def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
+        """Whose connection it is, and what was said on it: its first command is its name."""
+        if client.id not in self._by_id:
+            peer = self.peers[int(words[2].split(b".")[0])]
+            talk = peer.talk if peer.name == words[2] else Conversation(words[2].decode())
+            self._by_id[client.id] = peer, talk
+            self.model.talks.append(talk)
+        return self._by_id[client.id]
+
+    def _refusal(self, error: str, words: Words) -> str:
+        """Why the server may refuse a command that is right, empty when it does not."""
+        if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
+            keyspace = self.process.server.keyspace
+            if not (keyspace.is_full or keyspace.rationed):
+                self.fail(f"{shown(words)} was refused for want of memory: {keyspace.used_memory} are used")
+            return error
+        if error.endswith("because of previous errors."):
+            return ""
+        if error.startswith(("MISCONF", "ERR reading from disk failed", "EXECABORT Transaction discarded because of")):
+            if not self.disk_fails:
+                self.fail(f"{shown(words)} was refused though the disk works: {error}")
+            return error
+        return ""
+
+    def _refused(self, talk: Conversation, words: Words, error: str) -> Any:
+        if words[0].lower() == b"exec":
+            talk.queued, talk.refused = None, False
+            talk.watched.clear()
+        elif talk.queued is not None:
+            talk.refused = True
+        return Err(error[:20])
+
+    def _doubt(self, asked: Asked) -> None:
+        """What a command does in steps may or may not be done, until it says so."""
+        store = self.model.store
+        before: dict[bytes, Cell] = {}
+        for key, old, _ in store.log[asked.at :]:
+            before.setdefault(key, old)
+        after = {key: store.keys.get(key) for key in before}
+        asked.doubt, asked.evicted = Doubt([after, before], pending=True), self._evicted
+        store.doubts.append(asked.doubt)
+
+    # -- replies ---------------------------------------------------------------------------------------------------
+
+    def told(self, peer: Peer, reply: Any) -> None:
+        """A peer has read something."""
+        if peer.pushes and self._is_push(peer, reply):
+            if not agrees(peer.pushes[0], list(reply)):
+                self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {peer.pushes[0]!r:.200}")
+            peer.pushes.popleft()
+            return
+        if not peer.unanswered:
+            self.fail(f"peer {peer.number} was told {reply!r:.300} though it has asked nothing")
+        asked = peer.unanswered.popleft()
+        if asked.audit is not None:
+            asked.audit(asked, reply)
+            return
+        if is_error(reply, "MISCONF Errors writing to disk: ") and self.disk_fails:
+            self._broke_off(peer, asked)
+            return
+        if asked.doubt is not None:
+            self._resolve(asked, reply)
+        if not agrees(asked.expected, reply) and not self._agreed_meanwhile(asked, reply):
+            self.fail(
+                f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
+                f"  but may be       {asked.expected!r:.600}"
+            )
+        if asked.changes and not is_error(reply):
+            self.acknowledged = max(self.acknowledged, asked.at + asked.changes)
+        self._note_protection(asked, reply)
+
+    def _is_push(self, peer: Peer, reply: Any) -> bool:
+        return isinstance(reply, list) and bool(reply) and reply[0] in (b"message", b"invalidate")
+
+    def _broke_off(self, peer: Peer, asked: Asked) -> None:
+        """What it did is in memory and not on disk, and the connection ends."""
+        for one in (asked, *peer.unanswered):
+            self._abandon(one)
+        peer.unanswered.clear()
+
+    def _resolve(self, asked: Asked, reply: Any) -> None:
+        """A command in steps has said what became of it."""
+        store, doubt = self.model.store, asked.doubt
+        self._abandon(asked)
+        if doubt not in store.doubts:
+            return  # others have settled it
+        store.doubts.remove(doubt)
+        if not is_error(reply):
+            self._learn_times(asked, doubt)
+            if asked.evicted != self._evicted:  # perhaps some of these
+                there = set(self.process.server.keyspace.names())
+                for key in doubt.variants[0].keys() - there:
+                    store.drop(key)
+            return
+        if not self._may_fail_late(reply):
+            self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
+        asked.expected = Err(str(reply)[:12])
+        for key, value in doubt.variants[1].items():
+            store._set(key, value)
+
+    def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
+        """A time to live begins when a command in steps comes to it, which is not when it was begun."""
+        took = self.machine.clock.unix_ms - asked.ran
+        for key, cell in doubt.variants[0].items():
+            now = self.model.store.keys.get(key)
+            if cell is None or now is not cell or not cell.expires:
+                continue
+            expires = self.process.server.keyspace.expires_of(key)
+            if expires and not cell.expires <= expires <= cell.expires + took:
+                self.fail(f"step {asked.step}: {key!r} expires at {expires}, asked was {cell.expires}")
+            if expires:
+                self.model.store.keys[key] = replace(cell, expires=expires)
+
+    def _may_fail_late(self, reply: Any) -> bool:
+        keyspace = self.process.server.keyspace
+        return (is_error(reply, "OOM") and (keyspace.maxmemory > 0 or keyspace.rationed)) or (
+            is_error(reply, "MISCONF", "ERR reading from disk") and self.disk_fails
+        )
+
+    def _agreed_meanwhile(self, asked: Asked, reply: Any) -> bool:
+        """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
+        if self.disk_fails and (reply is None or is_error(reply, "ERR reading from disk failed")):
+            return True
+        if asked.words[0].lower() not in READS_IN_STEPS or not asked.streamed:
+            return False
+        store = self.model.store
+        store.now = self.machine.clock.unix_ms
+        store.expire()
+        moments = [asked.expected]
+        changes = store.log[asked.at :]
+        now, doubts, store.doubts = dict(store.keys), store.doubts, []
+        talk, end = self.model.talk, len(store.log)
+        for key, old, _ in reversed(changes[-_MOST_MOMENTS:]):
+            if old is None:
+                store.keys.pop(key, None)
+            else:
+                store.keys[key] = old
+            kept, store.now = store.now, 0
+            moments.append(self.model.run(asked.words))
+            store.now = kept
+        store.keys, store.doubts, self.model.talk = now, doubts, talk
+        del store.log[end:]
+        moments.append(self.model.run(asked.words))
+        moments = [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
+        if isinstance(reply, list) and all(isinstance(moment, list) for moment in moments):
+            parts = [one_of(options) for options in zip(*moments, strict=True)]
+            if self.disk_fails:
+                parts = [one_of([part, None]) for part in parts]
+            return agrees(parts, reply)
+        return any(agrees(moment, reply) for moment in moments)
+
+    def _note_protection(self, asked: Asked, reply: Any) -> None:
+        """What pins and leases were promised."""
+        name, model = asked.words[0].lower(), self.model
+        if name not in (b"kvpagepin", b"kvpagelease", b"kvpageunpin") or type(reply) is not int:
+            return
+        pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
+        blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
+        if name == b"kvpageunpin":
+            model.pinned -= blocks
+        elif reply == len(blocks) and len(model.store.log) == asked.at:
+            if name == b"kvpagepin":
+                model.pinned |= blocks
+            else:
+                until = model.store.now + int(asked.words[2])
+                model.leased.update((block, max(until, model.leased.get(block, 0))) for block in blocks)
+
+    def _abandon(self, asked: Asked) -> None:
+        """Nobody will know what became of it: what it may have done stays in doubt."""
+        if asked.doubt is not None:
+            asked.doubt.pending = False
+            asked.doubt = None
+
+    def lost(self, peer: Peer) -> None:
+        """A connection is over."""
+        for asked in peer.unanswered:
+            self._abandon(asked)
+        peer.unanswered.clear()
+        peer.unrun.clear()
+        peer.pushes.clear()
+
+    def seen(self, key: bytes, known: Cell, value: Any, expires: int) -> Cell:
+        """What a key is after somebody has looked: what is known of it, or what was found where nothing is."""
+        if key not in self.model.store.fog:
+            return known
+        if value is None:
+            return None
+        if key[:3] != b"kv:":
+            return Value(value, max(expires, 0))
+        return read_page(key, value, max(expires, 0))
+
+    # -- what leaves -----------------------------------------------------------------------------------------------
+
+    def note_evictions(self) -> None:
+        """The server has made room: what is gone, it may forget; and nothing else."""
+        keyspace = self.process.server.keyspace
+        count = keyspace.counters.evicted + self._lost_to_disk()
+        if count == self._evicted:
+            return
+        model, store = self.model, self.model.store
+        store.now = self.machine.clock.unix_ms
+        there = set(keyspace.names())
+        doubtful = store.doubtful()
+        gone = [key for key in store.living() if key not in there and key not in doubtful]
+        grew, self._evicted = count - self._evicted, count
+        due = len(store.lately_expired())  # may have been evicted before they were swept
+        certain = not (store.doubts or store.fog or self.disk_fails)
+        if certain and not len(gone) <= grew <= len(gone) + due:
+            self.fail(f"{grew} keys were evicted, {len(gone)} are gone: {gone[:5]!r}")
+        for key in gone:
+            block = _block_of(key)
+            if block in model.pinned or model.leased.get(block, 0) > store.now:
+                self.fail(f"{key!r} was evicted though its block is pinned or leased")
+            store.drop(key)
+        store.settle(gone)
+
+    def _lost_to_disk(self) -> int:
+        tiered = self.process.server.tiered
+        return 0 if tiered is None else tiered.counts.corrupt
+
+
+def _block_of(key: bytes) -> tuple[bytes, int]:
+    words = key.split(b":")
+    return (words[1], int(words[4])) if len(words) == 6 and words[4].isdigit() else (b"", -1)
+
+
+def shown(words: Words) -> str:
+    """A command as redis-cli reads it."""
+    return " ".join(_word(word) for word in words)
+
+
+def _word(word: bytes) -> str:
+    plain = all(32 < byte < 127 and byte not in b"\"'\\" for byte in word)
+    if plain and 0 < len(word) <= 60:
+        return word.decode()
+    text = "".join(chr(byte) if 31 < byte < 127 and byte not in b'"\\' else f"\\x{byte:02x}" for byte in word[:60])
+    return f'"{text}"' + (f"...({len(word)} bytes)" if len(word) > 60 else "")

@@ -1,0 +1,226 @@
+"""What every command answers: a store in plain Python, without slots, blocks, a disk or an event loop.
+
+`Model.answer` is what a command's reply may be, and does to the model what it does to the server. It is told of a
+command at the moment that the server has run it, so nothing is left open but what the server is free to choose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.simulation.model_pages import Pages
+from tests.simulation.model_strings import Strings
+from tests.simulation.replies import ANYTHING, OK, QUEUED, Err, any_order, between, one_of
+from tests.simulation.values import Store
+
+Words = tuple[bytes, ...]
+
+
+@dataclass(eq=False)
+class Conversation:
+    """What the server knows of a connection."""
+
+    name: str
+    protocol: int = 2
+    queued: list[Words] | None = None  # after MULTI
+    refused: bool = False  # one of these
+    watched: dict[bytes, bool] = field(default_factory=dict)  # and whether it changed
+    maybe: bool = False  # it may have
+    channels: dict[bytes, None] = field(default_factory=dict)
+    user: bytes = b"default"
+
+
+_AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
+_NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
+_TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
+
+
+class Model(Strings, Pages):
+    """`now` is asked for the unix milliseconds, `elapsed` for those that nobody sets."""
+
+    def __init__(self, now: Callable[[], int], elapsed: Callable[[], int]) -> None:
+        self.store = Store()
+        self.store.changed = self._changed
+        self.store.elapsed = elapsed
+        self._now = now
+        self.talks: list[Conversation] = []
+        self.talk = Conversation("nobody")  # whose command it is
+        self.pushes: list[tuple[Conversation, Any]] = []  # that the last command has caused
+        self.config: dict[bytes, bytes] = {}
+        self.pinned: set[tuple[bytes, int]] = set()
+        self.leased: dict[tuple[bytes, int], int] = {}  # until unix milliseconds
+        self.limited = False  # whether there is a maxmemory, so that leases may be refused
+        self.quotas = False
+
+    def _changed(self, key: bytes) -> None:
+        for talk in self.talks:
+            if key in talk.watched:
+                talk.watched[key] = True
+
+    def answer(self, talk: Conversation, words: Words) -> Any:
+        """The reply to a command, which is carried out."""
+        self.talk, self.pushes, self.store.now = talk, [], self._now()
+        name = words[0].lower()
+        if talk.queued is not None and name not in _AT_ONCE:
+            if name in _NOT_IN_MULTI:
+                talk.refused = True
+                return Err("ERR Command not allowed inside a transaction")
+            talk.queued.append(words)
+            return QUEUED
+        return self.run(words)
+
+    def run(self, words: Words) -> Any:
+        """The same, whatever was queued before."""
+        handler = self._handler(words)
+        if handler is None:
+            return Err("ERR unknown command")
+        if words[0].lower() in _TELLS_TIME and words[1] in self.store.doubtful():
+            return ANYTHING
+        told = [words, *(self.talk.queued or ())]
+        keys = None if any(map(self._is_about_all, told)) else self.keys_of(words)
+        return self.store.in_every_case(handler, keys)
+
+    def _handler(self, words: Words) -> Callable[[], Any] | None:
+        name = words[0].lower().decode("latin1")
+        method = getattr(self, f"do_{name}", None)
+        if method is not None:
+            return lambda: method(*words[1:])
+        if len(words) > 1:
+            method = getattr(self, f"do_{name}_{words[1].lower().decode('latin1')}", None)
+            if method is not None:
+                return lambda: method(*words[2:])
+        return None
+
+    @staticmethod
+    def _is_about_all(words: Words) -> bool:
+        name = words[0].lower()
+        return name in (b"keys", b"scan", b"dbsize", b"randomkey", b"flushall", b"exists") or (
+            name.startswith((b"kvpage", b"kvblock")) or name in (b"smembers", b"scard")
+        )
+
+    def keys_of(self, words: Words) -> Iterable[bytes]:
+        """Every word that may be a key, of the command or of what EXEC is to run: too many do no harm."""
+        if words[0].lower() != b"exec" or self.talk.queued is None:
+            return words[1:]
+        return [word for queued in self.talk.queued for word in queued[1:]]
+
+    # -- transactions ----------------------------------------------------------------------------------------------
+
+    def do_multi(self) -> Any:
+        if self.talk.queued is not None:
+            return Err("ERR MULTI")
+        self.talk.queued = []
+        return OK
+
+    def do_discard(self) -> Any:
+        if self.talk.queued is None:
+            return Err("ERR DISCARD without MULTI")
+        self._end()
+        return OK
+
+    def _end(self) -> None:
+        self.talk.queued, self.talk.refused = None, False
+        self.talk.watched.clear()
+
+    def do_watch(self, *keys: bytes) -> Any:
+        if self.talk.queued is not None:
+            return Err("ERR WATCH inside MULTI")
+        for key in keys:
+            self.store.get(key)
+            self.talk.watched.setdefault(key, False)
+        return OK
+
+    def do_unwatch(self) -> Any:
+        self.talk.watched.clear()
+        return OK
+
+    def do_exec(self) -> Any:
+        talk = self.talk
+        if talk.queued is None:
+            return Err("ERR EXEC without MULTI")
+        for key in list(talk.watched):
+            self.store.get(key)
+        queued, refused, changed = talk.queued, talk.refused, any(talk.watched.values())
+        self._end()
+        if refused:
+            return Err("EXECABORT")
+        if changed:
+            return None
+        replies = []
+        for words in queued:
+            handler = self._handler(words)
+            assert handler is not None
+            replies.append(handler())
+        return replies
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def do_ping(self, *message: bytes) -> Any:
+        if self.talk.channels and self.talk.protocol == 2:
+            return [b"pong", message[0] if message else b""]
+        return message[0] if message else b"PONG"
+
+    def do_echo(self, message: bytes) -> Any:
+        return message
+
+    def do_hello(self, protocol: bytes) -> Any:
+        self.talk.protocol = int(protocol)
+        return ANYTHING
+
+    def do_reset(self) -> Any:
+        self._end()
+        self.talk.protocol, self.talk.channels = 2, {}
+        return b"RESET"
+
+    def _anything(self, *_: bytes) -> Any:
+        return ANYTHING
+
+    do_client = do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_time = do_acl = _anything
+    do_lastsave = do_kvpagewhy = _anything
+
+    # -- channels --------------------------------------------------------------------------------------------------
+
+    def do_subscribe(self, channel: bytes) -> Any:
+        self.talk.channels[channel] = None
+        return [b"subscribe", channel, len(self.talk.channels)]
+
+    def do_unsubscribe(self, channel: bytes) -> Any:
+        self.talk.channels.pop(channel, None)
+        return [b"unsubscribe", channel, len(self.talk.channels)]
+
+    def do_publish(self, channel: bytes, message: bytes) -> Any:
+        listening = [talk for talk in self.talks if channel in talk.channels]
+        self.pushes += [(talk, [b"message", channel, message]) for talk in listening]
+        return len(listening)
+
+    # -- the server ------------------------------------------------------------------------------------------------
+
+    def do_config_set(self, name: bytes, value: bytes) -> Any:
+        self.config[name] = value
+        return OK
+
+    def do_config_get(self, name: bytes) -> Any:
+        return ANYTHING
+
+    def do_save(self) -> Any:
+        return one_of([OK, Err("ERR", "MISCONF")])
+
+    do_bgsave = _anything
+
+    # -- all keys --------------------------------------------------------------------------------------------------
+
+    def do_keys(self, _: bytes) -> Any:
+        return any_order(self.store.living())
+
+    def do_dbsize(self) -> Any:
+        living = len(list(self.store.living()))
+        return between(living, living + len(self.store.lately_expired()))
+
+    def do_flushall(self) -> Any:
+        for key in list(self.store.keys):
+            self.store.drop(key)
+        self.pinned.clear()
+        self.leased.clear()
+        return OK

@@ -1,0 +1,190 @@
+"""Pages and blocks as the model has them: strings with names of their own, and nothing else."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from tests.simulation.replies import ANYTHING, OK, Err, any_order, between, fields, one_of
+from tests.simulation.values import Store, Value
+
+ITEM = {1: 2, 2: 4, 3: 1, 4: 2, 7: 4, 8: 1}  # bytes, by dtype
+WRONG_TYPE = Err("WRONGTYPE")
+
+
+def key_of(req: bytes, layer: int, head: int, page: int, kv_type: int) -> bytes:
+    """A page's key."""
+    return b"kv:%b:%d:%d:%d:%d" % (req, layer, head, page, kv_type)
+
+
+def name_of(key: bytes) -> tuple[bytes, int, int, int, int]:
+    """The page that a key names."""
+    _, req, layer, head, page, kv_type = key.split(b":")
+    return req, int(layer), int(head), int(page), int(kv_type)
+
+
+class Pages:
+    """A handler is a method named as its command is."""
+
+    store: Store
+    pinned: set[tuple[bytes, int]]
+    leased: dict[tuple[bytes, int], int]
+    limited: bool
+    checksums = True
+
+    # -- writing ---------------------------------------------------------------------------------------------------
+
+    def _new_page(self, words: tuple[bytes, ...]) -> tuple[bytes, Value]:
+        req, layer, head, page, kv_type, dtype, rows, columns, ttl = words[0], *map(int, words[1:9])
+        described = (layer, head, page, kv_type, dtype, rows, columns, ttl)
+        expires = self.store.now + ttl * 1000 if ttl else 0
+        return key_of(req, layer, head, page, kv_type), Value(words[9], expires, described, self.checksums)
+
+    def do_kvpageset(self, *words: bytes) -> Any:
+        self.store.put(*self._new_page(words))
+        return OK
+
+    def do_kvpagemset(self, _: bytes, *words: bytes) -> Any:
+        for at in range(0, len(words), 10):
+            self.store.put(*self._new_page(words[at : at + 10]))
+        return OK
+
+    def do_kvblockset(self, req: bytes, page: bytes, *words: bytes) -> Any:
+        layers, heads, rows, ttl, count = map(int, words[:5])
+        body, planes = words[-1], [tuple(map(int, words[5 + 3 * i : 8 + 3 * i])) for i in range(count)]
+        expires = self.store.now + ttl * 1000 if ttl else 0
+        new: dict[bytes, Value] = {}
+        at = 0
+        for layer in range(layers):
+            for kv_type, dtype, columns in planes:
+                for head in range(heads):
+                    size = rows * columns * ITEM[dtype]
+                    described = (layer, head, int(page), kv_type, dtype, rows, columns, ttl)
+                    value = Value(body[at : at + size], expires, described, self.checksums)
+                    new[key_of(req, layer, head, int(page), kv_type)] = value
+                    at += size
+        for key in self._keys(req, int(page)):
+            if key not in new:
+                self.store.drop(key)
+        for key, value in new.items():
+            self.store.put(key, value)
+        return OK
+
+    # -- what there is ---------------------------------------------------------------------------------------------
+
+    def _keys(self, req: bytes, *pages: int) -> list[bytes]:
+        """The living pages of a request, or of some of its blocks."""
+        start = b"kv:%b:" % req
+        found = [key for key in self.store.keys if key.startswith(start)]
+        found = [key for key in found if not pages or name_of(key)[3] in pages]
+        return [key for key in found if self.store.get(key) is not None and self.store.keys[key].page]
+
+    def _blocks(self, req: bytes, *pages: int) -> dict[int, list[bytes]]:
+        blocks: dict[int, list[bytes]] = {}
+        for key in self._keys(req, *pages):
+            blocks.setdefault(name_of(key)[3], []).append(key)
+        return dict(sorted(blocks.items()))
+
+    def _named(self, words: tuple[bytes, ...]) -> Iterator[Value | None]:
+        for at in range(0, len(words), 5):
+            yield self.store.get(b"kv:" + b":".join(words[at : at + 5]))
+
+    def do_kvpageget(self, *words: bytes) -> Any:
+        (value,) = self._named(words)
+        return value if value is None else value.data if value.page else WRONG_TYPE
+
+    def do_kvpagemget(self, _: bytes, *words: bytes) -> Any:
+        return [value.data if value and value.page else None for value in self._named(words)]
+
+    def do_kvpagemexists(self, _: bytes, *words: bytes) -> Any:
+        return [int(value is not None and value.page is not None) for value in self._named(words)]
+
+    def do_kvpageexists(self, *words: bytes) -> Any:
+        return self.do_kvpagemexists(b"1", *words)[0]
+
+    def do_kvpagestat(self, *words: bytes) -> Any:
+        (value,) = self._named(words)
+        if value is None or value.page is None:
+            return WRONG_TYPE if value else None
+        return fields({b"bytes": len(value.data), b"layer": value.page[0], b"page": value.page[2]})
+
+    def do_kvpagedel(self, req: bytes, *pages: bytes) -> Any:
+        return sum(map(self.store.drop, self._keys(req, *map(int, pages))))
+
+    def do_kvpageverify(self, req: bytes, *pages: bytes) -> Any:
+        keys = self._keys(req, *map(int, pages))
+        unchecked = sum(not self.store.keys[key].checksum for key in keys)
+        return fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": []})
+
+    def do_smembers(self, key: bytes) -> Any:
+        return any_order(self._keys(key.split(b":")[1]))
+
+    def do_scard(self, key: bytes) -> Any:
+        return len(self._keys(key.split(b":")[1]))
+
+    # -- blocks ----------------------------------------------------------------------------------------------------
+
+    def _body(self, keys: list[bytes]) -> bytes | None:
+        """A block's bytes, if it has every page that its largest layer, head and its planes let expect, all alike."""
+        if not keys:
+            return None
+        names = sorted((name_of(key)[1], name_of(key)[4], name_of(key)[2], key) for key in keys)
+        layers, heads = max(n[0] for n in names) + 1, max(n[2] for n in names) + 1
+        planes = sorted({n[1] for n in names})
+        wanted = [(layer, plane, head) for layer in range(layers) for plane in planes for head in range(heads)]
+        if [n[:3] for n in names] != wanted:
+            return None
+        values = [self.store.keys[n[3]] for n in names]
+        shapes: dict[int, set[Any]] = {}
+        for value in values:
+            assert value.page is not None
+            shapes.setdefault(value.page[3], set()).add((value.page[4:7], len(value.data)))
+            if len(value.data) != value.page[5] * value.page[6] * ITEM[value.page[4]]:
+                return None
+        if any(len(shape) > 1 for shape in shapes.values()) or len({v.page[5] for v in values if v.page}) > 1:
+            return None
+        return b"".join(value.data for value in values)
+
+    def do_kvblockget(self, req: bytes, page: bytes) -> Any:
+        return self._body(self._keys(req, int(page)))
+
+    def do_kvblockmget(self, _: bytes, *words: bytes) -> Any:
+        return [self.do_kvblockget(req, page) for req, page in zip(words[::2], words[1::2], strict=True)]
+
+    def do_kvblockexists(self, req: bytes, page: bytes) -> Any:
+        return int(self.do_kvblockget(req, page) is not None)
+
+    def _is_unswept(self, req: bytes) -> bool:
+        """Whether a page is due that the server may still count."""
+        self._keys(req)
+        return any(key.startswith(b"kv:%b:" % req) for key in self.store.lately_expired())
+
+    def do_kvpageindex(self, req: bytes) -> Any:
+        if self._is_unswept(req):
+            return ANYTHING
+        blocks = self._blocks(req).items()
+        return [
+            fields({b"page": page, b"pages": len(keys), b"complete": int(self._body(keys) is not None)})
+            for page, keys in blocks
+        ]
+
+    # -- protection ------------------------------------------------------------------------------------------------
+
+    def do_kvpageprefix(self, pages: bytes, lease: bytes, _: bytes, *words: bytes) -> Any:
+        count = 0
+        for req, page in zip(words[::2], words[1::2], strict=True):
+            if len(self._keys(req, int(page))) != int(pages):
+                break
+            count += 1
+        return between(0, count) if self.limited and int(lease) else count
+
+    def do_kvpagelease(self, req: bytes, milliseconds: bytes, *pages: bytes) -> Any:
+        blocks = list(self._blocks(req, *map(int, pages)))
+        return between(0, len(blocks)) if self.limited else len(blocks)
+
+    def do_kvpagepin(self, req: bytes, *pages: bytes) -> Any:
+        count = len(self._blocks(req, *map(int, pages)))
+        return one_of([count, Err("ERR leases and pins may take")]) if self.limited else count
+
+    def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
+        return between(0, len(self._blocks(req, *map(int, pages))))

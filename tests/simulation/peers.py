@@ -1,0 +1,148 @@
+"""The clients: sockets that say what a program has them say, cut anywhere, and read when they want to."""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import hiredis
+
+from tests.simulation.model import Conversation, Words
+
+READ = 1 << 16
+
+
+@dataclass(eq=False)
+class Asked:
+    """A command that a peer has sent, or begun to."""
+
+    step: int
+    words: Words
+    expected: Any = None
+    at: int = 0  # in the model's log, when it was run
+    ran: int = 0  # unix milliseconds, when that was
+    changes: int = 0  # how many changes of the log are its own
+    streamed: bool = False  # its reply is made in steps, and so is what it does
+    audit: Any = None  # who is told of the reply, in place of the judge
+    evicted: int = 0  # keys that had been by then
+    doubt: Any = None  # what it may or may not have done yet
+
+
+@dataclass(eq=False)
+class Peer:
+    """One connection at a time. `unrun` was sent and not run yet, `unanswered` was run."""
+
+    number: int
+    told: Callable[[Peer, Any], None]
+    lost: Callable[[Peer], None]
+    sock: socket.socket | None = None
+    talk: Conversation = field(default_factory=lambda: Conversation(""))
+    unrun: deque[Asked] = field(default_factory=deque)
+    unanswered: deque[Asked] = field(default_factory=deque)
+    pushes: deque[Any] = field(default_factory=deque)  # that are to come
+    stalled: bool = False  # it does not read
+    half: bool = False  # it has sent the beginning of a command that it will not end
+    sending: int = 0  # pieces that are on their way
+    busy_until: int = 0  # nanoseconds: when the last of them arrives
+    blocked: list[bytes] = field(default_factory=list)  # what the kernel has not taken
+    lives: int = 0
+
+    def connect(self, path: str) -> None:
+        """Begin anew."""
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.setblocking(False)
+        self.sock.connect(path)
+        self.lives += 1
+        self.talk = Conversation(f"{self.number}.{self.lives}")
+        self.stalled = self.half = False
+        self.sending = self.busy_until = 0
+        self.blocked = []
+        self._reader = hiredis.Reader()
+
+    @property
+    def name(self) -> bytes:
+        """What it calls itself, in this life."""
+        return self.talk.name.encode()
+
+    @property
+    def quiet(self) -> bool:
+        """Whether nothing is to come."""
+        return not (self.unrun or self.unanswered or self.sending)
+
+    def push(self, data: bytes, life: int) -> None:
+        """A piece arrives at the server, unless the connection it belongs to is gone."""
+        if life != self.lives or self.sock is None:
+            return
+        self.sending -= 1
+        try:
+            sent = self.sock.send(data)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.drop()
+            return
+        if sent < len(data):
+            raise BlockedError(self, data[sent:], life)
+
+    def read(self) -> None:
+        """Read all there is."""
+        while self.sock is not None and not self.stalled:
+            try:
+                data = self.sock.recv(READ)
+            except BlockingIOError:
+                return
+            except OSError:
+                data = b""
+            if not data:
+                self.drop()
+                return
+            self._reader.feed(data)
+            while (reply := self._reader.gets()) is not False:
+                self.told(self, reply)
+
+    def drop(self) -> None:
+        """The connection is over."""
+        if self.sock is not None:
+            self.lost(self)
+            self.sock.close()
+            self.sock = None
+
+
+class BlockedError(Exception):
+    """The server does not read, and the kernel's memory is full: the rest is to be sent later."""
+
+    def __init__(self, peer: Peer, rest: bytes, life: int) -> None:
+        super().__init__("the server does not read")
+        self.peer, self.rest, self.life = peer, rest, life
+
+
+class Watchers:
+    """Which peers have something to read."""
+
+    def __init__(self) -> None:
+        self._selector = selectors.DefaultSelector()
+
+    def look(self) -> None:
+        """Have them read it, in their order."""
+        found = self._selector.select(0)
+        for peer in sorted((key.data for key, _ in found), key=lambda peer: peer.number):
+            peer.read()
+
+    def attend(self, peer: Peer) -> None:
+        """It reads."""
+        assert peer.sock is not None
+        self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+
+    def ignore(self, peer: Peer) -> None:
+        """It does not."""
+        assert peer.sock is not None
+        self._selector.unregister(peer.sock)
+
+
+def spell(words: Words) -> bytes:
+    """A command as it goes over the wire."""
+    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)

@@ -1,0 +1,113 @@
+"""A process of the server: the real one, from its configuration to its last word, on a loop of the world's."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvpage_server import app
+from kvpage_server.app import DiskError, Server, apply, from_arguments
+from kvpage_server.commands.context import Client
+from kvpage_server.net import session
+from tests.simulation.world.machine import Machine, ServerDied
+
+SOCKET = "socket"
+Ran = Callable[[Client, Any, Any], None]  # client, words, reply
+
+_execute = session.execute
+_graveyard: list[Any] = []  # processes that died: nobody tidies up after them
+
+
+class Process:
+    """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
+
+    def __init__(self, machine: Machine, directory: Path, options: dict[str, str], ran: Ran) -> None:
+        self.machine = machine
+        self.directory = directory
+        self.options = options
+        self.ready = False
+        self.over = False
+        self.lost = ""  # what could not be written when it ended
+        self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
+        self._ran = ran
+
+    def live(self) -> None:
+        """Run until it ends in order, or dies."""
+        os.chdir(self.directory)
+        words = [word for name, value in self.options.items() for word in (f"--{name}", *value.split())]
+        config = from_arguments([*words, "--unixsocket", SOCKET, "--port", "0"])
+        self.loop = self.machine.new_loop()
+        self.loop.set_exception_handler(lambda _, context: self.broke(_described(context)))
+        _listen(self.broke)
+        self.server = Server(config, app._open_store(config))
+        apply(self.server, (name for name in config.parameters() if name != "requirepass"))
+        session.execute = self._execute
+        self.ready = True
+        try:
+            self.loop.run_until_complete(app.serve(self.server))
+        except ServerDied:
+            self._die()
+            return
+        except DiskError as error:
+            self.lost = str(error)
+        self.over = True
+        self._close()
+
+    def _execute(self, client: Client, words: Any) -> Any:
+        reply = _execute(client, words)
+        self._ran(client, words, reply)
+        return reply
+
+    def end(self) -> None:
+        """Somebody asks it to end, as `kill` does."""
+        self.loop.on_signal[signal.SIGTERM]()
+
+    def _die(self) -> None:
+        self.over = True
+        self.machine.kill_threads()
+        _graveyard.append((self, self.server, self.loop, asyncio.all_tasks(self.loop)))
+        selector: Any = self.loop._selector
+        clients = [client for client in self.server.clients.values() if not client.gone]
+        open_ones = {client.descriptor for client in clients} | {key.fd for key in selector.get_map().values()}
+        for descriptor in sorted(open_ones):
+            os.close(descriptor)
+        asyncio.set_event_loop(None)
+
+    def _close(self) -> None:
+        self.machine.kill_threads()
+        self.loop.close()
+
+    @property
+    def tasks(self) -> list[str]:
+        """What goes on in it."""
+        return sorted(str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
+
+
+def _described(context: dict[str, Any]) -> str:
+    error = context.get("exception")
+    return context["message"] + ("" if error is None else "".join(traceback.format_exception(error)))
+
+
+class _Broken(logging.Handler):
+    """Exceptions that the server logs: it goes on, but they are not meant to be."""
+
+    def __init__(self, told: Callable[[str], None]) -> None:
+        super().__init__()
+        self._told = told
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Pass them on."""
+        if record.exc_info and record.exc_info[1] is not None:
+            self._told(record.getMessage() + "\n" + "".join(traceback.format_exception(record.exc_info[1])))
+
+
+def _listen(told: Callable[[str], None]) -> None:
+    log = logging.getLogger("kvpage")
+    log.handlers[:] = [_Broken(told)]
+    log.propagate = False

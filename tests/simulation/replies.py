@@ -1,0 +1,101 @@
+"""What a reply may be. A plain value is exactly that; everything else says what holds of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import hiredis
+
+from kvpage_server.page import HEADER_SIZE
+
+OK = b"OK"
+QUEUED = b"QUEUED"
+CREATED = slice(32, 40)  # of a page's header: when it was written, which no client knows to the millisecond
+
+
+class May:
+    """A reply of which something holds; `text` says what, for whoever reads why a run failed."""
+
+    def __init__(self, text: str, holds: Callable[[Any], bool]) -> None:
+        self.text = text
+        self.holds = holds
+        self.options: list[Any] = [self]  # replies that it may be, one of which it is
+
+    def __repr__(self) -> str:
+        return f"<{self.text}>"
+
+
+class Err(May):
+    """An error that begins with one of some words. That the server itself is to blame is never an answer."""
+
+    def __init__(self, *beginnings: str) -> None:
+        super().__init__(f"error {' or '.join(beginnings)}", lambda reply: is_error(reply, *beginnings))
+
+
+def is_error(reply: Any, *beginnings: str) -> bool:
+    """Whether a reply is an error that begins so."""
+    return isinstance(reply, hiredis.ReplyError) and str(reply).startswith(beginnings or ("",))
+
+
+ANYTHING = May("anything", lambda reply: not is_error(reply, "ERR internal"))
+A_NUMBER = May("a number", lambda reply: isinstance(reply, int))
+
+
+def agrees(expected: Any, reply: Any) -> bool:
+    """Whether a reply is one that it may be."""
+    if isinstance(expected, May):
+        return expected.holds(reply)
+    if isinstance(expected, list):
+        return isinstance(reply, list) and len(reply) == len(expected) and all(map(agrees, expected, reply))
+    return type(expected) is type(reply) and bool(expected == reply)
+
+
+def one_of(options: Iterable[Any]) -> Any:
+    """Any of some replies."""
+    several: list[Any] = []
+    for option in options:
+        if not any(type(option) is type(one) and option == one for one in several):
+            several.append(option)
+    if len(several) == 1:
+        return several[0]
+    found = May(f"one of {several!r:.400}", lambda reply: any(agrees(option, reply) for option in several))
+    found.options = several
+    return found
+
+
+def any_order(expected: Iterable[bytes]) -> May:
+    """An array, or a set, of these."""
+    these = sorted(expected)
+    return May(f"in any order {these!r:.400}", lambda reply: isinstance(reply, list | set) and sorted(reply) == these)
+
+
+def between(low: int, high: int) -> May:
+    """A number from `low` to `high`."""
+    return May(f"a number from {low} to {high}", lambda reply: type(reply) is int and low <= reply <= high)
+
+
+def blob(header: bytes, body: bytes) -> May:
+    """A page as a string: its header but for the time, and its body."""
+    masked = bytearray(header)
+    masked[CREATED] = bytes(8)
+
+    def holds(reply: Any) -> bool:
+        if not isinstance(reply, bytes) or reply[HEADER_SIZE:] != body:
+            return False
+        head = bytearray(reply[:HEADER_SIZE])
+        head[CREATED] = bytes(8)
+        return head == masked
+
+    return May(f"the blob of a page, {len(body)} bytes {body[:20]!r}", holds)
+
+
+def fields(expected: dict[bytes, Any]) -> May:
+    """A map with at least these fields, as RESP3 has it or as an array of RESP2."""
+
+    def holds(reply: Any) -> bool:
+        if isinstance(reply, list) and all(isinstance(name, bytes) for name in reply[::2]):
+            reply = dict(zip(reply[::2], reply[1::2], strict=False))
+        return isinstance(reply, dict) and all(agrees(value, reply.get(name)) for name, value in expected.items())
+
+    return May(f"a map with {expected!r:.400}", holds)

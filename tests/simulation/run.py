@@ -1,0 +1,279 @@
+"""A run: a seed's steps, in its world, before its judge."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tests.simulation.audit import PATIENCE, Audit, doubt_overdue
+from tests.simulation.judge import Judge, Violation
+from tests.simulation.model import Words
+from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
+from tests.simulation.process import SOCKET, Process
+from tests.simulation.programs import MS, PEERS, Program, Step
+from tests.simulation.replies import ANYTHING
+from tests.simulation.world.clock import Clock
+from tests.simulation.world.disk import copy_of
+from tests.simulation.world.machine import Idle, Machine, ServerDied
+
+_ALIVE = 5 * MS
+_RETRY = 20 * MS
+
+
+@dataclass
+class Outcome:
+    """What became of a run."""
+
+    seed: int
+    commands: int
+    digest: str  # of everything that was said and heard, and when
+    fault: str = ""
+
+
+class Run:
+    """One run of some steps of a program."""
+
+    def __init__(self, clock: Clock, program: Program, steps: Sequence[Step], directory: Path) -> None:
+        self.program = program
+        self.steps = list(steps)
+        self.machine = Machine(clock, str(program.seed))
+        costs = random.Random(f"costs {program.seed}")
+        low, high = program.costs
+        clock.cost = (lambda: costs.randrange(low, high)) if high else (lambda: 0)
+        self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
+        self.judge = Judge(self.machine, self.peers)
+        self.judge.model.limited = program.options["maxmemory"] != "0"
+        self.judge.model.checksums = program.options["page-checksums"] == "yes"
+        self.directory = directory
+        self.digest = hashlib.blake2b(digest_size=12)
+        self._watchers = Watchers()
+        self._lives = 0
+        self._at = 0
+        self._over = False
+        self._begun = -1
+        self._after: Callable[[], None] = self._go_on
+        self.audit = Audit(self)
+
+    # -- processes -------------------------------------------------------------------------------------------------
+
+    def play(self) -> Outcome:
+        """From the first step to the last. Raises nothing: what went wrong is in the outcome."""
+        fault = ""
+        try:
+            self.machine.after_round = self._look
+            here = self._new_directory()
+            here.mkdir()
+            self._after = self._go_on
+            while not self._over:
+                self.machine.disk.faults.unreadable = False  # or it would say so, and not begin
+                self.process = Process(self.machine, here, self.program.options, self.judge.ran)
+                self.judge.begin(self.process)
+                self.machine.later(_ALIVE, lambda process=self.process: self._connect(process))
+                self.process.live()
+                self._disconnect()
+                if self._over:
+                    break
+                there = self._new_directory()
+                copy_of(here, there)
+                here = there
+                self.audit.died(in_order=not self._killed and not self.process.lost)
+        except Violation as violation:
+            fault = str(violation)
+        except Idle:
+            fault = "nothing happens any more, and nobody is at the end"
+        if self.judge.violation is not None:
+            fault = str(self.judge.violation)
+        return Outcome(self.program.seed, self.judge.commands, self.digest.hexdigest(), fault)
+
+    def _new_directory(self) -> Path:
+        self._lives += 1
+        return self.directory / f"life-{self._lives}"
+
+    def _connect(self, process: Process) -> None:
+        if process is not self.process or process.over:
+            return
+        self._killed = False
+        for peer in self.peers:
+            self._enter(peer)
+        after, self._after = self._after, self._go_on
+        after()
+
+    def _enter(self, peer: Peer) -> None:
+        peer.connect(str(self.process.directory / SOCKET))
+        self._watchers.attend(peer)
+        self.send(peer, 0, (b"CLIENT", b"SETNAME", peer.name))
+
+    def _disconnect(self) -> None:
+        for peer in self.peers:
+            peer.drop()
+
+    def finish(self) -> None:
+        """All is done: the server ends."""
+        self._over = True
+        self.process.end()
+
+    # -- what is said ----------------------------------------------------------------------------------------------
+
+    def send(self, peer: Peer, step: int, words: Words, pieces: int = 1) -> Asked:
+        """Have a peer say something, in so many pieces."""
+        data, asked = spell(words), Asked(step, words)
+        peer.unrun.append(asked)
+        self._push(peer, data, pieces, step)
+        return asked
+
+    def _push(self, peer: Peer, data: bytes, pieces: int, step: int) -> None:
+        rng = random.Random(f"{self.program.seed} {step}")
+        cuts = sorted(rng.randrange(len(data)) for _ in range(pieces - 1))
+        delay = 0
+        life = peer.lives
+        for start, stop in zip([0, *cuts], [*cuts, len(data)], strict=True):
+            peer.sending += 1
+            self._arrive(peer, data[start:stop], life, delay)
+            delay += rng.randrange(1, 3 * MS)
+
+    def _arrive(self, peer: Peer, piece: bytes, life: int, delay: int) -> None:
+        """A piece arrives after those that were sent before it."""
+        now = self.machine.clock.now
+        when = max(now + delay, peer.busy_until)
+        peer.busy_until = when
+        self.machine.later(when - now, lambda: self._arrived(peer, piece, life))
+
+    def _arrived(self, peer: Peer, piece: bytes, life: int) -> None:
+        if life == peer.lives:
+            peer.blocked.append(piece)
+            if len(peer.blocked) == 1:
+                self._deliver(peer, life)
+
+    def _deliver(self, peer: Peer, life: int) -> None:
+        """Have the server's socket take what has arrived, as far as it does."""
+        while life == peer.lives and peer.blocked:
+            try:
+                peer.push(peer.blocked[0], life)
+            except BlockedError as blocked:
+                peer.sending += 1
+                peer.blocked[0] = blocked.rest
+                self.machine.later(_RETRY, lambda: self._deliver(peer, life))
+                return
+            if peer.blocked:
+                peer.blocked.pop(0)
+
+    def _look(self) -> None:
+        if self.judge.violation is not None:
+            raise self.judge.violation
+        if self.process.ready and not self.process.over:
+            self.judge.note_evictions()
+            self._watchers.look()
+
+    def _told(self, peer: Peer, reply: Any) -> None:
+        machines_own = peer.unanswered and peer.unanswered[0].expected is ANYTHING  # such as INFO's process id
+        told = b"" if machines_own else repr(reply).encode()
+        self.digest.update(b"%d %d " % (self.machine.clock.now, peer.number) + told)
+        self.judge.told(peer, reply)
+
+    def _lost(self, peer: Peer) -> None:
+        if not peer.stalled:
+            self._watchers.ignore(peer)
+        self.judge.lost(peer)
+
+    # -- steps -----------------------------------------------------------------------------------------------------
+
+    def _go_on(self) -> None:
+        """Do the next step when it is time."""
+        if self._at == len(self.steps):
+            self.audit.settle(self.audit.final)
+            return
+        step = self.steps[self._at]
+        self._at += 1
+        self.machine.later(step.gap, lambda: self._do(step))
+
+    def _do(self, step: Step) -> None:
+        if getattr(self, f"_do_{step.kind}")(step) is not True:
+            self._go_on()
+
+    def _open(self, step: Step) -> Peer:
+        peer = self.peers[step.peer]
+        if peer.half:
+            peer.drop()
+        if peer.sock is None:
+            self._enter(peer)
+        return peer
+
+    def _do_send(self, step: Step) -> None:
+        self.send(self._open(step), step.number, step.words, step.extra.get("pieces", 1))
+
+    def _do_half(self, step: Step) -> None:
+        peer = self._open(step)
+        data = spell(step.words)
+        peer.half = True
+        self._push(peer, data[: int(len(data) * step.extra["share"])], 1, step.number)
+
+    def _do_reset(self, step: Step) -> None:
+        self.peers[step.peer].drop()
+
+    def _do_stall(self, step: Step) -> None:
+        peer = self._open(step)
+        if peer.stalled:
+            return
+        peer.stalled = True
+        self._watchers.ignore(peer)
+        life = peer.lives
+
+        def wake() -> None:
+            if peer.lives == life and peer.sock is not None:
+                peer.stalled = False
+                self._watchers.attend(peer)
+
+        self.machine.later(step.extra["nanoseconds"], wake)
+
+    def _do_kill(self, step: Step) -> bool:
+        self._killed = True
+        self._after = self.audit.begin
+        raise ServerDied
+
+    def _do_stop(self, step: Step) -> bool:
+        self._after = self.audit.begin
+        self.machine.later(PATIENCE, lambda process=self.process: self._check_over(process))
+        self.process.end()
+        return True
+
+    def _check_over(self, process: Process) -> None:
+        if not process.over:
+            self.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
+
+    def _do_fault(self, step: Step) -> None:
+        faults, name = self.machine.disk.faults, step.extra["name"]
+        if name == "slow":
+            faults.slow = 80 * MS
+        else:
+            setattr(faults, name, True)
+            faults.room = 0
+            self.audit.disk_failed()
+
+        def mend() -> None:
+            setattr(faults, name, 0 if name == "slow" else False)
+
+        self.machine.later(step.extra["nanoseconds"], mend)
+
+    def _do_clock(self, step: Step) -> None:
+        if step.extra["milliseconds"] < 0:
+            doubt_overdue(self)
+        self.machine.clock.set_wall(step.extra["milliseconds"] * MS)
+
+    def _do_settle(self, step: Step) -> bool:
+        self.audit.settle(self._go_on)
+        return True
+
+
+def run(clock: Clock, program: Program, steps: Sequence[Step]) -> Outcome:
+    """Play some steps of a program in a directory that is gone after it."""
+    with tempfile.TemporaryDirectory(prefix="kvpage-world-", dir=_memory()) as directory:
+        return Run(clock, program, steps, Path(directory)).play()
+
+
+def _memory() -> str | None:
+    return "/dev/shm" if Path("/dev/shm").is_dir() else None

@@ -1,0 +1,209 @@
+"""The state of a store as plain Python has it: keys, what they mean, when they go; and what is not known for sure."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from itertools import product
+from typing import Any
+
+import xxhash
+
+from tests.simulation.replies import ANYTHING, blob, one_of
+
+_HEADER = struct.Struct("<4sBBBBIIIIQQQIIQ")
+MOST_VARIANTS = 32
+SWEPT_WITHIN = 2000  # milliseconds after which nothing that is due is counted any more
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A string; or a page's body, and its layer, head, page, kv_type, dtype, rows, columns and ttl."""
+
+    data: bytes
+    expires: int = 0  # unix milliseconds, 0 for never
+    page: tuple[int, int, int, int, int, int, int, int] | None = None
+    checksum: bool = True
+
+    @property
+    def size(self) -> int:
+        """Bytes of the string."""
+        return len(self.data) + (64 if self.page else 0)
+
+    @property
+    def string(self) -> Any:
+        """What GET answers."""
+        return self.data if self.page is None else blob(self.header, self.data)
+
+    @property
+    def header(self) -> bytes:
+        """The 64 bytes before a page's body; but for when it was written."""
+        assert self.page is not None
+        layer, head, page, kv_type, dtype, rows, columns, ttl = self.page
+        digest = xxhash.xxh3_64_intdigest(self.data) if self.checksum else 0
+        size = len(self.data)
+        return _HEADER.pack(b"KVPG", 2, dtype, kv_type, 0, rows, columns, layer, head, page, 0, ttl, size, 0, digest)
+
+
+Cell = Value | None
+Change = tuple[bytes, Cell, Cell]  # key, before, after
+
+
+@dataclass(eq=False)
+class Doubt:
+    """Keys that are in one of some states together, and nobody knows yet in which."""
+
+    variants: list[dict[bytes, Cell]]
+    pending: bool = False  # the first may become true at any moment
+
+
+@dataclass
+class Store:
+    """`keys` is what there is. What is in doubt is there as it is in the first variant."""
+
+    keys: dict[bytes, Value] = field(default_factory=dict)
+    log: list[Change] = field(default_factory=list)  # every change so far
+    doubts: list[Doubt] = field(default_factory=list)
+    fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
+    now: int = 0  # unix milliseconds
+    changed: Callable[[bytes], None] = lambda key: None
+    expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
+    elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
+
+    def get(self, key: bytes) -> Cell:
+        """A living value."""
+        value = self.keys.get(key)
+        if value is not None and 0 < value.expires <= self.now:
+            self.expired.append((self.elapsed(), key, value))
+            self.drop(key)
+            return None
+        return value
+
+    def put(self, key: bytes, value: Value) -> None:
+        """Have a value."""
+        self.log.append((key, self.keys.get(key), value))
+        self.keys[key] = value
+        self.changed(key)
+
+    def lately_expired(self) -> list[bytes]:
+        """Keys that the server may not have swept yet."""
+        since = self.elapsed() - SWEPT_WITHIN
+        self.expired[:] = [one for one in self.expired if one[0] > since]
+        return [key for _, key, _ in self.expired]
+
+    def drop(self, key: bytes) -> bool:
+        """Have it no more."""
+        old = self.keys.pop(key, None)
+        if old is not None:
+            self.log.append((key, old, None))
+            self.changed(key)
+        return old is not None
+
+    def retime(self, key: bytes, expires: int) -> None:
+        """Have it go at another time."""
+        self.put(key, replace(self.keys[key], expires=expires))
+
+    def living(self) -> Iterator[bytes]:
+        """Every key."""
+        return (key for key in list(self.keys) if self.get(key) is not None)
+
+    def expire(self) -> None:
+        """Let all go that is due."""
+        for _ in self.living():
+            pass
+
+    # -- doubts ----------------------------------------------------------------------------------------------------
+
+    def in_every_case(self, run: Callable[[], Any], keys: Iterable[bytes] | None) -> Any:
+        """What a command answers, whichever of the states is true that are possible of `keys`, None for all."""
+        asked = None if keys is None else set(keys)
+        if self.fog and (asked is None or asked & self.fog):
+            self._lose_sight(run)
+            return ANYTHING
+        doubts = [d for d in self.doubts if asked is None or any(asked & v.keys() for v in d.variants)]
+        if not doubts:
+            return run()
+        many = 1
+        for doubt in doubts:
+            many *= len(doubt.variants)
+        if many > MOST_VARIANTS:
+            self._lose_sight(run)
+            return ANYTHING
+        replies, after = [], []
+        for choice in product(*(doubt.variants for doubt in doubts)):
+            with self._supposed(choice) as log:
+                replies.append(run())
+                after.append((log, choice))
+        self._conclude(after, doubts)
+        return one_of(replies)
+
+    def _lose_sight(self, run: Callable[[], Any]) -> None:
+        """Too much would have to be told apart: what is changed now is anything, until all is looked at again."""
+        start = len(self.log)
+        run()
+        changed = {key for key, _, _ in self.log[start:]}
+        self.settle(changed)
+        self.fog |= changed
+
+    @contextmanager
+    def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[dict[bytes, Cell]]:
+        """As if that were the state; yields what is different at the end. All is as before after it."""
+        before, start, changed = dict(self.keys), len(self.log), self.changed
+        self.changed = lambda key: None  # it is known afterwards whether it did
+        for variant in choice:
+            for key, value in variant.items():
+                if value is None:
+                    self.keys.pop(key, None)
+                else:
+                    self.keys[key] = value
+        result: dict[bytes, Cell] = {}
+        try:
+            yield result
+        finally:
+            result.update({key: self.keys.get(key) for key, _, _ in self.log[start:]})
+            del self.log[start:]
+            self.keys = before
+            self.changed = changed
+
+    def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt]) -> None:
+        """Go on from what a command did in each case: certain where all agree, in doubt elsewhere."""
+        touched = {key for log, _ in after for key in log}
+        for key in sorted(touched):
+            ends: list[Cell] = []
+            for log, choice in after:
+                end = log[key] if key in log else next((v[key] for v in choice if key in v), self.keys.get(key))
+                if end not in ends:
+                    ends.append(end)
+            for doubt in doubts:
+                if doubt.pending and key in doubt.variants[0] and doubt.variants[0][key] not in ends:
+                    ends.append(doubt.variants[0][key])
+            self.settle([key])
+            self._set(key, ends[0])
+            if len(ends) > 1:
+                self.doubts.append(Doubt([{key: end} for end in ends]))
+
+    def _set(self, key: bytes, value: Cell) -> None:
+        if value is None:
+            self.drop(key)
+        else:
+            self.put(key, value)
+
+    def settle(self, keys: Iterable[bytes]) -> None:
+        """Nothing is in doubt of these any more: they are as `keys` has them."""
+        for doubt in self.doubts:
+            for variant in doubt.variants:
+                for key in keys:
+                    variant.pop(key, None)
+        self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
+
+    def doubtful(self) -> set[bytes]:
+        """Keys in doubt."""
+        return {key for doubt in self.doubts for variant in doubt.variants for key in variant}
+
+
+def read_page(key: bytes, data: bytes, expires: int) -> Value:
+    """The page that a blob is."""
+    _, _, dtype, kv_type, _, rows, columns, layer, head, page, _, ttl, _, _, digest = _HEADER.unpack(data[:64])
+    return Value(data[64:], expires, (layer, head, page, kv_type, dtype, rows, columns, ttl), digest != 0)
