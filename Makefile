@@ -27,16 +27,22 @@ demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two en
 	$(BIN)/kvpage-engine demo
 
 WORKERS ?= 2
-ON_BOTH_CORES := $(addprefix tests/test_,$(addsuffix .py,keyspace blocks extent strings sessions transactions reply \
-	receiving mutations differential index_keys async_page_client page_client page_client_connections \
-	page_client_questions page_commands page_properties page_protection page_queries))
+ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pages/test_blocks.py \
+	tests/server/store/test_extent.py tests/server/commands/test_strings.py tests/server/net/test_sessions.py \
+	tests/server/commands/test_transactions.py tests/server/resp/test_reply.py tests/server/net/test_receiving.py \
+	tests/server/commands/test_mutations.py tests/server/compatibility/test_differential.py \
+	tests/server/commands/pages/test_index_keys.py tests/server/client/test_async_page_client.py \
+	tests/server/client/test_page_client.py tests/server/client/test_page_client_connections.py \
+	tests/server/client/test_page_client_questions.py tests/server/commands/pages/test_page_commands.py \
+	tests/server/commands/pages/test_page_properties.py tests/server/commands/pages/test_page_protection.py \
+	tests/server/commands/pages/test_page_queries.py
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core
 	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
 	$(BIN)/python -m pytest -m "alone and not soak"
 	KVPAGE_CORE=python $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
 
-check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the tests that need no model
-	$(BIN)/python -m pytest -m "not model and not soak" -x
+check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the server's tests that are quick
+	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not slow and not alone and not soak" tests/server
 
 FUZZ_SECONDS ?= 60
 soak: $(VENV)/dev.stamp  ## what takes long: storms, crashes, every family, inputs that nobody has tried
@@ -49,8 +55,8 @@ fuzz: $(VENV)/dev.stamp  ## noise for both cores, for FUZZ_SECONDS: guided by co
 	tests/sanitized.sh tests/fuzz/seeded.py $(FUZZ_SECONDS)
 
 sanitize: $(VENV)/dev.stamp  ## the core's tests, in a build that sees misuse of memory
-	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not looked_at_once" tests/test_core_alike.py tests/test_core_memory.py tests/test_parser.py tests/test_outbox.py \
-		tests/test_page_properties.py
+	tests/sanitized.sh -m pytest -s -m "not soak and not alone" -k "not looked_at_once" tests/server/core/test_core_alike.py tests/server/core/test_core_memory.py tests/server/resp/test_parser.py tests/server/core/test_outbox.py \
+		tests/server/commands/pages/test_page_properties.py
 
 lint: $(VENV)/dev.stamp  ## ruff, vulture and mypy
 	$(BIN)/ruff check .

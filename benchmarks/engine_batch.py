@@ -19,8 +19,9 @@ from mlx_lm.generate import BatchGenerator
 
 from benchmarks.findings import Finding, show, write
 from engine import model
-from engine.batch_engine import PREFILL_CHUNK, BlockPoolBatchEngine
+from engine.batch_engine import BlockPoolBatchEngine
 from engine.pool import BlockPool
+from engine.scheduling.config import SchedulerConfig
 from engine.spec import ModelCacheSpec
 
 SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
@@ -51,7 +52,7 @@ def theirs(loaded: Any, tokenizer: Any, prompts: Answers) -> tuple[float, Answer
     """Likewise, with mlx-lm alone."""
     started = time.perf_counter()
     stop = [[token] for token in tokenizer.eos_token_ids]
-    generator = BatchGenerator(loaded, stop_tokens=stop, prefill_step_size=PREFILL_CHUNK)
+    generator = BatchGenerator(loaded, stop_tokens=stop, prefill_step_size=SchedulerConfig().prefill_chunk)
     uids = generator.insert(prompts, [TOKENS] * len(prompts))
     said: dict[int, list[int]] = {uid: [] for uid in uids}
     running = len(uids)

@@ -17,7 +17,7 @@ export CFLAGS="-g -fno-omit-frame-pointer -fsanitize=address,undefined -fno-sani
 LDFLAGS="-fsanitize=address,undefined" "$python" setup.py -q build_ext --inplace
 
 LD_PRELOAD=$(${CC:-cc} -print-file-name=libasan.so)
-export LD_PRELOAD PYTHONMALLOC=malloc PYTHONPATH="$PWD:$PWD/tests"
+export LD_PRELOAD PYTHONMALLOC=malloc PYTHONPATH="$PWD:$PWD/tests:$PWD/tests/support"
 export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1 UBSAN_OPTIONS=print_stacktrace=1
 echo "$sources" >sources
 "$python" -c 'from kvpage_server import core; assert core.NAME == "native", core.REASON'

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import atheris
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 with atheris.instrument_imports(include=["kvpage_server"]):
     from fuzz.both import differ
     from fuzz.invariants import SEEDS, WORDS, check

@@ -1,4 +1,4 @@
-"""What must hold of the parser whatever comes in: checked by `make fuzz`, and by hypothesis in tests/test_parser.py.
+"""What must hold of the parser whatever comes in: checked by `make fuzz`, and by hypothesis in test_parser.py.
 
 An input's first bytes say how the rest is cut into pieces. The pieces give the commands that
 the whole gives; nothing but a ProtocolError is raised; every command is what its frames said; nothing is leaked.

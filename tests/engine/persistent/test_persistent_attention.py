@@ -1,0 +1,73 @@
+"""A decoder written in the graph language gives what the same decoder in plain MLX gives, to the bit, also when it is
+killed again and again and goes on elsewhere from what the page server has."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from servers import RunningServer
+
+# isort: split
+import mlx.core as mx
+import redis
+from persistent_models import ROOT, attention, report
+
+from benchmarks.decoder import Plain, decoder
+from engine.persistent import PersistentStore, Simulator
+
+TOKENS = 64
+
+
+def plain_reports(tokens: int = TOKENS) -> list[str]:
+    plain, reports = Plain(decoder()), []
+    for step in range(1, tokens + 1):
+        plain.step()
+        reports.append(report(step, plain.word, plain.logits))
+    return reports
+
+
+def test_a_graph_decodes_as_plain_mlx_does() -> None:
+    run = Simulator(decoder(), attention()).make_executor()
+    reports = []
+    for _ in range(TOKENS):
+        run.step()
+        reports.append(report(run.steps, run.fetch("word"), run.fetch("logits")))
+    assert reports == plain_reports()
+    assert run.fetch("K").shape == run.fetch("V").shape == (2, TOKENS, 2, 16)
+
+
+def test_killed_every_eight_tokens_it_goes_on_as_if_nothing_had_happened(
+    server: RunningServer, client: redis.Redis
+) -> None:
+    wanted = dict(enumerate(plain_reports(TOKENS + 16), start=1))
+    process_file = Path(__file__).parents[2] / "support" / "persistent_models.py"
+    environment = {**os.environ, "PYTHONPATH": f"{ROOT}{os.pathsep}{Path(__file__).parents[2] / 'support'}"}
+    reached, processes = 0, 0
+    while reached < TOKENS:
+        command = [sys.executable, str(process_file), server.url, "decoder"]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment)
+        assert process.stdout
+        try:
+            lines = [process.stdout.readline().rstrip() for _ in range(8)]
+        finally:
+            process.kill()  # wherever it is: in a step, in a save, between the pages and the manifest
+            process.wait()
+        lines += process.stdout.read().split("\n")[:-1]
+        process.stdout.close()
+        steps = [int(line.split()[0]) for line in lines]
+        assert steps[0] in (reached + 1, reached + 2), "what was reported had been saved; one more step may have been"
+        assert lines == [wanted[step] for step in steps]
+        reached, processes = steps[-1], processes + 1
+    assert processes >= 7
+    store = PersistentStore(server.url)
+    run = Simulator(decoder(), attention(), store=store).resume("decoder")
+    assert run.steps in (reached, reached + 1)
+    plain = Plain(decoder())
+    for _ in range(run.steps):
+        plain.step()
+    assert mx.array_equal(run.fetch("K"), mx.stack([keys[: plain.t] for keys in plain.keys]))
+    assert mx.array_equal(run.fetch("V"), mx.stack([values[: plain.t] for values in plain.values]))
+    store.close()

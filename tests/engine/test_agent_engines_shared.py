@@ -1,0 +1,151 @@
+"""Engines in processes of their own share one memory: whoever goes on, whatever is killed, the text is the same."""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from engine_models import tiny_llama
+from engine_process import EngineProcess, start_engines
+from servers import RunningServer, free_port, start_server
+from waiting import until
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.generate import generate_step
+
+MODEL = tiny_llama()
+TOKENS = np.random.default_rng(15).integers(0, 96, 4000).tolist()
+SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
+
+
+@pytest.fixture(scope="module")
+def running() -> Iterator[RunningServer]:
+    with start_server() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def engines(running: RunningServer) -> Iterator[list[EngineProcess]]:
+    with start_engines(4, running.url) as engines:
+        yield engines
+
+
+def greedy(prompt: Sequence[int], count: int = 8) -> list[int]:
+    """mlx-lm's own tokens."""
+    return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
+
+
+def stored(server: RunningServer, pattern: str) -> int:
+    """Keys of that pattern."""
+    with server.client() as client:
+        return len(client.keys(pattern))
+
+
+@pytest.mark.parametrize("count", [2, 4])
+def test_a_conversation_that_wanders_between_engines_is_the_uninterrupted_one(
+    engines: list[EngineProcess], count: int
+) -> None:
+    """Every turn brings a block: what an engine has in its memory of a turn before is less than the server has."""
+    history = TOKENS[count : count + 300]
+    for turn in range(count + 1):
+        prompt = [*history, *TOKENS[1000 + 300 * turn : 1260 + 300 * turn]]
+        engine = engines[turn % count]
+        answer = engine.complete(f"wanderer-{count}", prompt)
+        engine.flush()
+        assert answer["tokens"] == greedy(prompt)
+        if turn:
+            assert (answer["tier"], answer["reused"]) == ("page", len(history))
+        history = [*prompt, *answer["tokens"]]
+
+
+def test_engines_that_start_on_one_beginning_together_compute_it_once(engines: list[EngineProcess]) -> None:
+    """All four at the same moment; three wait for one, and find its blocks on the server."""
+    prompts = [[*TOKENS[2000:3000], *TOKENS[i : i + 20]] for i in range(4)]
+    numbers = [engine.ask(f"sharer-{i}", prompts[i]) for i, engine in enumerate(engines)]
+    answers = [engine.answer(number) for engine, number in zip(engines, numbers, strict=True)]
+    for answer, prompt in zip(answers, prompts, strict=True):
+        assert answer["tokens"] == greedy(prompt)
+    assert sorted(answer["reused"] for answer in answers) == [0, 768, 768, 768]
+    assert sum(answer["waited"] > 0 for answer in answers) >= 3
+
+
+@pytest.mark.parametrize("moment", [0.002, *(pytest.param(i / 1000, marks=pytest.mark.soak) for i in range(0, 30, 3))])
+def test_an_engine_killed_in_the_middle_of_a_save_leaves_the_old_context_or_the_new_one(
+    running: RunningServer, engines: list[EngineProcess], moment: float
+) -> None:
+    """Killed so many seconds after its answer; another engine finds the old context, or of the new one what was
+    written: whole blocks, or all of it."""
+    name = f"victim-{moment}"
+    old = TOKENS[round(moment * 1000) :][:700]
+    new = [*old, *TOKENS[1500:2500]]
+    with start_engines(1, running.url) as (victim,):
+        victim.complete(name, old)
+        victim.flush()
+        victim.complete(name, new)
+        time.sleep(moment)
+        victim.kill()
+    prompt = [*new, 5]
+    answer = engines[0].complete(name, prompt)
+    assert answer["tokens"] == greedy(prompt)
+    assert answer["reused"] in {700, 768, 1024, 1280, 1536, 1700}
+
+
+def test_a_server_killed_in_the_middle_of_a_generation_costs_time_and_no_text(tmp_path: Path) -> None:
+    """Killed as alice is being answered and bob asks; what they said then is written to the next one."""
+    port = free_port()
+    prompt = TOKENS[:300]
+    with start_server(port=port, directory=tmp_path, killed=True) as server, start_engines(1, server.url) as (engine,):
+        first = engine.ask("alice", prompt, max_tokens=40)
+        engine.first_token(first)
+        server.stop(signal.SIGKILL)
+        second = engine.ask("bob", TOKENS[50:400], max_tokens=20)
+        assert engine.answer(first)["tokens"] == greedy(prompt, 40)
+        assert engine.answer(second)["tokens"] == greedy(TOKENS[50:400], 20)
+        with start_server(port=port, directory=tmp_path, name="again") as server:
+            history = [*prompt, *engine.answer(first)["tokens"], 5]
+            assert engine.complete("alice", history)["tokens"] == greedy(history)
+            until(lambda: stored(server, "manifest:*") >= 2)
+            engine.stop()
+
+
+def test_after_a_restart_of_everything_twenty_agents_resume_with_the_same_text(tmp_path: Path) -> None:
+    """All engines are killed, the server is stopped and started from its disk: nobody computes what was known."""
+    port = free_port()
+    options = ("--store", "tiered")
+    prompts = {f"agent-{i}": [*TOKENS[2000:2260], *TOKENS[i * 31 : i * 31 + 5 + i]] for i in range(20)}
+    said: dict[str, list[int]] = {}
+    with start_server(*options, port=port, directory=tmp_path) as server, start_engines(2, server.url) as engines:
+        numbers = {name: engines[i % 2].ask(name, prompt) for i, (name, prompt) in enumerate(prompts.items())}
+        for i, name in enumerate(prompts):
+            said[name] = engines[i % 2].answer(numbers[name])["tokens"]
+        for engine in engines:
+            engine.flush()
+            engine.kill()
+    with (
+        start_server(*options, port=port, directory=tmp_path, name="again") as server,
+        start_engines(1, server.url) as (engine,),
+    ):
+        for name, prompt in prompts.items():
+            history = [*prompt, *said[name], 7]
+            answer = engine.complete(name, history)
+            assert said[name] == greedy(prompt)
+            assert answer["tokens"] == greedy(history)
+            assert (answer["tier"], answer["reused"]) == ("page", len(history) - 1)
+
+
+@pytest.mark.soak
+@pytest.mark.model
+def test_the_real_model_goes_on_in_another_process(running: RunningServer) -> None:
+    with start_engines(2, running.url, model=str(SMOLLM2)) as (one, other):
+        prompt = [1, 9690, 198, 2683, *range(1000, 1280)]
+        first = one.complete("real", prompt, max_tokens=8)
+        one.flush()
+        history = [*prompt, *first["tokens"], 198]
+        moved = other.complete("real", history, max_tokens=8)
+        assert moved["reused"] == len(history) - 1
+        assert moved["tokens"] == one.complete("stranger@elsewhere", history, max_tokens=8)["tokens"]

@@ -1,0 +1,323 @@
+"""PageClient on a real Valkey Cluster: the same pages and blocks, wherever their slots are by now."""
+
+from __future__ import annotations
+
+import random
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from page_batches import SHAPE, batch, block_body, same
+from test_page_client import (  # noqa: F401 - what is promised of one server holds for a cluster
+    test_a_block_and_its_pages_are_the_same_data,
+    test_a_block_in_several_pieces_arrives_as_one,
+    test_a_page_of_another_length_is_a_miss,
+    test_any_array_can_be_sent_and_one_of_its_kind_received,
+    test_blocks_come_back_whole_or_not_at_all,
+    test_deleted_pages_are_gone,
+    test_neither_the_missing_end_of_a_long_answer_nor_a_short_one_after_it_is_waited_for,
+    test_nothing_asked_is_nothing_answered,
+    test_pages_come_back_as_they_were_written_into_the_caller_s_memory,
+    test_pages_of_any_size_alone_and_together,
+    test_what_is_missing_is_a_miss_and_what_is_there_still_arrives,
+)
+from waiting import until
+
+from benchmarks import valkey_cluster
+from benchmarks.valkey_cluster import Cluster, Node
+from kvpage_server.client import PageClient, Refused, Unsupported
+from kvpage_server.client.cluster.block_value import block_key, head_size
+from kvpage_server.client.cluster.topology import slot_of
+from kvpage_server.page import KVType, PageKey, decode_page
+
+NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three masters and their replicas."""
+    with valkey_cluster.run() as cluster:
+        yield cluster
+
+
+@pytest.fixture(params=[True, False], ids=["verify", "no verify"])
+def pages(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[PageClient]:
+    """A client of it, emptied."""
+    for node in cluster.masters:
+        node.ask("FLUSHALL")
+    with PageClient(cluster.url, verify=request.param, deadline=30) as pages:
+        yield pages
+
+
+def bodies(count: int = len(NAMES)) -> list[Any]:
+    return [block_body(i) for i in range(count)]
+
+
+def empty(count: int = len(NAMES)) -> list[Any]:
+    return [np.zeros(SHAPE.nbytes, np.uint8) for _ in range(count)]
+
+
+def trips(pages: PageClient) -> int:
+    assert pages._several
+    return pages._several.peers.round_trips
+
+
+def node_of(cluster: Cluster, name: tuple[bytes, int]) -> Node:
+    return cluster.master_of(slot_of(block_key(name)))
+
+
+# -- what lies there ---------------------------------------------------------------------------------------------------
+
+
+def test_a_batch_costs_a_round_trip_a_node_however_many_blocks_it_has(pages: PageClient) -> None:
+    pages.prefix(NAMES, pages_per_block=SHAPE.pages)  # it has asked for the map
+    for ask in (
+        lambda: pages.mset_blocks(NAMES, SHAPE, bodies()),
+        lambda: pages.mget_blocks_into(NAMES, SHAPE, empty()),
+        lambda: pages.prefix(NAMES, pages_per_block=SHAPE.pages, lease_ms=1000),
+    ):
+        before = trips(pages)
+        ask()
+        assert trips(pages) - before == 3
+
+
+def test_a_prefix_ends_at_the_first_block_that_is_not_there_and_leased_blocks_do_not_expire_sooner(
+    pages: PageClient, cluster: Cluster
+) -> None:
+    pages.mset_blocks(NAMES, SHAPE, bodies(), ttl=50)
+    assert pages.prefix(NAMES, pages_per_block=SHAPE.pages) == len(NAMES)
+    assert pages.prefix([*NAMES[:5], (b"nobody's", 0), *NAMES[5:]], pages_per_block=SHAPE.pages, lease_ms=90_000) == 5
+    assert pages.prefix(NAMES, pages_per_block=SHAPE.pages + 1) == 0
+    assert 80 < node_of(cluster, NAMES[0]).ask("TTL", block_key(NAMES[0])) <= 90
+    assert pages.lease(NAMES[1][0], 200_000, [NAMES[1][1], 999]) == 1
+    assert 190 < node_of(cluster, NAMES[1]).ask("TTL", block_key(NAMES[1])) <= 200
+    assert pages.lease(NAMES[1][0], 1_000, [NAMES[1][1]]) == 1
+    assert node_of(cluster, NAMES[1]).ask("TTL", block_key(NAMES[1])) > 190
+
+
+def test_a_page_is_the_blob_that_it_is_everywhere(pages: PageClient, cluster: Cluster) -> None:
+    (page,) = batch(1)
+    pages.set_page(page, ttl=1000)
+    node = cluster.master_of(slot_of(bytes(page.key)))
+    header, body = decode_page(node.ask("GET", bytes(page.key)))
+    assert (header.names(page.key), header.ttl, same(body, page)) == (True, 1000, True)
+    assert 990 < node.ask("TTL", bytes(page.key)) <= 1000
+
+
+def test_a_block_is_one_string_whose_pages_have_the_headers_that_pages_have(
+    pages: PageClient, cluster: Cluster
+) -> None:
+    body = block_body(7)
+    pages.set_block((b"whole", 3), SHAPE, body)
+    value = node_of(cluster, (b"whole", 3)).ask("GET", block_key((b"whole", 3)))
+    assert value[head_size(SHAPE) :] == body.tobytes()
+    for i, span in enumerate(SHAPE.page_spans()):
+        blob = value[64 + 64 * i : 128 + 64 * i] + body[span].tobytes()
+        header, _ = decode_page(blob)  # verified
+        assert header.page == 3
+
+
+def test_what_was_written_last_is_what_is_read(pages: PageClient) -> None:
+    old, new = block_body(1), block_body(2)
+    pages.set_block((b"agent", 0), SHAPE, old)
+    one = PageKey(b"agent", 1, 1, 0, KVType.K)
+    found = pages.get_page(one)
+    assert found
+    pages.set_page(found._replace(body=new[SHAPE.page_span(1, 1, KVType.K)]))
+    again = pages.get_page(one)
+    assert again
+    assert bytes(again.body) == new[SHAPE.page_span(1, 1, KVType.K)].tobytes()
+    assert not pages.get_block_into((b"agent", 0), SHAPE, empty(1)[0])  # it would be old and new in one
+    pages.set_block((b"agent", 0), SHAPE, old)
+    again = pages.get_page(one)
+    assert again
+    assert bytes(again.body) == old[SHAPE.page_span(1, 1, KVType.K)].tobytes()
+
+
+def test_blocks_of_a_segment_of_a_prompt_are_on_one_node(pages: PageClient, cluster: Cluster) -> None:
+    names = [(b"{%d}%d" % (i // 4, i), 0) for i in range(16)]
+    pages.mset_blocks(names, SHAPE, bodies(16))
+    by_segment = [{node_of(cluster, name).port for name in names[i : i + 4]} for i in range(0, 16, 4)]
+    assert all(len(ports) == 1 for ports in by_segment)
+    assert len(set.union(*by_segment)) > 1
+
+
+def test_blocks_of_a_request_are_deleted_by_their_page_ids(pages: PageClient) -> None:
+    pages.mset_blocks([(b"agent", i) for i in range(3)], SHAPE, bodies(3))
+    assert pages.delete_request(b"agent", [0, 2, 9]) == 2 * SHAPE.pages
+    assert pages.mget_blocks_into([(b"agent", i) for i in range(3)], SHAPE, empty(3)) == [False, True, False]
+    with pytest.raises(Unsupported, match="name their page ids"):
+        pages.delete_request(b"agent")
+    with pytest.raises(Unsupported, match="name their page ids"):
+        pages.lease(b"agent", 1000)
+
+
+def test_threads_may_share_a_client(pages: PageClient) -> None:
+    def work(thread: int) -> bool:
+        names, written = [(b"thread%d" % thread, i) for i in range(6)], bodies(6)
+        for _ in range(5):
+            pages.mset_blocks(names, SHAPE, written)
+            into = empty(6)
+            assert all(pages.mget_blocks_into(names, SHAPE, into))
+            assert all((a == b).all() for a, b in zip(into, written, strict=True))
+        return True
+
+    with ThreadPoolExecutor(6) as threads:
+        assert all(threads.map(work, range(6)))
+
+
+# -- wrong bytes -------------------------------------------------------------------------------------------------------
+
+
+def test_a_bit_that_was_turned_over_anywhere_in_a_block_is_a_miss(cluster: Cluster) -> None:
+    name, body, into = (b"bits", 5), block_body(3), empty(1)[0]
+    node = node_of(cluster, name)
+    with PageClient(cluster.url) as pages:
+        pages.set_block(name, SHAPE, body)
+        whole = node.ask("GET", block_key(name))
+        places = [*range(70), *random.Random(5).sample(range(len(whole)), 100)]
+        for place in places:
+            node.ask("SETRANGE", block_key(name), place, bytes([whole[place] ^ 1 << place % 8]))
+            assert not pages.get_block_into(name, SHAPE, into), place
+            node.ask("SETRANGE", block_key(name), place, bytes([whole[place]]))
+        assert pages.misses.keys() == {"header", "checksum"}
+        assert pages.get_block_into(name, SHAPE, into)
+        assert (into == body).all()
+
+
+@pytest.mark.parametrize("verify", [True, False])
+def test_what_is_no_block_of_this_name_and_shape_is_a_miss(cluster: Cluster, verify: bool) -> None:
+    with PageClient(cluster.url, verify=verify) as pages:
+        pages.mset_blocks([(b"{a}", 0), (b"{a}", 1)], SHAPE, bodies(2))
+        node = node_of(cluster, (b"{a}", 0))
+        other = node.ask("GET", block_key((b"{a}", 1)))
+        node.ask("SET", block_key((b"{a}", 0)), other)  # another block's
+        node.ask("SET", block_key((b"{a}", 2)), bytes(len(other)))
+        node.ask("SET", block_key((b"{a}", 3)), b"short")
+        node.ask("LPUSH", block_key((b"{a}", 4)), b"a list")
+        assert pages.mget_blocks_into([(b"{a}", i) for i in range(4)], SHAPE, empty(4)) == [False, True, False, False]
+        assert pages.misses == {"header": 2, "size": 1}
+        with pytest.raises(Refused, match="WRONGTYPE"):
+            pages.get_block_into((b"{a}", 4), SHAPE, empty(1)[0])
+        node.ask("DEL", block_key((b"{a}", 4)))
+
+
+# -- slots that move ---------------------------------------------------------------------------------------------------
+
+
+def node_ids(cluster: Cluster) -> dict[int, str]:
+    return {node.port: node.ask("CLUSTER", "MYID").decode() for node in cluster.masters}
+
+
+def set_slot(cluster: Cluster, slot: int, to: str) -> None:
+    for node in cluster.masters:
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", to)
+
+
+def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: PageClient, cluster: Cluster) -> None:
+    names = [(b"{moving}%d" % i, 0) for i in range(8)]
+    written = bodies(8)
+    pages.mset_blocks(names, SHAPE, written)
+    slot, ids = slot_of(b"{moving}"), node_ids(cluster)
+    source = cluster.master_of(slot)
+    target = next(node for node in cluster.masters if node is not source)
+    target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
+    source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.port])
+    try:
+        gone = [block_key(name) for name in names[:4]]
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *gone)
+        into = empty(8)
+        assert pages.mget_blocks_into(names, SHAPE, into) == [True] * 8  # four by ASK
+        assert all((a == b).all() for a, b in zip(into, written, strict=True))
+        new = [(b"{moving}new%d" % i, 0) for i in range(3)]
+        pages.mset_blocks(new, SHAPE, written[:3])  # all by ASK
+        assert pages.prefix([*names, *new], pages_per_block=SHAPE.pages) == 11
+        source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *(block_key(n) for n in names[4:]))
+        for node in (target, source, *cluster.masters):
+            node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[target.port])
+        into = empty(11)
+        assert pages.mget_blocks_into([*names, *new], SHAPE, into) == [True] * 11  # by MOVED
+        assert all((a == b).all() for a, b in zip(into, [*written, *written[:3]], strict=True))
+        pages.mset_blocks(names, SHAPE, written)
+    finally:
+        for node in cluster.masters:
+            node.ask("FLUSHALL")
+        set_slot(cluster, slot, ids[source.port])
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+def gets(nodes: list[Node]) -> int:
+    """How many strings they were asked for."""
+    calls = [node.told("INFO", "commandstats").get("cmdstat_get", "calls=0,") for node in nodes]
+    return sum(int(call.removeprefix("calls=").split(",")[0]) for call in calls)
+
+
+def test_replicas_answer_reads_when_they_are_asked_to(pages: PageClient, cluster: Cluster) -> None:
+    pages.mset_blocks(NAMES, SHAPE, bodies())
+    for node in cluster.masters:
+        assert node.ask("WAIT", 1, 10_000) == 1
+    masters, replicas = gets(cluster.masters), gets(cluster.replicas)
+    with PageClient(cluster.url, read_from_replicas=True, deadline=30) as reader:
+        into = empty()
+        assert reader.mget_blocks_into(NAMES, SHAPE, into) == [True] * len(NAMES)
+    assert all((a == b).all() for a, b in zip(into, bodies(), strict=True))
+    assert (gets(cluster.masters) - masters, gets(cluster.replicas) - replicas) == (0, len(NAMES))
+
+
+def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClient, cluster: Cluster) -> None:
+    for node in cluster.replicas:
+        node.ask("CONFIG", "SET", "masteruser", "nobody", "masterauth", "nothing")
+        node.ask("CLIENT", "KILL", "TYPE", "master")
+    try:
+        for node in cluster.replicas:
+            until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "down")
+        pages.mset_blocks(NAMES, SHAPE, bodies())
+        with PageClient(cluster.url, read_from_replicas=True, deadline=30) as reader:
+            into = empty()
+            assert reader.mget_blocks_into(NAMES, SHAPE, into) == [True] * len(NAMES)
+        assert all((a == b).all() for a, b in zip(into, bodies(), strict=True))
+    finally:
+        for node in cluster.replicas:
+            node.ask("CONFIG", "SET", "masteruser", "", "masterauth", "")
+            until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "up")
+
+
+# -- what the documentation says ---------------------------------------------------------------------------------------
+
+
+def test_the_documented_example_runs(cluster: Cluster) -> None:
+    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text()
+    (*_, example) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    done = subprocess.run(
+        [sys.executable, "-c", example.replace("127.0.0.1:7000,127.0.0.1:7001", cluster.addresses)],
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.stdout == "2\n[True, True]\n", done.stderr
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("valkey-cluster://", "valkey-cluster://host:port"),
+        ("valkey-cluster://a:1,", "has no host"),
+        ("valkey-cluster://a:70000", "Port out of range"),
+        ("valkey-cluster://a:x", "Port could not be cast"),
+        ("valkey-cluster://a:1/3", "one database"),
+    ],
+)
+def test_a_url_that_names_no_cluster_is_refused(url: str, why: str) -> None:
+    with pytest.raises(ValueError, match=why):
+        PageClient(url)

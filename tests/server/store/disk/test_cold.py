@@ -1,0 +1,314 @@
+"""Commands and transactions over values that lie on disk alone: they run when all of it is in memory, or not at all."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from servers import RunningServer, start_server
+from test_tiered import damage, disk_info, settle
+from waiting import until
+from wire import Wire, parse, spell
+
+from kvpage_server.store.disk.holds import Holds
+
+MB = 1024**2
+UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
+BLOCK = (1, 1, 1, 0, 1, 0, 8, MB)  # layers heads page_size ttl P, then a plane of bytes: one page of 1 MiB
+
+
+@contextmanager
+def tiered(directory: Path, *options: str) -> Iterator[tuple[RunningServer, redis.Redis]]:
+    """A server on a directory, and a client of it. It must stop cleanly, without a traceback in its log."""
+    with start_server("--store", "tiered", *options, directory=directory) as server, server.client() as client:
+        yield server, client
+
+
+def body(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size)
+
+
+def cold_strings(client: redis.Redis, count: int, size: int = 3 * MB) -> None:
+    """Store strings, and see to it that all but the last lie on disk alone."""
+    for seed in range(count):
+        client.set(f"k{seed}", body(size, seed))
+        settle(client)
+    client.set("z", body(size, 999))
+    settle(client)
+
+
+def cold_blocks(client: redis.Redis, count: int) -> None:
+    for seed in range(count):
+        assert client.execute_command("KVBLOCKSET", f"v{seed}", 0, *BLOCK, body(MB, seed))
+    settle(client)
+
+
+def page(req: str, layer: int, value: bytes | str) -> tuple[Any, ...]:
+    """A page as KVPAGESET takes it."""
+    return (req, layer, 0, 0, 0, 8, 1, len(value), 0, value)
+
+
+def transaction(client: redis.Redis, *commands: tuple[Any, ...]) -> list[Any]:
+    """The replies of EXEC, errors among them."""
+    with client.pipeline(transaction=True) as pipe:
+        for command in commands:
+            pipe.execute_command(*command)
+        return pipe.execute(raise_on_error=False)
+
+
+# -- transactions ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1, 3 * MB])
+def test_a_transaction_that_writes_before_it_reads_what_is_on_disk_has_it(tmp_path: Path, value: int) -> None:
+    with tiered(tmp_path, "--maxmemory", "4mb") as (_, client):
+        cold_strings(client, 3)
+        for seed in (0, 1, 2, 0):
+            written = body(value, 50 + seed)
+            assert transaction(client, ("SET", "y", written), ("GET", f"k{seed}"), ("GET", "y")) == [
+                True,
+                body(3 * MB, seed),
+                written,
+            ]
+
+
+def test_a_transaction_may_read_more_than_memory_has_room_for(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "4mb") as (_, client):
+        cold_strings(client, 5)
+        commands = [command for seed in range(5) for command in (("SET", f"n{seed}", "1"), ("GET", f"k{seed}"))]
+        replies = transaction(client, *commands)
+        assert replies == [reply for seed in range(5) for reply in (True, body(3 * MB, seed))]
+        client.set("after", "1")
+        assert client.info("memory")["used_memory"] < 4.5 * MB
+
+
+def test_pages_and_parts_of_blocks_on_disk_are_there_for_a_transaction(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
+        cold_blocks(client, 16)
+        words = [word for seed in range(16) for word in (f"v{seed}", 0)]
+        replies = transaction(
+            client,
+            ("SET", "y", body(3 * MB)),
+            ("KVPAGEGET", "v0", 0, 0, 0, 0),
+            ("KVBLOCKGET", "v1", 0),
+            ("KVPAGESET", *page("v2", 1, "abcd")),
+            ("KVPAGEMSET", 2, *page("fresh", 0, "abcd"), *page("v3", 1, "abcd")),
+            ("KVPAGEVERIFY", "v4"),
+            ("EXPIRE", "kv:v5:0:0:0:0", 100),
+            ("KVPAGEGET", "v3", 1, 0, 0, 0),
+            ("KVBLOCKMGET", 16, *words),
+        )
+        assert replies[:3] == [True, body(MB, 0), body(MB, 1)]
+        assert replies[3:5] == [b"OK", b"OK"]
+        assert replies[5][b"checked"] == 1
+        assert replies[6:8] == [1, b"abcd"]
+        assert replies[8] == [None if seed in (2, 3) else body(MB, seed) for seed in range(16)]
+
+
+def test_what_would_not_fit_in_memory_is_refused_before_anything_ran(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (_, client):
+        cold_blocks(client, 8)
+        reads = [("KVBLOCKGET", f"v{seed}", 0) for seed in range(8)]
+        with pytest.raises(redis.exceptions.ExecAbortError, match=r"OOM .* maxmemory-clients .* less at a time"):
+            transaction(client, ("SET", "y", "1"), *reads)
+        assert client.exists("y") == 0
+        assert transaction(client, ("SET", "y", "1"), *reads[:3])[1:] == [body(MB, seed) for seed in range(3)]
+        keys = [f"kv:v{seed}:0:0:0:0" for seed in range(8)]
+        with pytest.raises(redis.ResponseError, match="ask for less at a time"):
+            client.mget(keys)
+        assert [value[64:] for value in client.mget(keys[3:6])] == [body(MB, seed) for seed in range(3, 6)]
+        words = [word for seed in range(8) for word in page(f"v{seed}", 1, "abcd")]
+        with pytest.raises(redis.ResponseError, match="ask for less at a time"):
+            client.execute_command("KVPAGEMSET", 8, *words)
+        assert client.dbsize() == 9
+
+
+def test_many_at_once_take_turns_in_what_they_have_in_memory(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (server, client):
+        cold_blocks(client, 12)
+
+        def work(number: int) -> None:
+            with server.client() as mine:
+                for turn in range(6):
+                    seeds = random.Random(f"{number} {turn}").sample(range(12), 2)
+                    reads = [("KVPAGEVERIFY", f"v{seed}") for seed in seeds]
+                    replies = transaction(mine, ("INCR", "turns"), *reads)
+                    assert [reply[b"checked"] for reply in replies[1:]] == [1, 1]
+
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(work, range(8)))
+        assert client.get("turns") == b"48"
+        client.set("after", "1")
+        assert client.info("memory")["used_memory"] < 2.5 * MB
+
+
+def test_a_value_that_is_damaged_is_missing_for_all_of_a_transaction(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        client.set("a", body(9000, 1))
+        client.set("b", body(9000, 2))
+    damage(tmp_path, body(9000, 1))
+    with tiered(tmp_path, "--scrub-rate", "1kb") as (_, client):
+        assert transaction(client, ("SET", "y", 1), ("EXISTS", "a"), ("GET", "a"), ("GET", "b")) == [
+            True,
+            0,
+            None,
+            body(9000, 2),
+        ]
+        assert disk_info(client)["disk_corrupt"] == 1
+
+
+def test_a_watched_value_that_turns_out_to_be_damaged_has_changed(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        client.mset({f"{seed}": body(9000, seed) for seed in range(20)})
+        client.set("a", body(9000, 21))
+    damage(tmp_path, body(9000, 21))
+    with tiered(tmp_path, "--scrub-rate", "1kb") as (server, client), Wire(server.port) as wire:
+        assert wire.ask(b"WATCH", b"a") == b"+OK\r\n"
+        for words in ((b"MULTI",), (b"SET", b"y", b"1"), (b"GET", b"a")):
+            wire.ask(*words)
+        assert parse(wire.ask(b"EXEC")) is None
+        assert client.exists("y") == 0
+
+
+def test_what_cannot_be_read_is_not_lost_and_nothing_of_its_transaction_is_done(tmp_path: Path) -> None:
+    """A page that cannot be read now is a miss in a batch. Else it is an error, and the next time may be better."""
+    with tiered(tmp_path) as (_, client):
+        client.set("a", body(9000, 1))
+        for seed in range(2):
+            assert client.execute_command("KVPAGESET", *page("p", seed, body(9000, seed)))
+            assert client.execute_command(
+                "KVBLOCKSET", f"b{seed}", 0, 1, 1, 1, 0, 1, 0, 8, 200_000, body(200_000, seed)
+            )
+    switch = tmp_path / "unreadable"
+    switch.touch()
+    with (
+        start_server("--store", "tiered", directory=tmp_path, program=[str(UNREADABLE)]) as server,
+        server.client() as client,
+    ):
+        batch = ("KVPAGEMGET", 3, *("p", 0, 0, 0, 0), *("p", 1, 0, 0, 0), *("b0", 0, 0, 0, 0))
+        blocks = ("KVBLOCKMGET", 2, "b0", 0, "p", 0)
+        for _ in range(2):
+            with pytest.raises(redis.exceptions.ExecAbortError, match=r"disk failed: Input/output error"):
+                transaction(client, ("SET", "y", 1), ("GET", "a"))
+            for words in (
+                ("GET", "a"),
+                ("MSET", "y", 1, "kv:b0:0:0:0:0", 1),
+                ("KVPAGEMSET", 2, *page("fresh", 0, "abcd"), *page("b0", 1, "abcd")),
+                ("KVPAGEVERIFY", "b1"),
+            ):
+                with pytest.raises(redis.ResponseError, match="reading from disk failed: Input/output error"):
+                    client.execute_command(*words)
+            assert client.execute_command(*batch) == [None, None, None]
+            assert client.execute_command(*blocks) == [None, None]
+        assert client.exists("y", "kv:fresh:0:0:0:0") == 0
+        switch.unlink()
+        assert transaction(client, ("SET", "y", 1), ("GET", "a")) == [True, body(9000, 1)]
+        assert client.execute_command(*batch) == [body(9000, 0), body(9000, 1), body(200_000, 0)]
+        assert client.execute_command(*blocks) == [body(200_000, 0), body(9000, 0) + body(9000, 1)]
+        assert client.execute_command("KVPAGEVERIFY", "b1")[b"checked"] == 1
+        assert disk_info(client)["disk_corrupt"] == 0
+
+
+def test_a_transaction_that_waited_for_a_pause_finds_what_is_there_after_it(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "4mb") as (server, client), Wire(server.port) as wire:
+        cold_strings(client, 2)
+        client.pexpire("k0", 400)
+        for words in ((b"MULTI",), (b"SET", b"y", b"1"), (b"GET", b"k0"), (b"STRLEN", b"k1"), (b"GET", b"k1")):
+            wire.ask(*words)
+        client.execute_command("CLIENT", "PAUSE", 800)
+        assert parse(wire.ask(b"EXEC")) == ["OK", None, 3 * MB, body(3 * MB, 1)]
+
+
+def test_who_leaves_while_values_are_fetched_leaves_no_trace(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "2mb", "--maxmemory-clients", "4mb") as (server, client):
+        cold_blocks(client, 12)
+        for turn in range(30):
+            first, second = random.Random(turn).sample(range(12), 2)
+            reads = [[b"KVBLOCKGET", b"v%d" % seed, b"0"] for seed in (first, second)]
+            writes = [b"KVPAGEMSET", b"1", *(str(word).encode() for word in page(f"v{first}", 0, "abcd")[:-1]), b"abcd"]
+            with Wire(server.port) as wire:
+                wire.send(
+                    b"".join(map(spell, [[b"MULTI"], *reads, writes, [b"EXEC"]] if turn % 2 else [*reads, writes]))
+                )
+        client.set("after", "1")
+        until(lambda: client.info("memory")["used_memory"] < 2.2 * MB, "the memory of those who left being free")
+        assert client.execute_command("KVPAGEVERIFY", "v11")[b"checked"] == 1
+
+
+def test_a_hold_ends_with_its_owner_or_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+    holds, ended = Holds(), []
+    holds.on_end = lambda: ended.append(holds.bytes)
+    first, second = holds.begin([b"a", b"b"]), holds.begin([b"b"])
+    holds.grow(first, 10)
+    holds.grow(second, 5)
+    assert holds.bytes == 15
+    holds.end_old()
+    assert [b"a" in holds, b"b" in holds] == [True, True]
+    del first
+    assert [b"a" in holds, b"b" in holds, ended] == [False, True, [5]]
+    monkeypatch.setattr("kvpage_server.store.disk.holds.LONGEST", 0.0)
+    holds.end_old()
+    assert [b"b" in holds, ended] == [False, [5, 0]]
+    del second
+    assert [holds.bytes, ended] == [0, [5, 0]]
+
+
+# -- single commands ---------------------------------------------------------------------------------------------------
+
+
+def test_pages_that_are_written_into_blocks_on_disk_are_all_stored_or_none(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "8mb") as (_, client):
+        cold_blocks(client, 16)
+        for seed in range(12):
+            words = (*page("fresh", seed, "abcd"), *page(f"v{seed}", 1, "abcd"))
+            assert client.execute_command("KVPAGEMSET", 2, *words) == b"OK"
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 1, 0, 0, 0) == b"abcd"
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
+        for seed in range(12, 16):
+            assert client.execute_command("KVPAGESET", *page(f"v{seed}", 1, "abcd")) == b"OK"
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 0, 0, 0, 0) == body(MB, seed)
+
+
+def test_a_page_can_be_written_into_a_block_that_memory_has_no_room_for(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "768kb") as (_, client):
+        cold_blocks(client, 3)
+        for seed in range(3):
+            assert client.execute_command("KVPAGESET", *page(f"v{seed}", 1, "abcd")) == b"OK"
+            blob = client.get(f"kv:v{seed}:1:0:0:0")
+            assert client.mset({f"kv:v{seed}:1:0:0:0": blob, "x": body(2000), f"kv:v{seed}:0:0:0:0": "text"})
+            assert client.execute_command("KVPAGEGET", f"v{seed}", 1, 0, 0, 0) == b"abcd"
+            assert client.get(f"kv:v{seed}:0:0:0:0") == b"text"
+
+
+def test_where_nothing_may_leave_memory_a_transaction_is_refused_as_it_is_queued() -> None:
+    with (
+        start_server("--maxmemory", "1mb", "--maxmemory-policy", "noeviction") as server,
+        server.client() as client,
+        Wire(server.port) as wire,
+    ):
+        assert wire.ask(b"MULTI") == b"+OK\r\n"
+        assert wire.ask(b"SET", b"y", b"1") == b"+QUEUED\r\n"
+        client.set("k", body(MB // 2))
+        client.config_set("maxmemory", "100kb")
+        assert wire.ask(b"SET", b"y", b"2").startswith(b"-OOM command not allowed")
+        assert wire.ask(b"EXEC").startswith(b"-EXECABORT")
+        assert wire.ask(b"EXISTS", b"y") == b":0\r\n"
+
+
+def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "1mb") as (server, client), server.connect() as sock:
+        for seed in range(8):
+            client.set(f"k{seed}", body(MB // 2, seed))
+        client.save()
+        silenced = [[b"SAVE"], [b"MGET", *(b"k%d" % seed for seed in range(8))], [b"DEL", b"k0"]]
+        for words in silenced:
+            sock.sendall(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell(words))
+        sock.sendall(b"PING\r\n")
+        assert sock.recv(100) == b"+PONG\r\n"
+        assert client.exists("k0") == 0

@@ -1,0 +1,353 @@
+"""The store on disk: what is written is read, whole or not at all, by one server, from a file that is ours."""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import lmdb
+import pytest
+
+from kvpage_server.page import DType, PageKey, encode_page
+from kvpage_server.store.disk.file.change import Clear, Delete, Put, Quarantine, Retime
+from kvpage_server.store.disk.file.database import FILE, Disk
+from kvpage_server.store.disk.file.lmdb_file import FORMAT, DiskError, DiskFull
+from kvpage_server.store.disk.file.record import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
+
+SIZES = [0, 1, INLINE, INLINE + 1, PIECE - 1, PIECE, PIECE + 1, 5_000_000]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Disk]:
+    disk = Disk(tmp_path)
+    yield disk
+    disk.close()
+
+
+def read(disk: Disk, name: bytes, size: int) -> bytes | None:
+    into = bytearray(size)
+    [outcome] = disk.read([(name, memoryview(into))])
+    if isinstance(outcome, Exception):
+        raise outcome
+    return bytes(into) if outcome else None
+
+
+def body(size: int, seed: int = 0) -> bytes:
+    return random.Random(seed * 1_000_003 + size).randbytes(size)
+
+
+def flip(path: Path, offset: int) -> None:
+    with path.open("r+b") as file:
+        file.seek(offset)
+        byte = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte[0] ^ 0x40]))
+
+
+def damage(disk: Disk, content: bytes) -> None:
+    """Flip a bit of a body in the file, behind the store's back."""
+    where = disk.path.read_bytes().index(content)
+    flip(disk.path, where + len(content) // 2)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_body_of_any_size_is_read_as_it_was_written(disk: Disk, size: int) -> None:
+    disk.write([Put(b"kx", b"meta", body(size), expires=5, used=7)])
+    assert read(disk, b"kx", size) == body(size)
+    assert disk.check(b"kx") == size
+    [(_, record)] = disk.records()
+    assert isinstance(record, Record)
+    assert (record.name, record.meta, record.expires, record.used, record.size) == (b"kx", b"meta", 5, 7, size)
+
+
+def test_names_are_found_however_long_they_are(disk: Disk) -> None:
+    names = [b"k" + bytes([65 + i]) * length for i, length in enumerate((0, 1, 499, 500, 511, 70_000))]
+    disk.write(Put(name, b"", name) for name in names)
+    assert {record.name for _, record in disk.records() if isinstance(record, Record)} == set(names)
+    assert all(read(disk, name, len(name)) == name for name in names)
+    disk.write(map(Delete, names))
+    assert not len(disk)
+
+
+def test_a_block_and_a_key_of_the_same_spelling_are_two_values(disk: Disk) -> None:
+    disk.write([Put(name_of_block(b"r", 1), b"", b"block"), Put(name_of_key(b"r:1"), b"", b"value")])
+    assert read(disk, name_of_block(b"r", 1), 5) == b"block"
+    assert read(disk, name_of_key(b"r:1"), 5) == b"value"
+
+
+def test_what_is_overwritten_deleted_or_cleared_is_gone_and_its_space_is_used_again(disk: Disk) -> None:
+    for turn in range(12):
+        disk.write([Put(b"kx", b"", body(2_000_000, turn)), Put(b"ky", b"", body(2_000_000, turn))])
+        disk.write([Delete(b"ky")])
+    assert read(disk, b"ky", 2_000_000) is None
+    assert read(disk, b"kx", 2_000_000) == body(2_000_000, 11)
+    assert disk.size < 16_000_000  # of the 48 MB that were written
+    disk.write([Clear(), Put(b"kz", b"", b"z")])
+    assert [record.name for _, record in disk.records() if isinstance(record, Record)] == [b"kz"]
+
+
+def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
+    disk.write([Put(b"kx", b"m", body(5000), expires=5)])
+    disk.write([Retime(b"kx", 77), Retime(b"knone", 77)])
+    [(_, record)] = disk.records()
+    assert isinstance(record, Record)
+    assert (record.expires, record.meta) == (77, b"m")
+    assert read(disk, b"kx", 5000) == body(5000)
+
+
+def test_a_value_is_not_read_into_memory_of_another_size(disk: Disk) -> None:
+    disk.write([Put(b"kx", b"", body(5000))])
+    assert read(disk, b"kx", 4999) is None
+
+
+def page(head: int, size: int = 3000, version: int = 0, expires: int = 0) -> Put:
+    """A page of a block with 40 layers, which takes three sheets."""
+    key = PageKey(b"r", head // 8, head % 8, 3, 0)
+    blob = encode_page(key, body(size, head + 1000 * version), dtype=DType.UINT8, page_size=1, head_dim=max(size, 1))
+    return Put(name_of_key(bytes(key)), blob[:64], blob[64:], expires=expires, used=7)
+
+
+def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) -> None:
+    first = [page(head, expires=head) for head in range(320)]
+    disk.write(first)
+    assert len(disk) == 3
+    disk.write([page(5, 100, version=1), Delete(first[6].name), Retime(first[7].name, 77), Quarantine(first[8].name)])
+    for head in range(9, 12):
+        disk.write([page(head, 0)])
+    found = {record.name: record for _, record in disk.records() if isinstance(record, Record)}
+    assert found.keys() == {put.name for put in first} - {first[6].name, first[8].name}
+    assert (found[first[7].name].expires, found[first[7].name].meta) == (77, first[7].meta)
+    assert read(disk, first[5].name, 100) == body(100, 1005)
+    assert read(disk, first[6].name, 3000) is None
+    assert all(read(disk, put.name, 0) == b"" for put in first[9:12])
+    assert all(read(disk, put.name, 3000) == put.body for put in first[12:])
+    disk.write([Put(first[5].name, b"", b"a string, where a page was")])
+    assert read(disk, first[5].name, 26) == b"a string, where a page was"
+    disk.write([page(5)])
+    assert read(disk, first[5].name, 3000) == body(3000, 5)
+    disk.write(Delete(put.name) for put in first)
+    assert len(disk) == 0
+
+
+def test_pages_whose_record_is_damaged_are_not_there_and_can_be_written_again(disk: Disk) -> None:
+    pages = [page(head) for head in range(320)]
+    disk.write(pages)
+    where = disk.path.read_bytes().index(pages[130].meta)
+    flip(disk.path, where + 70)
+    with pytest.raises(Damaged, match="checksum"):
+        read(disk, page(129).name, 3000)
+    assert sum(isinstance(record, Damaged) for _, record in disk.records()) == 1
+    assert read(disk, page(1).name, 3000) == body(3000, 1)
+    disk.write([page(130)])
+    assert read(disk, page(130).name, 3000) == body(3000, 130)
+    assert read(disk, page(129).name, 3000) is None
+
+
+def test_a_write_that_fails_half_way_leaves_nothing(disk: Disk) -> None:
+    def changes() -> Iterator[Put]:
+        yield Put(b"kx", b"", body(100_000))
+        raise RuntimeError("half-way")
+
+    with pytest.raises(RuntimeError):
+        disk.write(changes())
+    assert not len(disk)
+    disk.write([Put(b"ky", b"", body(100_000))])
+    assert read(disk, b"ky", 100_000) == body(100_000)
+
+
+def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
+    first = Disk(tmp_path)
+    first.write([Put(b"kx", b"", body(1_000_000))])
+    first.close()
+    second = Disk(tmp_path)
+    assert second.id == first.id
+    second.write([Put(b"ky", b"", body(1_000_000, 1))])
+    assert read(second, b"kx", 1_000_000) == body(1_000_000)
+    assert read(second, b"ky", 1_000_000) == body(1_000_000, 1)
+    second.close()
+
+
+@pytest.mark.parametrize("size", [10, 5000, 1_000_000])
+def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: int) -> None:
+    disk.write([Put(b"kx", b"", body(size)), Put(b"ky", b"", body(5000, 1))])
+    damage(disk, body(min(size, 3000)) if size < 3000 else body(size)[:3000])
+    with pytest.raises(Damaged, match="checksum"):
+        read(disk, b"kx", size)
+    with pytest.raises(Damaged, match="checksum"):
+        disk.check(b"kx")
+    assert read(disk, b"ky", 5000) == body(5000, 1)
+
+
+def test_what_is_quarantined_is_not_found_and_the_last_few_are_kept(disk: Disk) -> None:
+    disk.write(Put(b"k%d" % i, b"", body(3000, i)) for i in range(20))
+    disk.write(Quarantine(b"k%d" % i) for i in range(20))
+    disk.write([Quarantine(b"k3")])  # twice
+    assert (disk.quarantined, len(disk)) == (16, 0)
+    assert read(disk, b"k3", 3000) is None
+
+
+def test_maxdisk_is_kept_and_a_write_beyond_it_leaves_nothing(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, maxdisk=4 * 1024**2)
+    disk.write([Put(b"kx", b"", body(1_000_000))])
+    with pytest.raises(DiskFull, match="maxdisk"):
+        disk.write(Put(b"k%d" % i, b"", body(500_000, i)) for i in range(10))
+    assert len(disk) == 1
+    assert disk.size <= 4 * 1024**2
+    assert read(disk, b"kx", 1_000_000) == body(1_000_000)
+    disk.write([Delete(b"kx")])
+    disk.close()
+
+
+def test_the_space_that_values_take_is_known_nearly(tmp_path: Path) -> None:
+    disk = Disk(tmp_path)
+    names = [b"k%d" % i for i in range(100)]
+    disk.write(Put(name, b"", body(size)) for name in names for size in (40_000,))
+    promised = sum(footprint(name, 40_000) for name in names)
+    assert 0.8 < promised / disk.size < 1.2
+    disk.close()
+
+
+# -- files that are not ours -------------------------------------------------------------------------------------------
+
+
+def test_the_second_server_of_a_directory_is_refused(disk: Disk) -> None:
+    with pytest.raises(DiskError, match=f"in use by another kvpage-server, pid {os.getpid()}"):
+        Disk(disk.path.parent)
+
+
+def test_a_newer_format_is_refused_by_name(tmp_path: Path) -> None:
+    Disk(tmp_path).close()
+    env = lmdb.open(str(tmp_path / FILE), subdir=False, max_dbs=4)
+    with env.begin(write=True, db=env.open_db(b"about")) as txn:
+        txn.put(b"format", b"%d" % (FORMAT + 1))
+    env.close()
+    with pytest.raises(DiskError, match=f"has format {FORMAT + 1}, newer than {FORMAT}"):
+        Disk(tmp_path)
+
+
+def test_a_foreign_file_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    for content in (b"", b"SQLite format 3\0" + bytes(5000)):
+        (tmp_path / FILE).write_bytes(content)
+        with pytest.raises(DiskError, match="is not a store of kvpage-server"):
+            Disk(tmp_path)
+        assert (tmp_path / FILE).read_bytes() == content
+        (tmp_path / FILE).unlink()
+
+
+def test_a_foreign_database_is_refused(tmp_path: Path) -> None:
+    env = lmdb.open(str(tmp_path / FILE), subdir=False, max_dbs=4)
+    with env.begin(write=True, db=env.open_db(b"users")) as txn:
+        txn.put(b"alice", b"1")
+    env.close()
+    with pytest.raises(DiskError, match="not a store of kvpage-server"):
+        Disk(tmp_path)
+
+
+def test_a_missing_or_read_only_directory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DiskError, match=r"nowhere.*No such file or directory"):
+        Disk(tmp_path / "nowhere")
+    if os.geteuid() == 0:
+        pytest.skip("root may write everywhere")
+    tmp_path.chmod(0o500)
+    with pytest.raises(DiskError, match="Permission denied"):
+        Disk(tmp_path)
+
+
+def test_a_store_whose_creation_was_cut_off_is_created_anew(tmp_path: Path) -> None:
+    (tmp_path / f"{FILE}.new").write_bytes(b"half")
+    Disk(tmp_path).close()
+    assert not (tmp_path / f"{FILE}.new").exists()
+
+
+def filled(directory: Path) -> int:
+    """A store with values of many kinds, closed; the size of its file."""
+    disk = Disk(directory)
+    for turn in range(4):
+        disk.write(Put(b"k%d" % i, b"m" * 64, body(size, i)) for i, size in enumerate([100, 900, 5000, 40_000] * 60))
+        disk.write(Delete(b"k%d" % i) for i in range(turn, 240, 7))
+    disk.close()
+    return (directory / FILE).stat().st_size
+
+
+OPEN_AND_READ = """
+import sys
+from pathlib import Path
+sys.path[:0] = {path}
+from test_disk import body, read
+from kvpage_server.store.disk.file.change import Quarantine
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.lmdb_file import DiskError
+from kvpage_server.store.disk.file.record import Damaged, Record
+try:
+    disk = Disk(Path(sys.argv[1]))
+except DiskError as error:
+    sys.exit(f"refused: {{error}}")
+intact = damaged = 0
+for key, record in list(disk.records()):
+    if isinstance(record, Damaged):
+        damaged += 1
+        continue
+    try:
+        found = read(disk, record.name, record.size)
+    except Damaged:
+        damaged += 1
+        disk.write([Quarantine(record.name)])
+        continue
+    assert found == body(record.size, int(record.name[1:])), record.name
+    intact += 1
+disk.close()
+print(intact, damaged)
+"""
+
+
+def open_and_read(directory: Path) -> subprocess.CompletedProcess[str]:
+    """What another process finds, which may die of it without harm to this one."""
+    code = OPEN_AND_READ.format(path=[str(Path(__file__).parent), str(Path(__file__).parents[3] / "support")])
+    return subprocess.run([sys.executable, "-c", code, str(directory)], capture_output=True, text=True, timeout=60)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.5, 0.99])
+def test_a_truncated_file_is_refused_with_the_reason(tmp_path: Path, share: float) -> None:
+    size = filled(tmp_path)
+    os.truncate(tmp_path / FILE, int(size * share))
+    found = open_and_read(tmp_path)
+    assert (found.returncode, found.stdout) == (1, "")
+    assert "refused:" in found.stderr
+    assert "is damaged" in found.stderr
+
+
+def test_a_store_that_was_not_closed_is_opened_as_it_was_and_refused_when_it_was_damaged_since(tmp_path: Path) -> None:
+    code = "import os, sys; sys.path[:0] = %r; import test_disk as t; t.left_open(t.Path(sys.argv[1])); os._exit(9)"
+    program = [
+        sys.executable,
+        "-c",
+        code % [str(Path(__file__).parent), str(Path(__file__).parents[3] / "support")],
+        str(tmp_path),
+    ]
+    assert subprocess.run(program, timeout=60).returncode == 9
+    assert open_and_read(tmp_path).stdout == "1 0\n"
+    assert subprocess.run(program, timeout=60).returncode == 9
+    os.truncate(tmp_path / FILE, 12_000)
+    assert "is damaged" in open_and_read(tmp_path).stderr
+
+
+def left_open(directory: Path) -> None:
+    Disk(directory).write([Put(b"k3", b"", body(5000, 3))])
+
+
+@pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.soak) for n in range(5, 105))])
+def test_flipped_bits_are_refused_or_found_and_never_served(tmp_path: Path, seed: int) -> None:
+    size = filled(tmp_path)
+    rng = random.Random(seed)
+    for _ in range(1 + seed % 5):
+        flip(tmp_path / FILE, rng.randrange(size))
+    found = open_and_read(tmp_path)
+    if found.returncode:
+        assert "refused:" in found.stderr, found
+    else:
+        intact, damaged = map(int, found.stdout.split())
+        assert intact + damaged > 150

@@ -1,0 +1,199 @@
+"""`kvpage-server` as a person starts it: its words, configuration and log, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import sysconfig
+import time
+from pathlib import Path
+
+import pytest
+from servers import START_WITHIN, STOP_WITHIN, RunningServer, free_port, start_server
+
+from kvpage_server import __version__, core
+from kvpage_server.configuration.config import ConfigError, from_arguments
+from kvpage_server.store.eviction.policies import POLICIES
+
+ROOT = Path(__file__).parents[2]
+CONF = ROOT / "conf" / "kvpage.conf"
+VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
+
+
+def run(*words: str) -> subprocess.CompletedProcess[str]:
+    """A call that comes back by itself."""
+    command = [sys.executable, "-m", "kvpage_server.app", *words]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100)
+
+
+def refused(*words: str) -> str:
+    """What it says when it refuses to start: one line, no traceback."""
+    result = run(*words)
+    assert result.returncode == 1
+    assert result.stdout == ""
+    assert result.stderr.startswith("kvpage-server: ")
+    assert result.stderr.count("\n") == 1, result.stderr
+    return result.stderr.removeprefix("kvpage-server: ").rstrip("\n")
+
+
+class TestWords:
+    def test_version(self) -> None:
+        for word in ("--version", "-v"):
+            assert run(word).stdout == VERSION
+
+    def test_help_names_every_parameter(self) -> None:
+        told = run("--help").stdout
+        assert "kvpage-server [FILE]" in told
+        for name in ("port", "bind", "maxmemory", "requirepass", "tls-port", "page-checksums", "loglevel"):
+            assert re.search(rf"^ +--{name} ", told, re.MULTILINE), name
+
+    def test_it_is_installed_as_a_command(self) -> None:
+        command = Path(sysconfig.get_path("scripts"), "kvpage-server")
+        result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=100)
+        assert result.stdout == VERSION
+
+    def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
+        assert run("--check-config").returncode == 0
+        assert run("--check-config", str(CONF)).stdout == "the configuration is valid\n"
+        assert run("--check-config", str(CONF), "--port", "9222").returncode == 0
+        assert refused("--check-config", "--port", "x").startswith("port must be")
+        assert refused("--check-config", str(CONF), "--nosuch", "1") == "unknown parameter 'nosuch'"
+
+
+class TestBadConfiguration:
+    @pytest.mark.parametrize(
+        ("line", "message"),
+        [
+            ("nosuch yes", "unknown parameter 'nosuch'"),
+            ("port abc", "port must be a whole number between 0 and 65535, got 'abc'"),
+            ("port 65536", "port must be a whole number between 0 and 65535, got '65536'"),
+            ("port -1", "port must be a whole number between 0 and 65535, got '-1'"),
+            ("port", "port takes one value, got 0"),
+            ("port 1 2", "port takes one value, got 2"),
+            ("databases 16", "databases must be a whole number between 1 and 1, got '16'"),
+            ("appendonly yes", "appendonly must be one of no, got 'yes'"),
+            ("page-checksums maybe", "page-checksums must be yes or no, got 'maybe'"),
+            ('dir "/tmp', "unbalanced quotes"),
+        ],
+    )
+    def test_a_bad_line_is_named_with_its_number(self, tmp_path: Path, line: str, message: str) -> None:
+        file = tmp_path / "kvpage.conf"
+        file.write_text(f"# a comment\n\nmaxmemory 1gb\n{line}\nport 9221\n")
+        with pytest.raises(ConfigError) as caught:
+            from_arguments([str(file)])
+        assert str(caught.value) == f"{file}, line 4: {message}"
+
+    @pytest.mark.parametrize("value", ["4x", "gb", "-1", "1.5gb", ""])
+    def test_a_bad_size_says_how_sizes_are_spelt(self, value: str) -> None:
+        with pytest.raises(ConfigError) as caught:
+            from_arguments(["--maxmemory", value])
+        assert str(caught.value) == f"maxmemory must be a number of bytes such as 0, 512mb or 4gb, got '{value}'"
+
+    def test_a_bad_policy_lists_the_known_ones(self) -> None:
+        with pytest.raises(ConfigError) as caught:
+            from_arguments(["--maxmemory-policy", "random"])
+        assert str(caught.value) == f"maxmemory-policy must be one of {', '.join(POLICIES)}, got 'random'"
+
+    def test_it_does_not_start_and_says_why(self, tmp_path: Path) -> None:
+        file = tmp_path / "kvpage.conf"
+        file.write_text("port 9221\nnosuch yes\n")
+        assert refused(str(file)) == f"{file}, line 2: unknown parameter 'nosuch'"
+
+    def test_a_file_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        assert refused(str(tmp_path / "none.conf")) == f"{tmp_path}/none.conf: No such file or directory"
+        assert refused(str(tmp_path)) == f"{tmp_path}: Is a directory"
+
+    def test_a_directory_that_is_not_there_is_named(self, tmp_path: Path) -> None:
+        assert refused("--dir", str(tmp_path / "none")) == f"{tmp_path}/none: No such file or directory"
+
+    def test_a_value_without_a_name(self) -> None:
+        assert refused("--port", "9221", "--", "x").startswith("unknown parameter ''")
+        assert refused(str(CONF), "9221") == "expected --name, got '9221'"
+
+
+class TestConfiguration:
+    def test_the_shipped_file_is_valid_and_used(self) -> None:
+        assert "\nport 9221\n" in CONF.read_text()
+        with start_server(file=CONF) as server, server.client(decode_responses=True) as client:
+            assert client.config_get("maxmemory") == {"maxmemory": str(4 * 1024**3)}
+
+    def test_the_command_line_wins_over_the_file(self, tmp_path: Path) -> None:
+        file, port = tmp_path / "kvpage.conf", free_port()
+        file.write_text("maxmemory 64mb\nloglevel warning\nmaxmemory-policy noeviction\n")
+        with (
+            start_server("--maxmemory", "32mb", port=port, file=file) as server,
+            server.client(decode_responses=True) as client,
+        ):
+            assert client.config_get("maxmemory*")["maxmemory"] == str(32 * 1024**2)
+            assert client.config_get("maxmemory-policy") == {"maxmemory-policy": "noeviction"}
+            assert client.config_get("loglevel") == {"loglevel": "warning"}
+            assert client.config_get("port") == {"port": str(port)}
+
+    @pytest.mark.parametrize(
+        ("text", "size"), [("1kb", 1024), ("1k", 1000), ("2mb", 2 * 1024**2), ("2M", 2_000_000), ("3GB", 3 * 1024**3)]
+    )
+    def test_sizes_have_units(self, text: str, size: int) -> None:
+        assert from_arguments(["--maxmemory", text]).maxmemory == size
+
+    def test_port_0_takes_a_free_one_and_says_which(self, tmp_path: Path) -> None:
+        log = tmp_path / "log"
+        with log.open("wb") as out:
+            command = [sys.executable, "-m", "kvpage_server.app", "--port", "0", "--dir", str(tmp_path)]
+            process = subprocess.Popen(command, stdout=out, stderr=out)
+        try:
+            port = self.port_told_in(log)
+            with RunningServer(process, port, log).client() as client:
+                assert client.info("server")["tcp_port"] == port
+        finally:
+            process.terminate()
+            assert process.wait(STOP_WITHIN) == 0
+
+    def port_told_in(self, log: Path) -> int:
+        deadline = time.monotonic() + START_WITHIN
+        while time.monotonic() < deadline:
+            found = re.search(r"ready on 127\.0\.0\.1:(\d+)", log.read_text())
+            if found:
+                return int(found[1])
+            time.sleep(0.05)
+        raise AssertionError(f"it never said that it is ready:\n{log.read_text()}")
+
+
+class TestLog:
+    def test_the_banner_says_what_a_person_wants_to_know(self) -> None:
+        with start_server("--maxmemory", "64mb") as server:
+            server.stop()
+            log = server.log
+        assert f"kvpage-server {__version__}, pid {server.pid}" in log
+        assert f"core    {core.NAME}" in log
+        assert f"ready on 127.0.0.1:{server.port}" in log
+        assert "store" in log
+        assert "memory, limit 64.00M, allkeys-prefix" in log
+        assert "bye" in log
+
+    def test_json_lines(self) -> None:
+        with start_server("--log-format", "json") as server, server.client() as client:
+            client.ping()
+            lines = [json.loads(line) for line in server.log.splitlines()]
+        assert all({"time", "level", "message"} <= set(line) for line in lines)
+        ready = next(line for line in lines if "ready on" in line["message"])
+        assert f"127.0.0.1:{server.port}" in ready["addresses"]
+        assert ready["pid"] == server.pid
+
+    def test_a_quiet_log(self) -> None:
+        with start_server("--loglevel", "warning", "--maxclients", "100") as server:
+            assert [line for line in server.log.splitlines() if "core    python, slower" not in line] == []
+
+    def test_logfile_and_pidfile(self, tmp_path: Path) -> None:
+        log, pid = tmp_path / "kvpage.log", tmp_path / "kvpage.pid"
+        with start_server("--logfile", str(log), "--pidfile", str(pid)) as server:
+            assert pid.read_text() == f"{server.pid}\n"
+            assert server.log == ""
+            assert "ready on" in log.read_text()
+        assert not pid.exists()
+        assert "bye" in log.read_text()
+
+    def test_a_log_that_cannot_be_written_is_named(self, tmp_path: Path) -> None:
+        file = tmp_path / "none" / "log"
+        assert refused("--logfile", str(file), "--port", str(free_port())) == f"{file}: No such file or directory"

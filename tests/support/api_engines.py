@@ -1,0 +1,123 @@
+"""Engines as `kvpage-engine serve` runs them: processes on free ports, with tiny models that were written to disk."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import httpx
+import openai
+from engine_models import END, letter_tokenizer, tiny_llama
+from servers import RunningServer
+
+# isort: split
+import mlx.core as mx
+from mlx.utils import tree_flatten
+from tokenizers import AddedToken
+
+START_WITHIN = 60.0  # seconds, on a busy machine
+SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.role }}:{{ message.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant:{% endif %}"
+)
+CALL = '{"name": "weather", "arguments": {"city": "Oslo"}}'
+TOOL_TEMPLATE = "{% if tools %}<tool_call> {{ tools[0].function.name }} {# tool_call.name #}\n{% endif %}" + TEMPLATE
+
+
+def write_tiny(directory: Path, **changes: object) -> Path:
+    """A random Llama whose tokens are letters, in mlx-lm's layout. The end of a text is never its likeliest token."""
+    model = tiny_llama(**changes)
+    model.lm_head.weight[-1] = 0.0
+    return _write(directory, model, letter_tokenizer(), TEMPLATE)
+
+
+def write_caller(directory: Path) -> Path:
+    """A Llama that calls a tool, whatever it is told: its layers add nothing, and each token has one that follows."""
+    tokenizer = letter_tokenizer()
+    steps = [":", "<tool_call>", CALL, "</tool_call>", END]
+    tokenizer.add_tokens([AddedToken(step, normalized=False) for step in steps[1:4]])
+    size = len(tokenizer)
+    model = tiny_llama(vocab_size=size, hidden_size=128, num_hidden_layers=1)
+    layer = model.model.layers[0]
+    layer.self_attn.o_proj.weight *= 0
+    layer.mlp.down_proj.weight *= 0
+    model.model.embed_tokens.weight = mx.eye(size, 128)
+    follows = mx.zeros((size, 128))
+    ids = tokenizer.convert_tokens_to_ids(steps)
+    for token, next_token in pairwise(ids):
+        follows[next_token, token] = 10.0
+    model.lm_head.weight = follows
+    return _write(directory, model, tokenizer, TOOL_TEMPLATE)
+
+
+def _write(directory: Path, model: Any, tokenizer: Any, template: str) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    mx.save_safetensors(str(directory / "model.safetensors"), dict(tree_flatten(model.parameters())))
+    config = {name: value for name, value in vars(model.args).items() if value is not None}
+    (directory / "config.json").write_text(json.dumps({**config, "eos_token_id": tokenizer.eos_token_id}))
+    tokenizer.chat_template = template
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
+@dataclass
+class RunningEngine(RunningServer):
+    """A process that answers OpenAI's clients."""
+
+    token: str = "none"  # that may ask
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def client(self, token: str = "none", **options: Any) -> openai.OpenAI:
+        """OpenAI's own, which never tries twice."""
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key=token, max_retries=0, timeout=60, **options)
+
+    def metric(self, name: str) -> float:
+        """The sum of a metric of its own, over all its labels; 0 when it was never counted."""
+        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.token}"}).text
+        values = (line.rpartition(" ") for line in text.splitlines() if line.startswith(f"kvpage_engine_{name}"))
+        named = (f"kvpage_engine_{name}", f"kvpage_engine_{name}{{")
+        return sum(float(value) for key, _, value in values if key == named[0] or key.startswith(named[1]))
+
+
+@contextmanager
+def start_engine(
+    model: Path, *options: str, code: int = 0, start: Callable[..., subprocess.Popen[bytes]] = subprocess.Popen
+) -> Iterator[RunningEngine]:
+    """`kvpage-engine serve` with a model, which must end with that exit code, and without a traceback."""
+    command = [sys.executable, "-m", "engine.cli", "serve", "--model", str(model), "--port", "0", *options]
+    with TemporaryDirectory() as place:
+        log_file = Path(place, "log")
+        with log_file.open("wb") as log:
+            process = start(command, stdout=log, stderr=subprocess.STDOUT)
+        engine = RunningEngine(process, 0, log_file)
+        try:
+            engine.port = _port(engine)
+            yield engine
+        finally:
+            ended = engine.stop()
+        assert ended == code, f"exit code {ended}:\n{engine.log}"
+        assert "Traceback" not in engine.log, engine.log
+
+
+def _port(engine: RunningEngine) -> int:
+    """Where it says that it is, once it takes prompts."""
+    deadline = time.monotonic() + START_WITHIN
+    while " is served on " not in engine.log:
+        if engine.process.poll() is not None or time.monotonic() > deadline:
+            raise RuntimeError(f"the engine does not start:\n{engine.log}")
+        time.sleep(0.02)
+    return int(engine.log.partition(" is served on ")[2].split()[0].rpartition(":")[2])

@@ -1,0 +1,60 @@
+"""Documents that tell the truth: what they show, for tests to run.
+
+A fenced block is `console` (commands after ``$ ``, their output below, ``...`` standing for any), `python`, a file
+(`conf`, `ini`, `dockerfile`), or `text`, which claims nothing. The Python blocks of a document are one program. A line
+in it that prints and ends in a comment prints that.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+FENCE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REDIS_CLI = shutil.which("redis-cli")
+NO_REDIS_CLI = "redis-cli is not installed (Debian: redis-tools)"
+
+
+def blocks(document: str, kind: str) -> list[str]:
+    """The contents of a document's blocks of one kind."""
+    return [body for found, body in FENCE.findall((ROOT / document).read_text()) if found == kind]
+
+
+def commands(document: str) -> Iterator[tuple[str, str]]:
+    """What is typed in a document's console blocks, and what it shows below."""
+    for block in blocks(document, "console"):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            typed, _, shown = part.partition("\n")
+            yield typed, shown.rstrip("\n")
+
+
+def run(command: list[str]) -> str:
+    """What a command prints when it succeeds."""
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.rstrip("\n")
+
+
+def check(output: str, shown: str) -> None:
+    """That the output is what is shown."""
+    assert re.fullmatch(re.escape(shown).replace(re.escape("..."), "(?s:.*)"), output), output
+
+
+def check_program(program: str) -> None:
+    """That a document's program runs, and prints what its comments promise."""
+    promised = re.findall(r"^ *print\(.*\)  # (.*)$", program, re.MULTILINE)
+    assert promised
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    assert done.returncode == 0, done.stderr
+    printed = done.stdout.splitlines()
+    assert [line for line in promised if line not in printed] == []
+
+
+def entry_point(name: str) -> list[str]:
+    """A command of the project, as it is installed."""
+    return [str(Path(sys.executable).with_name(name))]

@@ -1,0 +1,48 @@
+"""The decoder of examples/attention.oinf.txt, and a process that runs it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import engine  # noqa: F401  # it chooses the BLAS, before MLX is imported
+
+# isort: split
+import mlx.core as mx
+import numpy as np
+import xxhash
+
+from benchmarks.decoder import decoder
+from engine.persistent import Graph, PersistentStore, Simulator, parse_file
+from engine.persistent.errors import NoInstanceError
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+def attention() -> Graph:
+    return parse_file(EXAMPLES / "attention.oinf.txt")
+
+
+def report(step: int, word: mx.array, logits: mx.array) -> str:
+    """A line that says what a step gave, to the bit."""
+    return f"{step} {word.item()} {xxhash.xxh3_64_hexdigest(np.asarray(logits).tobytes())}"
+
+
+def main(url: str, instance: str) -> None:
+    """Go on with an instance for ever, saving every step, and say of each what it gave."""
+    simulator = Simulator(decoder(), attention(), store=PersistentStore(url))
+    try:
+        run = simulator.resume(instance, autosave=1)
+    except NoInstanceError:
+        run = simulator.make_executor(instance, autosave=1)
+    while True:
+        run.step()
+        print(report(run.steps, run.fetch("word"), run.fetch("logits")), flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
