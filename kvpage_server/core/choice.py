@@ -31,6 +31,8 @@ def _fault() -> str:
         built = import_module(f"{NATIVE}.built")
     except ImportError as error:
         return f"it was not compiled for this Python: {error}"
+    except (AttributeError, TypeError, ValueError):  # it misses what it takes from the twin or its parts
+        return STALE
     now = digest(Path(__file__).parent / "native")
     if now and now != built.SOURCES:
         return STALE

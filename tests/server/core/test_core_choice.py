@@ -83,6 +83,12 @@ class TestWhatRuns:
         assert said(copy) == "native"
 
     @needs_native
+    def test_what_finds_no_longer_what_it_was_compiled_with_does_not_run(self, copy: Path) -> None:
+        twin = copy / "kvpage_server" / "core" / "python" / "bodies.py"
+        twin.write_text(twin.read_text().replace("SCRATCH_BYTES", "OTHER_BYTES"))
+        assert said(copy) == "python it was compiled from other sources than are there now"
+
+    @needs_native
     def test_a_part_of_the_core_does_not_run(self, copy: Path) -> None:
         for module in native(copy, "*.so"):
             content = module.read_bytes()
