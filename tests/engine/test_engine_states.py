@@ -51,7 +51,9 @@ def cases() -> Iterator[tuple[Enum, Enum, str, Callable[[Any, Any], Any]]]:
             yield state, moved, said.get((state.name, moved.name), "-"), load_states.moved
 
 
-@pytest.mark.parametrize(("state", "event", "said", "moved"), list(cases()), ids=str)
+@pytest.mark.parametrize(
+    ("state", "event", "said", "moved"), list(cases()), ids=lambda value: getattr(value, "__name__", str(value))
+)
 def test_a_state_moves_as_its_table_says(
     state: Enum, event: Enum, said: str, moved: Callable[[Enum, Enum], Enum]
 ) -> None:
