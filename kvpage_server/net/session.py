@@ -29,7 +29,7 @@ GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while
 log = logging.getLogger("kvpage")
 
 
-class State(enum.Enum):
+class SessionState(enum.Enum):
     """What a session does with what comes. Only a `READING` session looks at it."""
 
     READING = enum.auto()
@@ -40,7 +40,7 @@ class State(enum.Enum):
     GONE = enum.auto()  # the connection is over
 
 
-READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = State
+READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = SessionState
 
 
 class Session:

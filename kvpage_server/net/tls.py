@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from typing import cast
 
 from kvpage_server.core.piece import Piece
-from kvpage_server.net.transport import HIGH_WATER, Reader
+from kvpage_server.net.transport import HIGH_WATER, SocketReader
 
 _PART = 256 * 1024  # bytes handed to the loop at a time
 
@@ -20,7 +20,7 @@ _PART = 256 * 1024  # bytes handed to the loop at a time
 class TLSTransport(asyncio.Protocol):
     """An encrypted connection, once the handshake is over: then `start` gives it the session that reads it."""
 
-    def __init__(self, start: Callable[[], Reader]) -> None:
+    def __init__(self, start: Callable[[], SocketReader]) -> None:
         self._start = start
         self._queue: deque[Piece] = deque()
         self._sent = 0  # bytes of the first piece that were sent

@@ -15,7 +15,7 @@ from kvpage_server.core.piece import Piece
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
 
 
-class Reader(Protocol):
+class SocketReader(Protocol):
     """What a transport needs of a session."""
 
     def readable(self) -> None:
@@ -60,7 +60,7 @@ class Transport(Protocol):
 class SocketTransport:
     """Owns the socket. Every method is to be called in the loop's thread."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: Reader) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, sock: socket.socket, reader: SocketReader) -> None:
         self._loop = loop
         self._sock = sock
         self._descriptor = sock.fileno()

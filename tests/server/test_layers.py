@@ -148,7 +148,6 @@ def test_no_folder_has_more_than_a_dozen_modules() -> None:
     assert {folder: number for folder, number in count.items() if number > MOST_MODULES} == {}
 
 
-@COMES
 def test_no_file_is_too_long() -> None:
     lines = {name: len(path.read_text().splitlines()) for name, path in modules().items()}
     assert {name: number for name, number in lines.items() if number > MOST_LINES} == {}
@@ -199,13 +198,11 @@ def methods(node: ast.ClassDef) -> set[str]:
     return {member.name for member in node.body if isinstance(member, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
-@COMES
 def test_no_class_stands_on_a_tower() -> None:
     towers = {node.name: len(way) for module, node in classes() if len(way := above(module, node)) > MOST_ABOVE}
     assert towers == {}
 
 
-@COMES
 def test_what_begins_with_an_underscore_is_nobody_elses_to_override() -> None:
     overridden = {
         f"{module}.{node.name}": private
@@ -216,7 +213,6 @@ def test_what_begins_with_an_underscore_is_nobody_elses_to_override() -> None:
     assert overridden == {}
 
 
-@COMES
 def test_a_class_name_means_one_thing_in_a_package() -> None:
     names = Counter((module.split(".")[0], node.name) for module, node in classes())
     assert {name: count for name, count in names.items() if count > 1} == {}
@@ -225,7 +221,6 @@ def test_a_class_name_means_one_thing_in_a_package() -> None:
 # -- the map -----------------------------------------------------------------------------------------------------------
 
 
-@COMES
 def test_the_rooms_in_the_architecture_page_are_the_tree() -> None:
     page = (ROOT / "docs" / "architecture.md").read_text().partition("## Rooms")[2].partition("\n## ")[0]
     listed = re.findall(r"^\| `([\w/.]+)` \|", page, re.MULTILINE)

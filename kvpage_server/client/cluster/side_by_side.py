@@ -33,7 +33,7 @@ _TRIES = 2  # a connection may have been closed since it was used last
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerUrl:
     """One of them, by its URL."""
 
     url: str
@@ -49,9 +49,9 @@ def lists_several(url: str) -> bool:
     return bool(_BETWEEN.search(url)) or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
-def servers_of(urls: str) -> list[Server]:
+def servers_of(urls: str) -> list[ServerUrl]:
     """What stands in ``redis://a:9221,redis://b:9221``. Raises ValueError for one that is there twice."""
-    found = [Server(url) for url in _BETWEEN.split(urls)]
+    found = [ServerUrl(url) for url in _BETWEEN.split(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
         if "," in name:
@@ -71,10 +71,10 @@ def segment_of(req_id: bytes) -> bytes:
 class Rendezvous:
     """Which of some servers a segment belongs to."""
 
-    def __init__(self, servers: Sequence[Server]) -> None:
+    def __init__(self, servers: Sequence[ServerUrl]) -> None:
         self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
 
-    def server(self, segment: bytes) -> Server:
+    def server(self, segment: bytes) -> ServerUrl:
         """The same whatever the order of the servers."""
         return max(self._seeds, key=lambda each: (xxhash.xxh3_64_intdigest(segment, each[1]), str(each[0])))[0]
 
@@ -85,7 +85,7 @@ class SideBySideCalls:
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
-    _dialects: dict[Server, BlobCommands] = field(default_factory=dict)
+    _dialects: dict[ServerUrl, BlobCommands] = field(default_factory=dict)
 
     @property
     def misses(self) -> Counter[str]:
@@ -185,8 +185,8 @@ class SideBySideCalls:
 
     def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
         """What each server has to do, those of its items at once. Raises what is wrong with the arguments."""
-        items: dict[Server, list[int]] = defaultdict(list)
-        servers: dict[bytes, Server] = {}
+        items: dict[ServerUrl, list[int]] = defaultdict(list)
+        servers: dict[bytes, ServerUrl] = {}
         for i, req_id in enumerate(req_ids):
             segment = segment_of(req_id)
             if segment not in servers:
@@ -196,7 +196,7 @@ class SideBySideCalls:
 
     def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
         """What each server answers, Failed for those that don't. Raises what none of them answers, and refusals."""
-        answers: dict[Server, Any] = {}
+        answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
             left = [p for p in parts if p.server not in answers or _may_be_asked_again(answers[p.server])]
             strange = [part for part in left if part.server not in self._dialects]
@@ -233,7 +233,7 @@ class SideBySideCalls:
 class _Part:
     """What one server has to do with a call."""
 
-    server: Server
+    server: ServerUrl
     items: list[int]  # of the batch
     call: Call[Any]
 

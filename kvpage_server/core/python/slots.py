@@ -35,10 +35,10 @@ class SizeClass:
     def __init__(self, shape: SlotShape) -> None:
         self.shape = shape
         self.held = 0  # bytes of its chunks
-        self.open: dict[Chunk, None] = {}  # those with a free slot; the last is cut first
+        self.open: dict[SlotChunk, None] = {}  # those with a free slot; the last is cut first
 
 
-class Chunk:
+class SlotChunk:
     """Some memory in slots of one size. `free` says where those begin that are not in use, the first one last."""
 
     __slots__ = ("arena", "free", "size_class", "slots", "stretch")
@@ -66,7 +66,7 @@ class Slot:
 
     __slots__ = ("_chunk", "_start", "at", "digest", "expires", "size", "unit")
 
-    def __init__(self, chunk: Chunk, start: int, size: int) -> None:
+    def __init__(self, chunk: SlotChunk, start: int, size: int) -> None:
         frame = b"$%d\r\n" % size
         self._chunk = chunk
         self._start = start  # of the header, in the region
@@ -144,11 +144,11 @@ class Arena:
     """Slots for values of any size. Its owner's thread calls it; the last reference to a slot may go in any."""
 
     def __init__(self) -> None:
-        self.returned: deque[tuple[Chunk, int]] = deque()  # slots that nobody refers to, and that were not taken back
+        self.returned: deque[tuple[SlotChunk, int]] = deque()  # slots that nobody refers to, not yet taken back
         self._used = 0
         self._spare = 0
         self.held = 0  # bytes that were taken from the system
-        self._empty: dict[Chunk, float] = {}  # and since when; the oldest first
+        self._empty: dict[SlotChunk, float] = {}  # and since when; the oldest first
         self._now = monotonic()  # when it last rested, in seconds: it need not be told at every slot
         self._classes: dict[int, SizeClass] = {}
         self._regions = Regions()
@@ -212,7 +212,7 @@ class Arena:
     def _map_chunk(self, size_class: SizeClass) -> None:
         self._give_back(0)
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
-        chunk = Chunk(self, size_class, self._regions.take(nbytes), slots)
+        chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)
         size_class.open[chunk] = None
         size_class.held += nbytes
         self.held += nbytes

@@ -38,7 +38,6 @@ def path_of(turns: Turns, *words: bytes) -> list[str]:
     return calls[calls.index("Session.readable") :]
 
 
-@pytest.mark.xfail(reason="the store's part of the way is being made shorter", strict=False)
 @pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")
 def test_a_page_passes_few_functions_between_recv_and_send() -> None:
     with measured("--store", "memory") as turns:

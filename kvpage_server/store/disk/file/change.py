@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 
 @dataclass(slots=True)
-class Put:
+class Write:
     """A value that is to be stored. `digest`: the body's XXH3-64, 0 to have it computed."""
 
     name: bytes
@@ -43,4 +43,4 @@ class Clear:
     """Everything is to go."""
 
 
-Change = Put | Delete | Retime | Quarantine | Clear
+Change = Write | Delete | Retime | Quarantine | Clear

@@ -25,7 +25,7 @@ import xxhash
 
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
 from kvpage_server.store.disk.file import sheet
-from kvpage_server.store.disk.file.change import Change, Clear, Delete, Put, Retime
+from kvpage_server.store.disk.file.change import Change, Clear, Delete, Retime, Write
 from kvpage_server.store.disk.file.hashing import copy, digest_of
 from kvpage_server.store.disk.file.lmdb_file import (
     FORMAT,
@@ -205,7 +205,7 @@ class Disk:
             txn.drop(self._pieces, delete=False)
             return
         place = sheet.place_of(change.name)
-        if isinstance(change, Put):
+        if isinstance(change, Write):
             self._delete(txn, sheets, change.name, place)
             self._put(txn, sheets, change, place)
         elif isinstance(change, Delete):
@@ -215,10 +215,10 @@ class Disk:
         else:
             self._set_aside(txn, sheets, change.name, place)
 
-    def _put(self, txn: _Txn, sheets: Sheets, put: Put, place: _Place) -> None:
-        body = memoryview(put.body)
-        record = Record(put.name, put.meta, put.expires, put.used, len(body), put.digest or checksum(body))
-        has_row = place is not None and len(put.meta) == HEADER_SIZE
+    def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place) -> None:
+        body = memoryview(write.body)
+        record = Record(write.name, write.meta, write.expires, write.used, len(body), write.digest or checksum(body))
+        has_row = place is not None and len(write.meta) == HEADER_SIZE
         if len(body) <= INLINE and not has_row:
             record.inline = bytes(body)
         elif len(body):
@@ -231,7 +231,7 @@ class Disk:
             key, spot = place
             sheets.of(key)[spot] = sheet.row_of(record)
         else:
-            txn.put(database_key(put.name), bytes(record), db=self._records)
+            txn.put(database_key(write.name), bytes(record), db=self._records)
 
     def _delete(self, txn: _Txn, sheets: Sheets, name: bytes, place: _Place) -> None:
         if place is not None and (row := sheets.of(place[0]).pop(place[1], None)):

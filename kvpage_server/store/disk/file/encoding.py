@@ -12,7 +12,7 @@ import struct
 
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
-from kvpage_server.store.disk.file.change import Change, Put, Quarantine, Retime
+from kvpage_server.store.disk.file.change import Change, Quarantine, Retime, Write
 from kvpage_server.store.disk.file.record import Damaged, Record
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent, ExtentPage
@@ -34,17 +34,17 @@ Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt
 def change_of(name: bytes, value: Value) -> Change:
     """What has to be done on disk for a value to be there. Of one that is there already, the expiry is new."""
     if isinstance(value, tuple):
-        return Put(name, b"", value[0], value[1], unix_ms())
+        return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):
-        return Put(name, _spell_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
+        return Write(name, _spell_shape(value), value.slot.body, value.expires, unix_ms(), value.digest)
     if isinstance(value, Cold):
         return Retime(name, value.expires)
     if isinstance(value, Corrupt):
         return Quarantine(name)
     if type(value.unit) is not Block:
-        return Put(name, b"", value.body, value.expires, unix_ms())
+        return Write(name, b"", value.body, value.expires, unix_ms())
     header = bytes(value.header)
-    return Put(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0])
+    return Write(name, header, value.body, value.expires, unix_ms(), _CHECKSUM.unpack(header)[0])
 
 
 def _spell_shape(extent: Extent) -> bytes:

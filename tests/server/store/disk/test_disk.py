@@ -13,7 +13,7 @@ import lmdb
 import pytest
 
 from kvpage_server.page import DType, PageKey, encode_page
-from kvpage_server.store.disk.file.change import Clear, Delete, Put, Quarantine, Retime
+from kvpage_server.store.disk.file.change import Clear, Delete, Quarantine, Retime, Write
 from kvpage_server.store.disk.file.database import FILE, Disk
 from kvpage_server.store.disk.file.lmdb_file import FORMAT, DiskError, DiskFull
 from kvpage_server.store.disk.file.record import INLINE, PIECE, Damaged, Record, footprint, name_of_block, name_of_key
@@ -56,7 +56,7 @@ def damage(disk: Disk, content: bytes) -> None:
 
 @pytest.mark.parametrize("size", SIZES)
 def test_a_body_of_any_size_is_read_as_it_was_written(disk: Disk, size: int) -> None:
-    disk.write([Put(b"kx", b"meta", body(size), expires=5, used=7)])
+    disk.write([Write(b"kx", b"meta", body(size), expires=5, used=7)])
     assert read(disk, b"kx", size) == body(size)
     assert disk.check(b"kx") == size
     [(_, record)] = disk.records()
@@ -66,7 +66,7 @@ def test_a_body_of_any_size_is_read_as_it_was_written(disk: Disk, size: int) -> 
 
 def test_names_are_found_however_long_they_are(disk: Disk) -> None:
     names = [b"k" + bytes([65 + i]) * length for i, length in enumerate((0, 1, 499, 500, 511, 70_000))]
-    disk.write(Put(name, b"", name) for name in names)
+    disk.write(Write(name, b"", name) for name in names)
     assert {record.name for _, record in disk.records() if isinstance(record, Record)} == set(names)
     assert all(read(disk, name, len(name)) == name for name in names)
     disk.write(map(Delete, names))
@@ -74,24 +74,24 @@ def test_names_are_found_however_long_they_are(disk: Disk) -> None:
 
 
 def test_a_block_and_a_key_of_the_same_spelling_are_two_values(disk: Disk) -> None:
-    disk.write([Put(name_of_block(b"r", 1), b"", b"block"), Put(name_of_key(b"r:1"), b"", b"value")])
+    disk.write([Write(name_of_block(b"r", 1), b"", b"block"), Write(name_of_key(b"r:1"), b"", b"value")])
     assert read(disk, name_of_block(b"r", 1), 5) == b"block"
     assert read(disk, name_of_key(b"r:1"), 5) == b"value"
 
 
 def test_what_is_overwritten_deleted_or_cleared_is_gone_and_its_space_is_used_again(disk: Disk) -> None:
     for turn in range(12):
-        disk.write([Put(b"kx", b"", body(2_000_000, turn)), Put(b"ky", b"", body(2_000_000, turn))])
+        disk.write([Write(b"kx", b"", body(2_000_000, turn)), Write(b"ky", b"", body(2_000_000, turn))])
         disk.write([Delete(b"ky")])
     assert read(disk, b"ky", 2_000_000) is None
     assert read(disk, b"kx", 2_000_000) == body(2_000_000, 11)
     assert disk.size < 16_000_000  # of the 48 MB that were written
-    disk.write([Clear(), Put(b"kz", b"", b"z")])
+    disk.write([Clear(), Write(b"kz", b"", b"z")])
     assert [record.name for _, record in disk.records() if isinstance(record, Record)] == [b"kz"]
 
 
 def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
-    disk.write([Put(b"kx", b"m", body(5000), expires=5)])
+    disk.write([Write(b"kx", b"m", body(5000), expires=5)])
     disk.write([Retime(b"kx", 77), Retime(b"knone", 77)])
     [(_, record)] = disk.records()
     assert isinstance(record, Record)
@@ -100,15 +100,15 @@ def test_a_value_can_get_another_expiry_and_keeps_its_body(disk: Disk) -> None:
 
 
 def test_a_value_is_not_read_into_memory_of_another_size(disk: Disk) -> None:
-    disk.write([Put(b"kx", b"", body(5000))])
+    disk.write([Write(b"kx", b"", body(5000))])
     assert read(disk, b"kx", 4999) is None
 
 
-def page(head: int, size: int = 3000, version: int = 0, expires: int = 0) -> Put:
+def page(head: int, size: int = 3000, version: int = 0, expires: int = 0) -> Write:
     """A page of a block with 40 layers, which takes three sheets."""
     key = PageKey(b"r", head // 8, head % 8, 3, 0)
     blob = encode_page(key, body(size, head + 1000 * version), dtype=DType.UINT8, page_size=1, head_dim=max(size, 1))
-    return Put(name_of_key(bytes(key)), blob[:64], blob[64:], expires=expires, used=7)
+    return Write(name_of_key(bytes(key)), blob[:64], blob[64:], expires=expires, used=7)
 
 
 def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) -> None:
@@ -125,7 +125,7 @@ def test_pages_of_a_block_share_records_and_are_values_of_their_own(disk: Disk) 
     assert read(disk, first[6].name, 3000) is None
     assert all(read(disk, put.name, 0) == b"" for put in first[9:12])
     assert all(read(disk, put.name, 3000) == put.body for put in first[12:])
-    disk.write([Put(first[5].name, b"", b"a string, where a page was")])
+    disk.write([Write(first[5].name, b"", b"a string, where a page was")])
     assert read(disk, first[5].name, 26) == b"a string, where a page was"
     disk.write([page(5)])
     assert read(disk, first[5].name, 3000) == body(3000, 5)
@@ -148,24 +148,24 @@ def test_pages_whose_record_is_damaged_are_not_there_and_can_be_written_again(di
 
 
 def test_a_write_that_fails_half_way_leaves_nothing(disk: Disk) -> None:
-    def changes() -> Iterator[Put]:
-        yield Put(b"kx", b"", body(100_000))
+    def changes() -> Iterator[Write]:
+        yield Write(b"kx", b"", body(100_000))
         raise RuntimeError("half-way")
 
     with pytest.raises(RuntimeError):
         disk.write(changes())
     assert not len(disk)
-    disk.write([Put(b"ky", b"", body(100_000))])
+    disk.write([Write(b"ky", b"", body(100_000))])
     assert read(disk, b"ky", 100_000) == body(100_000)
 
 
 def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> None:
     first = Disk(tmp_path)
-    first.write([Put(b"kx", b"", body(1_000_000))])
+    first.write([Write(b"kx", b"", body(1_000_000))])
     first.close()
     second = Disk(tmp_path)
     assert second.id == first.id
-    second.write([Put(b"ky", b"", body(1_000_000, 1))])
+    second.write([Write(b"ky", b"", body(1_000_000, 1))])
     assert read(second, b"kx", 1_000_000) == body(1_000_000)
     assert read(second, b"ky", 1_000_000) == body(1_000_000, 1)
     second.close()
@@ -173,7 +173,7 @@ def test_what_was_written_is_there_when_it_is_opened_again(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("size", [10, 5000, 1_000_000])
 def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: int) -> None:
-    disk.write([Put(b"kx", b"", body(size)), Put(b"ky", b"", body(5000, 1))])
+    disk.write([Write(b"kx", b"", body(size)), Write(b"ky", b"", body(5000, 1))])
     damage(disk, body(min(size, 3000)) if size < 3000 else body(size)[:3000])
     with pytest.raises(Damaged, match="checksum"):
         read(disk, b"kx", size)
@@ -183,7 +183,7 @@ def test_a_flipped_bit_of_a_body_is_found_by_whoever_reads_it(disk: Disk, size: 
 
 
 def test_what_is_quarantined_is_not_found_and_the_last_few_are_kept(disk: Disk) -> None:
-    disk.write(Put(b"k%d" % i, b"", body(3000, i)) for i in range(20))
+    disk.write(Write(b"k%d" % i, b"", body(3000, i)) for i in range(20))
     disk.write(Quarantine(b"k%d" % i) for i in range(20))
     disk.write([Quarantine(b"k3")])  # twice
     assert (disk.quarantined, len(disk)) == (16, 0)
@@ -192,9 +192,9 @@ def test_what_is_quarantined_is_not_found_and_the_last_few_are_kept(disk: Disk) 
 
 def test_maxdisk_is_kept_and_a_write_beyond_it_leaves_nothing(tmp_path: Path) -> None:
     disk = Disk(tmp_path, maxdisk=4 * 1024**2)
-    disk.write([Put(b"kx", b"", body(1_000_000))])
+    disk.write([Write(b"kx", b"", body(1_000_000))])
     with pytest.raises(DiskFull, match="maxdisk"):
-        disk.write(Put(b"k%d" % i, b"", body(500_000, i)) for i in range(10))
+        disk.write(Write(b"k%d" % i, b"", body(500_000, i)) for i in range(10))
     assert len(disk) == 1
     assert disk.size <= 4 * 1024**2
     assert read(disk, b"kx", 1_000_000) == body(1_000_000)
@@ -205,7 +205,7 @@ def test_maxdisk_is_kept_and_a_write_beyond_it_leaves_nothing(tmp_path: Path) ->
 def test_the_space_that_values_take_is_known_nearly(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     names = [b"k%d" % i for i in range(100)]
-    disk.write(Put(name, b"", body(size)) for name in names for size in (40_000,))
+    disk.write(Write(name, b"", body(size)) for name in names for size in (40_000,))
     promised = sum(footprint(name, 40_000) for name in names)
     assert 0.8 < promised / disk.size < 1.2
     disk.close()
@@ -267,7 +267,7 @@ def filled(directory: Path) -> int:
     """A store with values of many kinds, closed; the size of its file."""
     disk = Disk(directory)
     for turn in range(4):
-        disk.write(Put(b"k%d" % i, b"m" * 64, body(size, i)) for i, size in enumerate([100, 900, 5000, 40_000] * 60))
+        disk.write(Write(b"k%d" % i, b"m" * 64, body(size, i)) for i, size in enumerate([100, 900, 5000, 40_000] * 60))
         disk.write(Delete(b"k%d" % i) for i in range(turn, 240, 7))
     disk.close()
     return (directory / FILE).stat().st_size
@@ -336,7 +336,7 @@ def test_a_store_that_was_not_closed_is_opened_as_it_was_and_refused_when_it_was
 
 
 def left_open(directory: Path) -> None:
-    Disk(directory).write([Put(b"k3", b"", body(5000, 3))])
+    Disk(directory).write([Write(b"k3", b"", body(5000, 3))])
 
 
 @pytest.mark.parametrize("seed", [*range(5), *(pytest.param(n, marks=pytest.mark.soak) for n in range(5, 105))])

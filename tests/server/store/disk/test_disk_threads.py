@@ -15,7 +15,7 @@ import lmdb
 import pytest
 from waiting import PATIENCE
 
-from kvpage_server.store.disk.file.change import Put
+from kvpage_server.store.disk.file.change import Write
 from kvpage_server.store.disk.file.database import Disk, Outcome
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.file.readers import THREADS, DiskReader
@@ -47,8 +47,8 @@ async def behind(
     class Values:
         """Bytes, as they are."""
 
-        def spell(self, name: bytes, value: bytes) -> Put:
-            return Put(name, b"", value)
+        def spell(self, name: bytes, value: bytes) -> Write:
+            return Write(name, b"", value)
 
         def note_stored(self, batch: Batch[bytes]) -> Iterator[None]:
             stored.append(set(batch.changes))
@@ -180,8 +180,8 @@ async def test_a_disk_that_fails_is_tried_again_and_nothing_waits_for_it(tmp_pat
 
 async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
-    disk.write(Put(b"k%d" % i, b"", body(1_000_000, i)) for i in range(20))
-    disk.write([Put(b"kbad", b"", body(5000, 99))])
+    disk.write(Write(b"k%d" % i, b"", body(1_000_000, i)) for i in range(20))
+    disk.write([Write(b"kbad", b"", body(5000, 99))])
     where = disk.path.read_bytes().index(body(5000, 99)[:4000])
     with disk.path.open("r+b") as file:
         file.seek(where + 77)
@@ -205,7 +205,7 @@ async def test_values_are_fetched_without_the_loop_waiting(tmp_path: Path) -> No
 @pytest.mark.parametrize("rate", [1_000_000, 10 * MB])
 async def test_the_scrubber_finds_what_is_damaged_at_its_rate(tmp_path: Path, rate: int) -> None:
     disk = Disk(tmp_path)
-    disk.write(Put(b"k%d" % i, b"", body(100_000, i)) for i in range(10))
+    disk.write(Write(b"k%d" % i, b"", body(100_000, i)) for i in range(10))
     where = disk.path.read_bytes().index(body(100_000, 7)[:200])
     with disk.path.open("r+b") as file:
         file.seek(where + 77)

@@ -11,7 +11,7 @@ import redis
 from servers import start_server
 from wire import Wire, parse, spell
 
-from kvpage_server.store.disk.file.change import Put
+from kvpage_server.store.disk.file.change import Write
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.record import name_of_block
 from kvpage_server.store.disk.mapped import AT_ONCE, LONGEST, MOST, Mapped, MappedLoans
@@ -26,7 +26,7 @@ def body(seed: int, version: int) -> bytes:
 
 
 def store(disk: Disk, version: int, count: int = 8) -> None:
-    disk.write(Put(name_of_block(b"b", seed), b"", body(seed, version)) for seed in range(count))
+    disk.write(Write(name_of_block(b"b", seed), b"", body(seed, version)) for seed in range(count))
 
 
 def lend(disk: Disk, seed: int) -> tuple[Cold, Mapped]:
