@@ -64,7 +64,7 @@ class Audit:
                 judge.fail(f"peer {peer.number} was not told {peer.pushes[0]!r:.200}")
         store.now = run.machine.clock.unix_ms
         if not store.doubts and not store.fog:
-            there, known = set(server.keyspace.names()), set(store.living())
+            there, known = set(server.keyspace.listing.names()), set(store.living())
             if known - there:
                 judge.fail(f"the server has lost {sorted(known - there)[:5]!r}")
             if extra := [key for key in there - known if not 0 < server.keyspace.expires_of(key) <= store.now]:
@@ -233,11 +233,11 @@ class Audit:
         left = {
             "clients": len(server.clients),
             "bytes held by clients": server.in_flight,
-            "bytes being received": keyspace.receiving,
+            "bytes being received": keyspace.memory.receiving,
             "keys": len(keyspace),
-            "bytes of values": keyspace.used_memory,
+            "bytes of values": keyspace.memory.used,
             "bytes of slots": keyspace.arena.used if tiered is None or tiered.behind.settled else 0,
-            "guards": len(keyspace.guards),
+            "leases and pins": len(keyspace.leases),
             "tasks": len(run.process.tasks) - _OWN_TASKS,
         }
         if any(left.values()):

@@ -123,8 +123,8 @@ class Judge:
         """Why the server may refuse a command that is right, empty when it does not."""
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self.process.server.keyspace
-            if not (keyspace.is_full or keyspace.rationed):
-                self.fail(f"{shown(words)} was refused for want of memory: {keyspace.used_memory} are used")
+            if not (keyspace.memory.is_full or keyspace.evictor.quotas is not None):
+                self.fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error
         if error.endswith("because of previous errors."):
             return ""
@@ -200,7 +200,7 @@ class Judge:
         if not is_error(reply):
             self._learn_times(asked, doubt)
             if asked.evicted != self._evicted:  # perhaps some of these
-                there = set(self.process.server.keyspace.names())
+                there = set(self.process.server.keyspace.listing.names())
                 for key in doubt.variants[0].keys() - there:
                     store.drop(key)
             return
@@ -225,7 +225,7 @@ class Judge:
 
     def _may_fail_late(self, reply: Any) -> bool:
         keyspace = self.process.server.keyspace
-        return (is_error(reply, "OOM") and (keyspace.maxmemory > 0 or keyspace.rationed)) or (
+        return (is_error(reply, "OOM") and (keyspace.memory.maxmemory > 0 or keyspace.evictor.quotas is not None)) or (
             is_error(reply, "MISCONF", "ERR reading from disk") and self.disk_fails
         )
 
@@ -311,7 +311,7 @@ class Judge:
             return
         model, store = self.model, self.model.store
         store.now = self.machine.clock.unix_ms
-        there = set(keyspace.names())
+        there = set(keyspace.listing.names())
         doubtful = store.doubtful()
         gone = [key for key in store.living() if key not in there and key not in doubtful]
         grew, self._evicted = count - self._evicted, count
@@ -328,7 +328,7 @@ class Judge:
 
     def _lost_to_disk(self) -> int:
         tiered = self.process.server.tiered
-        return 0 if tiered is None else tiered.counts.corrupt
+        return 0 if tiered is None else tiered.stored.counts.corrupt
 
 
 def _block_of(key: bytes) -> tuple[bytes, int]:

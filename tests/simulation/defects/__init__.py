@@ -11,8 +11,11 @@ import importlib.util
 import sys
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
+
+ROOT = Path(__file__).parents[3]
 
 
 @dataclass(frozen=True)
@@ -24,16 +27,18 @@ class Mistake:
     right: str
     wrong: str
     about: str
-    seeds: str = "1..200"  # among which it is found
-    core: str = ""  # "python" where it is made in the plain core
 
 
 class DoesNotApply(Exception):
     """The source does not say that."""
 
 
-def changed(mistake: Mistake, source: str) -> str:
-    """The source with the mistake in it."""
+def apply(mistake: Mistake) -> str:
+    """The source with the mistake in it. Raises DoesNotApply."""
+    path = ROOT.joinpath(*mistake.module.split(".")).with_suffix(".py")
+    if not path.is_file():
+        raise DoesNotApply(f"{mistake.name}: there is no {mistake.module}")
+    source = path.read_text()
     if source.count(mistake.right) != 1:
         raise DoesNotApply(
             f"{mistake.name}: {mistake.module} says {mistake.right!r} {source.count(mistake.right)} times"
@@ -42,33 +47,37 @@ def changed(mistake: Mistake, source: str) -> str:
 
 
 class _Loader(SourceFileLoader):
-    def __init__(self, mistake: Mistake, path: str) -> None:
-        super().__init__(mistake.module, path)
-        self._mistake = mistake
+    def __init__(self, module: str, path: str, source: str) -> None:
+        super().__init__(module, path)
+        self._source = source
 
     def get_code(self, fullname: str) -> CodeType:
         """Compiled from the changed source; nothing is kept on disk."""
-        source = changed(self._mistake, self.get_source(fullname) or "")
-        return compile(source, self.path, "exec", dont_inherit=True)
+        return compile(self._source, self.path, "exec", dont_inherit=True)
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    def __init__(self, mistake: Mistake) -> None:
-        self._mistake = mistake
+    def __init__(self, module: str, source: str) -> None:
+        self._module = module
+        self._source = source
 
     def find_spec(self, name: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
         """The module that the mistake is made in."""
-        if name != self._mistake.module:
+        if name != self._module:
             return None
         found = PathFinder.find_spec(name, path)
-        if found is None or found.origin is None:
-            raise DoesNotApply(f"{self._mistake.name}: there is no {name}")
-        return importlib.util.spec_from_file_location(name, found.origin, loader=_Loader(self._mistake, found.origin))
+        assert found is not None
+        assert found.origin is not None
+        return importlib.util.spec_from_file_location(
+            name, found.origin, loader=_Loader(name, found.origin, self._source)
+        )
 
 
 def plant(name: str) -> None:
-    """Have the server make a mistake, before it is imported."""
+    """Have the server make a mistake, before it is imported. Raises DoesNotApply."""
     from tests.simulation.defects.mistakes import MISTAKES
 
-    mistake = next(one for one in MISTAKES if one.name == name)
-    sys.meta_path.insert(0, _Finder(mistake))
+    mistake = next((one for one in MISTAKES if one.name == name), None)
+    if mistake is None:
+        raise DoesNotApply(f"no mistake is named {name}; there are {', '.join(one.name for one in MISTAKES)}")
+    sys.meta_path.insert(0, _Finder(mistake.module, apply(mistake)))
