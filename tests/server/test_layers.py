@@ -119,7 +119,6 @@ def test_nothing_below_the_commands_spells_a_reply() -> None:
     assert spells <= {"resp", "commands", "net"}
 
 
-@COMES
 @pytest.mark.parametrize("package", sorted({name.rpartition(".")[0] for name in modules()}))
 def test_there_is_no_circle(package: str) -> None:
     """What lies side by side in a folder, modules and folders alike, has an order; so modules have one altogether."""

@@ -9,7 +9,6 @@ from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.change import Change
 from kvpage_server.store.disk.file.encoding import Corrupt, Value, change_of
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
-from kvpage_server.store.disk.file.record import name_of_block
 from kvpage_server.store.disk.file.writer import Batch
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.naming import is_gone, name_of_unit
@@ -18,6 +17,7 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import page_named
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records.record import name_of_block
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 

@@ -16,9 +16,7 @@ from collections.abc import Collection, Iterable, Iterator
 
 from kvpage_server.page import HEADER_SIZE, BlockShape, unix_ms
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.disk.file.lmdb_file import DiskFull, MaxDisk
-from kvpage_server.store.disk.file.record import footprint, name_of_block, name_of_key
 from kvpage_server.store.disk.holds import Holds
 from kvpage_server.store.disk.naming import (
     is_cold_named,
@@ -37,6 +35,8 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.quota_limit import Coming
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
 _MOST_PASSED = 4096  # units that stay, before no more are looked at

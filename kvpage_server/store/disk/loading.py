@@ -12,15 +12,15 @@ import gc
 import numpy as np
 
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import extent_of
-from kvpage_server.store.disk.file.record import Damaged, Record, footprint, name_of_key
 from kvpage_server.store.disk.naming import parse_block
 from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import Damaged, Record, footprint, name_of_key
 
 
 class Loader:

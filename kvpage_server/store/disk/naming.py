@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from kvpage_server.store.contents import Contents, unit_of
-from kvpage_server.store.disk.file.record import name_of_block, name_of_key
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, page_named
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records.record import name_of_block, name_of_key
 
 
 def name_of_unit(unit: Unit) -> bytes:

@@ -10,9 +10,7 @@ from collections.abc import Sequence
 
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.store.contents import Contents
-from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.disk.file.encoding import ShortText, Value
-from kvpage_server.store.disk.file.record import footprint, name_of_key
 from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.usage import DiskUsage
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
@@ -21,6 +19,8 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import footprint, name_of_key
 
 
 class DiskCounters:

@@ -24,11 +24,9 @@ from kvpage_server.page import BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.changes import Changes
 from kvpage_server.store.disk.fetching import Fetching
-from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import Value
 from kvpage_server.store.disk.file.readers import DiskReader
-from kvpage_server.store.disk.file.record import Damaged, name_of_block, name_of_key
 from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.limit import DiskLimit
@@ -50,6 +48,8 @@ from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.quota_limit import Coming
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 _SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them

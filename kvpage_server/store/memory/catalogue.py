@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from kvpage_server.page import unix_ms
-from kvpage_server.store.disk.file import sheet
-from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.entry import Entry, page_named
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block, PageIndex
 from kvpage_server.store.memory.scan import ScanOrder
+from kvpage_server.store.records import sheet
 
-Place = Unit | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
+Place = bytes | Block | tuple[bytes, int]  # in the order of scans; a block that was resting is known by its name
 
 
 class Catalogue:
@@ -126,7 +125,7 @@ class Catalogue:
         for key in keys:
             self._list(key)
 
-    def _list(self, place: Unit) -> None:
+    def _list(self, place: Place) -> None:
         if self._scans.current is not None:
             self._scans.add(place)
 

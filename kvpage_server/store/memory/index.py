@@ -18,9 +18,9 @@ from types import MappingProxyType
 from kvpage_server.core import PageSet
 from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
 from kvpage_server.page import BlockShape
-from kvpage_server.store.disk.file.sheet import ROW
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.scan import ScanOrder
+from kvpage_server.store.records.sheet import ROW
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,6 @@ import lmdb
 import xxhash
 
 from kvpage_server.page import HEADER_SIZE, checksum, unix_ms
-from kvpage_server.store.disk.file import sheet
 from kvpage_server.store.disk.file.change import Change, Clear, Delete, Retime, Write
 from kvpage_server.store.disk.file.hashing import copy, digest_of
 from kvpage_server.store.disk.file.lmdb_file import (
@@ -39,9 +38,10 @@ from kvpage_server.store.disk.file.lmdb_file import (
     open_map,
     told,
 )
-from kvpage_server.store.disk.file.record import INLINE, PIECE, Body, Damaged, Record, database_key
-from kvpage_server.store.disk.file.sheet import Spot
 from kvpage_server.store.disk.file.sheets import Sheets
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import INLINE, PIECE, Body, Damaged, Record, database_key
+from kvpage_server.store.records.sheet import Spot
 from kvpage_server.system.durable import private
 
 FILE = "kvpage.lmdb"

@@ -13,10 +13,10 @@ import struct
 from kvpage_server.core import Slot
 from kvpage_server.page import BlockShape, DType, PageError, Plane, header_fields, unix_ms
 from kvpage_server.store.disk.file.change import Change, Quarantine, Retime, Write
-from kvpage_server.store.disk.file.record import Damaged, Record
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
+from kvpage_server.store.records.record import Damaged, Record
 
 _SHAPE = struct.Struct("<IIIQQ")
 _PLANE = struct.Struct("<BBI")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError
-from kvpage_server.store.disk.file.record import Damaged
+from kvpage_server.store.records.record import Damaged
 
 _AT_ONCE = 16  # database records that are looked up in one transaction
 

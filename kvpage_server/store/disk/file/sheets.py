@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import lmdb
 
-from kvpage_server.store.disk.file import sheet
-from kvpage_server.store.disk.file.record import Damaged
-from kvpage_server.store.disk.file.sheet import Spot
+from kvpage_server.store.records import sheet
+from kvpage_server.store.records.record import Damaged
+from kvpage_server.store.records.sheet import Spot
 
 
 class Sheets:

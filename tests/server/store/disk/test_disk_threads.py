@@ -19,10 +19,10 @@ from kvpage_server.store.disk.file.change import Write
 from kvpage_server.store.disk.file.database import Disk, Outcome
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.disk.file.readers import THREADS, DiskReader
-from kvpage_server.store.disk.file.record import Damaged
 from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
 from kvpage_server.store.disk.file.writer import Batch
+from kvpage_server.store.records.record import Damaged
 
 MB = 1024**2
 

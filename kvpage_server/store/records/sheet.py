@@ -20,7 +20,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
-from kvpage_server.store.disk.file.record import Body, Damaged, Record, name_of_key, room_for
+from kvpage_server.store.records.record import Body, Damaged, Record, name_of_key, room_for
 
 _LAYERS, _HEADS = 16, 64  # of a block in one sheet: a page that changes alone has few others written with it
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
