@@ -242,8 +242,8 @@ def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Runni
 KILLED = """
 from pathlib import Path
 from kvpage_server.snapshot.dump import Selection, dump
-from kvpage_server.snapshot.store import Store
-with Store({!r}) as store:
+from kvpage_server.snapshot.store import RunningStore
+with RunningStore({!r}) as store:
     dump(store, Path({!r}), Selection(), file_bytes=300)
 """
 
