@@ -24,12 +24,12 @@ from kvpage_server.client.cluster.peers import Peers, silent
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Timed
 from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.connection import PageConnection, lend, page_pool, pause_before_retry
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, PageClientError, Unsupported
-from kvpage_server.client.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.client.questions import Question, Word, ask, commit, watch
+from kvpage_server.client.wire.connection import PageConnection, lend, page_pool, pause_before_retry
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")

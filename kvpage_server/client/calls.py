@@ -15,9 +15,9 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.buffers import places
 from kvpage_server.client.commands import BlobCommands, Missed
-from kvpage_server.client.exchange import Request
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
 from kvpage_server.client.parts import cut
+from kvpage_server.client.wire.exchange import Request
 from kvpage_server.core import PageKeys
 from kvpage_server.page import BlockShape, PageKey
 

@@ -7,10 +7,10 @@ from itertools import chain
 from typing import Any
 
 from kvpage_server.client.errors import Unsupported, WrongReply
-from kvpage_server.client.exchange import Piece, Request
 from kvpage_server.client.page import BlockName, Page, pages_of_block
-from kvpage_server.client.reply import Values
-from kvpage_server.client.words import command, word
+from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.reply import Values
+from kvpage_server.client.wire.words import command, word
 from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 

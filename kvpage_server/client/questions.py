@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 from kvpage_server.client.errors import Refused, WrongReply
-from kvpage_server.client.exchange import Request
-from kvpage_server.client.reply import Values
+from kvpage_server.client.wire.exchange import Request
+from kvpage_server.client.wire.reply import Values
 
 Word = str | bytes | int
 

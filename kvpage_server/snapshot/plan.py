@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from kvpage_server.client.exchange import Piece
+from kvpage_server.client.wire.exchange import Piece
 from kvpage_server.page import BlockShape, PageError, Plane
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
 from kvpage_server.snapshot.format.files import EntrySpan, intact

@@ -12,11 +12,11 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 import redis
 
-from kvpage_server.client.connection import PageConnection, lend, page_pool
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.exchange import Piece, Request
-from kvpage_server.client.reply import Values
+from kvpage_server.client.wire.connection import PageConnection, lend, page_pool
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.reply import Values
 from kvpage_server.page import BlockShape, PageError, PageKey, index_key
 from kvpage_server.snapshot.format.entries import FOREVER
 

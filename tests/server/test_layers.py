@@ -47,8 +47,6 @@ MAY_KNOW = {
 }
 ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "__init__"}  # the last has the version
 
-COMES = pytest.mark.xfail(reason="the parts that break it are being mended", strict=False)
-
 
 @cache
 def modules() -> dict[str, Path]:
@@ -141,7 +139,6 @@ def test_there_is_no_circle(package: str) -> None:
 # -- how much there may be ---------------------------------------------------------------------------------------------
 
 
-@COMES
 def test_no_folder_has_more_than_a_dozen_modules() -> None:
     count = Counter(name.rpartition(".")[0] for name in modules() if not name.endswith(".__init__"))
     assert {folder: number for folder, number in count.items() if number > MOST_MODULES} == {}

@@ -16,8 +16,8 @@ from kvpage_server.client.cluster.commands import Command, ask
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_slots, redirection, slot_of
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
+from kvpage_server.client.wire.deadline import Deadline
 
 READ_TRIES = 3  # how often a read is asked that no node answers
 FOLLOWED = 8  # how many redirections one after the other

@@ -21,7 +21,6 @@ from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
@@ -33,6 +32,7 @@ from kvpage_server.client.page import (
     sized,
     sized_blocks,
 )
+from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 

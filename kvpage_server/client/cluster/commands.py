@@ -10,9 +10,9 @@ from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.receiving import Answer, Answers, Place
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.exchange import Piece, Request
 from kvpage_server.client.page import BlockName, Page
-from kvpage_server.client.words import command, word
+from kvpage_server.client.wire.exchange import Piece, Request
+from kvpage_server.client.wire.words import command, word
 from kvpage_server.core import Chunk, SentPages
 from kvpage_server.page import BlockShape
 

@@ -12,10 +12,10 @@ from redis.connection import ConnectionPool
 
 from kvpage_server.client.cluster.peers import Peers, silent
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
-from kvpage_server.client.connection import PageConnection, lend
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.exchange import Conversation
+from kvpage_server.client.wire.connection import PageConnection, lend
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import Conversation
 
 T = TypeVar("T")
 

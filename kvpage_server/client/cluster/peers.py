@@ -13,9 +13,9 @@ from typing import Any
 
 from redis.connection import ConnectionPool
 
-from kvpage_server.client.connection import PageConnection, page_pool
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError
+from kvpage_server.client.wire.connection import PageConnection, page_pool
+from kvpage_server.client.wire.deadline import Deadline
 
 SILENCE = 2.0  # seconds
 _LEFT_ALONE = (0.5, 8.0)  # seconds for which a node is not asked, at first and at most

@@ -6,9 +6,9 @@ from collections.abc import Callable, Generator, Hashable
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.exchange import Request
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import Request
 
 T = TypeVar("T")
 Self = TypeVar("Self")

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from kvpage_server.client.errors import WrongReply
-from kvpage_server.client.reply import bulk_size, number, refusal
+from kvpage_server.client.wire.reply import bulk_size, number, refusal
 from kvpage_server.core.answers import MAX_FRAME
 
 _SCRATCH = 64 * 1024

@@ -21,10 +21,10 @@ from typing_extensions import Buffer
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, Refused
-from kvpage_server.client.exchange import Request
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")

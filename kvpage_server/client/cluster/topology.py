@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 from redis.crc import key_slot
 
 from kvpage_server.client.errors import WrongReply
-from kvpage_server.client.exchange import Request
-from kvpage_server.client.reply import Values, only
-from kvpage_server.client.words import command
+from kvpage_server.client.wire.exchange import Request
+from kvpage_server.client.wire.reply import Values, only
+from kvpage_server.client.wire.words import command
 
 SLOTS = 16384
 SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}

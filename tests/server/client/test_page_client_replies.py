@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvpage_server.client import Refused, WrongReply
-from kvpage_server.client.reply import Receiver, Values
+from kvpage_server.client.wire.reply import Receiver, Values
 from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
 from kvpage_server.page import FIELD_AT, DType, PageKey, encode_page
 

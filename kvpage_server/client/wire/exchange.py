@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from kvpage_server.client.errors import Disconnected, WrongReply
-from kvpage_server.client.reply import Receiver, refusal
+from kvpage_server.client.wire.reply import Receiver, refusal
 from kvpage_server.core import Chunk, Outgoing
 from kvpage_server.core.answers import ErrorAnswer, WrongAnswer
 

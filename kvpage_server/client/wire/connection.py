@@ -21,10 +21,10 @@ from redis.connection import AbstractConnection, Connection, ConnectionPool, SSL
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from kvpage_server.client.deadline import Deadline
 from kvpage_server.client.errors import Disconnected, PageClientError, WrongReply
-from kvpage_server.client.exchange import Conversation, Request
-from kvpage_server.client.reply import Values, only
+from kvpage_server.client.wire.deadline import Deadline
+from kvpage_server.client.wire.exchange import Conversation, Request
+from kvpage_server.client.wire.reply import Values, only
 
 T = TypeVar("T")
 NONSENSE = (AttributeError, LookupError, TypeError, ValueError)  # of redis-py's handshake, for what it can't read
