@@ -71,6 +71,7 @@ class Session:
         self._ending = False  # no command is taken any more
         self._answering = False  # a command is being run
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
+        self._awaited = 0  # things that it waits for while `WAITING`, all of which have to come
         self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
         tiered = server.tiered
         self._promised = tiered.behind if tiered is not None and tiered.behind.mode == "always" else None
@@ -318,10 +319,11 @@ class Session:
             self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
 
     def _wait(self, wait: Wait) -> None:
-        """Wait for the disk."""
+        """Wait for the disk; for that, too, if it waits for something already."""
         if self._state is GONE:  # sending has just found the connection broken
             return
         self._state = WAITING
+        self._awaited += 1
         try:
             wait.start(self._go_on)
         except MemoryError:
@@ -330,7 +332,8 @@ class Session:
 
     def _go_on(self) -> None:
         """The disk has finished or failed. Send the replies that wait, or an error if what they say is not on disk."""
-        if self._state is not WAITING:
+        self._awaited -= 1
+        if self._state is not WAITING or self._awaited:
             return
         self._state = READING
         tiered = self._server.tiered

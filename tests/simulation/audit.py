@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tests.simulation.judge import shown
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.replies import agrees
-from tests.simulation.values import Cell, Doubt
+from tests.simulation.values import Cell, Doubt, read_page
 
 if TYPE_CHECKING:
     from tests.simulation.run import Run
@@ -19,7 +19,17 @@ PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
 _BEGUN_LATE = 5000  # milliseconds
+_GONE = -2  # what PEXPIRETIME says of a key that is not there
 _OWN_TASKS = 4  # of a server: serving, sweeping, watching, renewing
+
+
+class Found(NamedTuple):
+    """A key as the next process has it, and the unix milliseconds at which it was asked: time passes meanwhile."""
+
+    value: Any
+    at: int
+    expires: int
+    expires_at: int
 
 
 class Audit:
@@ -30,7 +40,8 @@ class Audit:
         self._judge = run.judge
         self._since = 0
         self._mode = run.program.options.get("appendfsync", "")
-        self._found: dict[bytes, list[Any]] = {}
+        self._found: dict[bytes, Found] = {}
+        self._told: dict[bytes, list[Any]] = {}  # what will be found, as it comes
         self._least = 0  # changes that have to be there after a death
         self._most = 0  # and that can be
         self._failed_at = -1  # changes that there were when the disk began to fail
@@ -119,19 +130,20 @@ class Audit:
     def begin(self) -> None:
         """Ask the next process for everything, and compare."""
         store = self._judge.model.store
-        self._found = {key: [] for key in sorted({*store.keys, *store.doubtful(), *(key for key, _, _ in store.log)})}
+        self._told = {key: [] for key in sorted({*store.keys, *store.doubtful(), *(key for key, _, _ in store.log)})}
         peer = self._run.peers[0]
-        for key in self._found:
+        for key in self._told:
             for words in ((b"GET", key), (b"PEXPIRETIME", key)):
                 self._run.send(peer, 0, words).audit = self._collect
         self.settle(self._compare, check=False)
 
     def _collect(self, asked: Asked, reply: Any) -> None:
-        self._found[asked.words[1]].append(reply)
+        self._told[asked.words[1]] += [reply, asked.ran]
 
     def _compare(self) -> None:
         """Find the moment of the past that is there."""
         judge, store = self._judge, self._judge.model.store
+        self._found = {key: Found(*told) for key, told in self._told.items()}
         if not judge.disk_fails or not judge.read_failed:
             self._find_moment()
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
@@ -189,20 +201,28 @@ class Audit:
         self._believe(state)
 
     def _is(self, key: bytes, cell: Cell) -> bool:
-        value, expires = self._found[key]
+        found = self._found[key]
         if key in self._judge.model.store.fog:
             return True
-        if cell is None or 0 < cell.expires <= self._judge.model.store.now:
-            return value is None
+        if found.value is None:
+            return cell is None or 0 < cell.expires <= found.at
+        if cell is None or not agrees(cell.string, found.value):
+            return False
+        if found.expires == _GONE:
+            return 0 < cell.expires <= found.expires_at
         late = _BEGUN_LATE if cell.page and cell.expires else 0  # when a batch came to it, nobody may have been told
-        return agrees(cell.string, value) and 0 <= expires - (cell.expires or -1) <= late
+        return 0 <= found.expires - (cell.expires or -1) <= late and not 0 < found.expires <= found.at
 
     def _believe(self, state: dict[bytes, Cell]) -> None:
         self._judge.model.store.keys = {key: cell for key, cell in state.items() if cell is not None}
 
     def _alive(self, key: bytes, store: Any) -> Any:
-        value, expires = self._found[key]
-        known = None if value is None else self._judge.seen(key, store.keys.get(key), value, expires)
+        value, _, expires, _ = self._found[key]
+        if value is None or expires == _GONE:
+            return None
+        known = self._judge.seen(key, store.keys.get(key), value, expires)
+        if known is not None and known.page is not None:
+            known = replace(known, checksum=read_page(key, value, 0).checksum)  # see `blob`
         return known and replace(known, expires=max(expires, 0))
 
     # -- the end ---------------------------------------------------------------------------------------------------

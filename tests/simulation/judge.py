@@ -78,6 +78,7 @@ class Judge:
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
         asked = peer.unrun.popleft() if here else Asked(-1, said)
         self.commands += 1
+        asked.ran = self.machine.clock.unix_ms
         if asked.audit is not None:
             peer.unanswered.append(asked)
             return
@@ -105,7 +106,6 @@ class Judge:
         if asked.changes:
             self.boundaries.add(len(store.log))
             self.positions.append((self.machine.clock.now, len(store.log)))
-        asked.ran = self.machine.clock.unix_ms
         asked.streamed = isinstance(reply, Stream)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)

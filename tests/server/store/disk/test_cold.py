@@ -312,3 +312,22 @@ def test_what_is_not_told_waits_for_the_disk_all_the_same(tmp_path: Path) -> Non
         sock.sendall(b"PING\r\n")
         assert sock.recv(100) == b"+PONG\r\n"
         assert client.exists("k0") == 0
+
+
+def test_who_waits_for_a_promise_and_for_the_disk_goes_on_when_both_have_come(tmp_path: Path) -> None:
+    """What is asked behind a write, in one packet, waits for its own and not only until the write is on disk."""
+    pages, size = 64, 64 * 1024
+    names = [words for number in range(pages) for words in (b"r", b"0", b"0", b"%d" % number, b"0")]
+    read = spell([b"KVPAGEMGET", b"%d" % pages, *names])
+    options = ("--appendfsync", "always")
+    with tiered(tmp_path, *options) as (_, client):
+        for number in range(pages):
+            client.execute_command("KVPAGESET", "r", 0, 0, number, 0, 8, 1, size, 0, body(size, number))
+    with tiered(tmp_path, *options) as (server, client), Wire(server.port) as wire:
+        wire.send(spell([b"SET", b"s", b"0"]) + read)
+        assert wire.reply() == b"+OK\r\n"
+        assert parse(wire.reply()) == [body(size, number) for number in range(pages)]
+        for number in range(50):
+            value = b"%d" % number
+            wire.send(spell([b"SET", b"s", value]) + spell([b"SAVE"]) + spell([b"GET", b"s"]))
+            assert [wire.reply(), wire.reply(), parse(wire.reply())] == [b"+OK\r\n", b"+OK\r\n", value]
