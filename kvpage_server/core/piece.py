@@ -1,8 +1,13 @@
-"""What is sent is pieces: bytes, or memory that somebody else keeps."""
+"""What is sent is pieces: bytes, or memory that somebody else keeps.
+
+A value is sent with its frame before it and `END` behind it, as a slot holds it.
+"""
 
 from __future__ import annotations
 
 from typing import Protocol
+
+END = b"\r\n"
 
 
 class Span(Protocol):
@@ -18,3 +23,8 @@ class Span(Protocol):
 
 
 Piece = bytes | Span
+
+
+def frame(size: int) -> bytes:
+    """What stands before a value of `size` bytes."""
+    return b"$%d\r\n" % size

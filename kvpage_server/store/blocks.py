@@ -12,7 +12,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping
 from itertools import islice
 from typing import NamedTuple, TypeVar
 
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import END, Piece, frame
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header_fields
 from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.keyspace import Keyspace
@@ -54,13 +54,13 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
         if type(slot) is Cold:
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
-    pieces: list[Piece] = [b"$%d\r\n" % found.shape.nbytes]
+    pieces: list[Piece] = [frame(found.shape.nbytes)]
     for some in in_parts(found.pages):
         if any(map(is_cold, some)):
             return None
         pieces += [page.part(0, page.size) for page in some]
         yield ()
-    pieces.append(b"\r\n")
+    pieces.append(END)
     return (*pieces,)
 
 

@@ -115,6 +115,15 @@ def test_nothing_below_the_commands_spells_a_reply() -> None:
     """RESP's values and errors belong to who answers. The core frames bytes; it makes no reply."""
     spells = {room(module) for module, name in all_imports() if name.startswith("kvpage_server.resp")}
     assert spells <= {"resp", "commands", "net"}
+    below = {*MAY_KNOW["commands"].split()} - {"core", "resp"}
+    by_hand = {
+        (module, node.lineno)
+        for module in modules()
+        if module.startswith("kvpage_server.") and room(module) in below
+        for node in ast.walk(tree(module))
+        if isinstance(node, ast.Constant) and isinstance(node.value, bytes) and b"\r\n" in node.value
+    }
+    assert by_hand == set()
 
 
 @pytest.mark.parametrize("package", sorted({name.rpartition(".")[0] for name in modules()}))

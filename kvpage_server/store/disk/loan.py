@@ -12,10 +12,9 @@ from operator import add, attrgetter
 from typing import Protocol, cast
 
 from kvpage_server.core import Arena
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import END, Piece, frame
 from kvpage_server.store.memory.cold import Cold
 
-_END = b"\r\n"
 _SIZE = attrgetter("size")
 
 
@@ -38,14 +37,14 @@ class Copies:
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
         sizes = [*map(_SIZE, values)]
-        spelt = {size: b"\r\n$%d\r\n" % size for size in set(sizes)}  # after the one before
+        spelt = {size: END + frame(size) for size in set(sizes)}  # after the one before
         frames = [*map(spelt.__getitem__, sizes)]
         self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # of the frames, and the end
-        self._memory = arena.allocate(self._starts[-1] + len(_END))
+        self._memory = arena.allocate(self._starts[-1] + len(END))
         view = self._memory.body
-        for start, frame in zip(self._starts, frames, strict=False):
-            view[start : start + len(frame)] = frame
-        view[-len(_END) :] = _END
+        for start, text in zip(self._starts, frames, strict=False):
+            view[start : start + len(text)] = text
+        view[-len(END) :] = END
 
     @property
     def bodies(self) -> list[memoryview]:
@@ -65,4 +64,4 @@ class Copies:
         end = at + len(values)
         if self._values[at:end] != values or not self._intact.issuperset(values):
             return None
-        return (self._memory.part(self._starts[at] + len(_END), self._starts[end] + len(_END)),)
+        return (self._memory.part(self._starts[at] + len(END), self._starts[end] + len(END)),)

@@ -14,7 +14,7 @@ from time import monotonic
 from typing import cast
 from weakref import ref
 
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import END, Piece, frame
 from kvpage_server.store.memory.cold import Cold
 
 LONGEST = 1.0  # seconds, until a loan is called in
@@ -46,7 +46,7 @@ class Mapped:
         return (*chain.from_iterable(map(self._spell, cast("Sequence[Cold]", values))),)
 
     def _spell(self, value: Cold) -> list[Piece]:
-        return [b"$%d\r\n" % value.size, *(MappedPiece(self, at) for at in self._values[value]), b"\r\n"]
+        return [frame(value.size), *(MappedPiece(self, at) for at in self._values[value]), END]
 
     def call_in(self) -> None:
         """From now on the bytes are in memory."""
