@@ -128,9 +128,13 @@ class Audit:
         judge.model.talks = []
 
     def begin(self) -> None:
-        """Ask the next process for everything, and compare."""
+        """Ask the next process for everything, and compare.
+
+        Also for what had expired before: that it has may not be on disk, and it counts until somebody looks at it.
+        """
         store = self._judge.model.store
-        self._told = {key: [] for key in sorted({*store.keys, *store.doubtful(), *(key for key, _, _ in store.log)})}
+        every = {*self._told, *store.keys, *store.doubtful(), *(key for key, _, _ in store.log)}
+        self._told = {key: [] for key in sorted(every)}
         peer = self._run.peers[0]
         for key in self._told:
             for words in ((b"GET", key), (b"PEXPIRETIME", key)):

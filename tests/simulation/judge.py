@@ -11,13 +11,14 @@ from kvpage_server.resp.reply import ReplyError, Stream
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
-from tests.simulation.replies import Err, May, agrees, is_error, one_of
+from tests.simulation.replies import ANYTHING, Err, May, agrees, gathered, is_error, one_of
 from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
 
 READS_IN_STEPS = frozenset(
     (b"kvpagemget", b"kvblockget", b"kvblockmget", b"kvpagemexists", b"kvblockexists", b"kvpageindex", b"kvpageverify")
 )
+SETS_IN_STEPS = frozenset((b"keys", b"smembers"))
 _MOST_MOMENTS = 400
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
@@ -78,13 +79,17 @@ class Judge:
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
         asked = peer.unrun.popleft() if here else Asked(-1, said)
         self.commands += 1
-        asked.ran = self.machine.clock.unix_ms
+        asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
         if asked.audit is not None:
             peer.unanswered.append(asked)
             return
-        self.note_evictions()
+        runs_many = said[0].lower() == b"exec"
+        evicted = self.note_evictions(exact=not runs_many)
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         self._answer(talk, asked, reply)
+        if evicted and runs_many:
+            self._forget_gone()  # what it has written itself, too
+            asked.expected = ANYTHING  # nobody knows which of its commands came before and which after
         if here:
             peer.unanswered.append(asked)
         for listening, message in self.model.pushes:
@@ -212,13 +217,15 @@ class Judge:
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
         """A time to live begins when a command in steps comes to it, which is not when it was begun."""
-        took = self.machine.clock.unix_ms - asked.ran
+        took = self.model.store.elapsed() - asked.elapsed
+        moved = self.machine.clock.unix_ms - asked.ran - took  # somebody has set the clock, or it is rounded
+        soonest, latest = min(moved, 0), took + max(moved, 0) + 1
         for key, cell in doubt.variants[0].items():
             now = self.model.store.keys.get(key)
             if cell is None or now is not cell or not cell.expires:
                 continue
             expires = self.process.server.keyspace.expires_of(key)
-            if expires and not cell.expires <= expires <= cell.expires + took:
+            if expires and not soonest <= expires - cell.expires <= latest:
                 self.fail(f"step {asked.step}: {key!r} expires at {expires}, asked was {cell.expires}")
             if expires:
                 self.model.store.keys[key] = replace(cell, expires=expires)
@@ -233,7 +240,8 @@ class Judge:
         """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
         if self.disk_fails and (reply is None or is_error(reply, "ERR reading from disk failed")):
             return True
-        if asked.words[0].lower() not in READS_IN_STEPS or not asked.streamed:
+        name = asked.words[0].lower()
+        if name not in READS_IN_STEPS | SETS_IN_STEPS or not asked.streamed:
             return False
         store = self.model.store
         store.now = self.machine.clock.unix_ms
@@ -254,6 +262,9 @@ class Judge:
         del store.log[end:]
         moments.append(self.model.run(asked.words))
         moments = [one for moment in moments for one in (moment.options if isinstance(moment, May) else [moment])]
+        sets = [moment.members for moment in moments if isinstance(moment, May) and moment.members is not None]
+        if name in SETS_IN_STEPS and len(sets) == len(moments):
+            return gathered(sets, reply)
         if isinstance(reply, list) and all(isinstance(moment, list) for moment in moments):
             parts = [one_of(options) for options in zip(*moments, strict=True)]
             if self.disk_fails:
@@ -303,28 +314,37 @@ class Judge:
 
     # -- what leaves -----------------------------------------------------------------------------------------------
 
-    def note_evictions(self) -> None:
-        """The server has made room: what is gone, it may forget; and nothing else."""
+    def note_evictions(self, *, exact: bool = True) -> bool:
+        """The server has made room, if it has: what is gone, it may forget; and nothing else.
+
+        Not `exact` where something else was done meanwhile: some of what went may be there again, or be new.
+        """
         keyspace = self.process.server.keyspace
         count = keyspace.counters.evicted + self._lost_to_disk()
         if count == self._evicted:
-            return
-        model, store = self.model, self.model.store
-        store.now = self.machine.clock.unix_ms
-        there = set(keyspace.listing.names())
-        doubtful = store.doubtful()
-        gone = [key for key in store.living() if key not in there and key not in doubtful]
+            return False
+        store = self.model.store
+        certain = exact and not (store.doubts or store.fog or self.disk_fails)
         grew, self._evicted = count - self._evicted, count
+        gone = self._forget_gone()
         due = len(store.lately_expired())  # may have been evicted before they were swept
-        certain = not (store.doubts or store.fog or self.disk_fails)
         if certain and not len(gone) <= grew <= len(gone) + due:
             self.fail(f"{grew} keys were evicted, {len(gone)} are gone: {gone[:5]!r}")
+        return True
+
+    def _forget_gone(self) -> list[bytes]:
+        """Have the model forget what the server has not any more: its keys."""
+        model, store = self.model, self.model.store
+        store.now = self.machine.clock.unix_ms
+        there, doubtful = set(self.process.server.keyspace.listing.names()), store.doubtful()
+        gone = [key for key in store.living() if key not in there and key not in doubtful]
         for key in gone:
             block = _block_of(key)
             if block in model.pinned or model.leased.get(block, 0) > store.now:
                 self.fail(f"{key!r} was evicted though its block is pinned or leased")
             store.drop(key)
         store.settle(gone)
+        return gone
 
     def _lost_to_disk(self) -> int:
         tiered = self.process.server.tiered

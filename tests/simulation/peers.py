@@ -25,6 +25,7 @@ class Asked:
     expected: Any = None
     at: int = 0  # in the model's log, when it was run
     ran: int = 0  # unix milliseconds, when that was
+    elapsed: int = 0  # the same, of a clock that nobody sets
     changes: int = 0  # how many changes of the log are its own
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import hiredis
@@ -24,6 +24,7 @@ class May:
         self.text = text
         self.holds = holds
         self.options: list[Any] = [self]  # replies that it may be, one of which it is
+        self.members: frozenset[bytes] | None = None  # of a set
 
     def __repr__(self) -> str:
         return f"<{self.text}>"
@@ -70,7 +71,19 @@ def one_of(options: Iterable[Any]) -> Any:
 def any_order(expected: Iterable[bytes]) -> May:
     """An array, or a set, of these."""
     these = sorted(expected)
-    return May(f"in any order {these!r:.400}", lambda reply: isinstance(reply, list | set) and sorted(reply) == these)
+    found = May(f"in any order {these!r:.400}", lambda reply: isinstance(reply, list | set) and sorted(reply) == these)
+    found.members = frozenset(these)
+    return found
+
+
+def gathered(sets: Sequence[frozenset[bytes]], reply: Any) -> bool:
+    """Whether a set may have been gathered while it changed, from one of `sets` to another.
+
+    What was always there is in it, and nothing else but what was there at some moment.
+    """
+    if not isinstance(reply, list | set) or len(set(reply)) < len(reply):
+        return False
+    return frozenset.intersection(*sets) <= set(reply) <= frozenset.union(*sets)
 
 
 def between(low: int, high: int) -> May:
