@@ -80,7 +80,19 @@ class Model(Strings, Pages):
             return ANYTHING
         told = [words, *(self.talk.queued or ())]
         keys = None if any(map(self._is_about_all, told)) else self.keys_of(words)
-        return self.store.in_every_case(handler, keys)
+        return self.store.in_every_case(self._as_now(handler), keys)
+
+    def _as_now(self, handler: Callable[[], Any]) -> Callable[[], Any]:
+        """Have a command find its conversation as it is now, however often it is run: in every case of a doubt."""
+        talk = self.talk
+        queued, refused, watched = talk.queued, talk.refused, dict(talk.watched)
+
+        def run() -> Any:
+            if queued is not None:
+                talk.queued, talk.refused, talk.watched = queued, refused, dict(watched)
+            return handler()
+
+        return run
 
     def _handler(self, words: Words) -> Callable[[], Any] | None:
         name = words[0].lower().decode("latin1")
