@@ -156,16 +156,15 @@ class Listener:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def _begin(self, sock: socket.socket) -> None:
-        self._converse(sock, lambda session: SocketTransport(self._loop, sock, session))
+        self._converse(sock, _name(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
 
     def _begin_tls(self, sock: socket.socket) -> None:
-        handshake = self._loop.create_task(self._shake_hands(sock))
+        handshake = self._loop.create_task(self._shake_hands(sock, _name(sock, peer=True)))
         self._handshakes.add(handshake)
         handshake.add_done_callback(self._handshakes.discard)
 
-    async def _shake_hands(self, sock: socket.socket) -> None:
-        address = _name(sock, peer=True)
-        transport = TLSTransport(lambda: self._converse(sock, lambda _: transport))
+    async def _shake_hands(self, sock: socket.socket, address: str) -> None:
+        transport = TLSTransport(lambda: self._converse(sock, address, lambda _: transport))
         try:
             await self._loop.connect_accepted_socket(
                 lambda: transport, sock, ssl=self._server.tls, ssl_handshake_timeout=_HANDSHAKE
@@ -174,14 +173,15 @@ class Listener:
             log.info("no TLS with %s: %s", address, error)
             sock.close()
 
-    def _converse(self, sock: socket.socket, open_transport: Callable[[Session], Transport]) -> Session:
+    def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
+        """Begin a session with the peer at `address`. A socket whose peer is gone does not know it any more."""
         return Session(
             self._server,
             self._loop,
             self._line,
             self._scratch,
             open_transport,
-            address=_name(sock, peer=True),
+            address=address,
             local_address=_name(sock),
             descriptor=sock.fileno(),
         )

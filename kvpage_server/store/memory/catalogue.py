@@ -79,9 +79,12 @@ class Catalogue:
             rows = self.index.rows(*place)
             if rows is not None:
                 return (key for key, *_ in sheet.pages(*place, rows))
-            block = self.index.block(*place)
-            return block.page_keys() if block is not None and block.extent is None else ()
-        return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
+            name, block = place, self.index.block(*place)
+            pages = block.page_keys() if block is not None else ()
+        else:
+            name = place.req_id, place.page
+            pages = place.page_keys() if self.index.block(*name) is place else ()
+        return [*pages, *self._strays.get(name, ())]  # strings that took the place of pages are met where these were
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
         """The next cursor, 0 at the end, and the next `count` places of the order; dead ones too."""

@@ -8,6 +8,7 @@ import signal
 import socket
 import ssl
 import stat
+import struct
 import subprocess
 import sys
 import threading
@@ -107,6 +108,20 @@ def secure(certificates: Path) -> Iterator[SecureServer]:
 
 @needs_openssl
 class TestTLS:
+    def test_who_is_gone_while_the_handshake_ends_leaves_nothing_behind(self, secure: SecureServer) -> None:
+        """The socket does not say any more whose it was; the server's log must have no traceback at its end."""
+        for said in (b"", b"PING\r\n") * 40:
+            sock = secure.connect()
+            sock.sendall(said)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            sock.close()
+            with socket.create_connection(("127.0.0.1", secure.port), timeout=30) as raw:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        with secure.client() as client:
+            until(lambda: client.info("clients")["connected_clients"] == 1, "only this client")
+        assert "AttributeError" not in secure.plain.log
+        assert "exception" not in secure.plain.log
+
     def test_pages_of_any_size_come_back_as_they_went(self, secure: SecureServer) -> None:
         with secure.client() as client, secure.plain.client() as plain:
             for size in (1, 1000, 16 * 1024, 256 * 1024 + 1, 64 * MIB):

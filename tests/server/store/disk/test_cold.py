@@ -331,3 +331,24 @@ def test_who_waits_for_a_promise_and_for_the_disk_goes_on_when_both_have_come(tm
             value = b"%d" % number
             wire.send(spell([b"SET", b"s", value]) + spell([b"SAVE"]) + spell([b"GET", b"s"]))
             assert [wire.reply(), wire.reply(), parse(wire.reply())] == [b"+OK\r\n", b"+OK\r\n", value]
+
+
+def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(tmp_path: Path) -> None:
+    """The pages of a block that rests are listed as a block; a string that takes the place of one is no page of it."""
+    with tiered(tmp_path) as (_, client):
+        client.execute_command("KVPAGESET", *page("r", 0, b"abc"))
+        client.execute_command("KVPAGESET", *page("r", 1, b"abc"))
+        client.execute_command("KVPAGESET", *page("s", 0, b"abc"))
+    with tiered(tmp_path) as (_, client):
+        cursor, first = client.scan(count=1)
+        assert cursor
+        assert len(set(client.scan_iter())) == 3
+        client.mset({"kv:r:0:0:0:0": "x", "kv:s:0:0:0:0": "y"})
+        there = {b"kv:r:0:0:0:0", b"kv:r:1:0:0:0", b"kv:s:0:0:0:0"}
+        assert set(client.scan_iter()) == there
+        while cursor:  # what was begun before meets all that was there all the while
+            cursor, more = client.scan(cursor)
+            first += more
+        assert set(first) == there
+        assert set(client.scan_iter(_type="string")) >= {b"kv:r:0:0:0:0", b"kv:s:0:0:0:0"}
+        assert {client.randomkey() for _ in range(200)} == there
