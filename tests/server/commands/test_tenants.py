@@ -170,7 +170,7 @@ def answer(server: RunningServer, user: bytes, call: Words) -> bytes:
 MOMENTARY = re.compile(
     rb"(?<=server_time_usec:)\d+|(?<=uptime_in_seconds:)\d+|(?<=process_id:)\d+|(?<=run_id:)\w+|(?<=tcp_port:)\d+|"
     rb"(?<=master_replid:)\w+|(?<=\bid=)\d+|(?<=addr=127.0.0.1:)\d+|(?<=fd=)\d+|(?<=age=)\d+|(?<=idle=)\d+|"
-    rb"(?<=\$2\r\nid\r\n:)\d+|\$\d+(?=\r\n(?:# Server|id=))"
+    rb"(?<=\$2\r\nid\r\n:)\d+|(?<=_ms\r\n:)\d+|\$\d+(?=\r\n(?:# Server|id=))"
 )
 RANDOM = {"time", "acl|genpass", "client|id", "kvpagewhy"}
 BY_THE_CLOCK = {b"GT", b"LT"}  # whether an expiry is later than the one that was set a moment ago
