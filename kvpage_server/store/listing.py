@@ -53,6 +53,7 @@ class Listing:
         for _ in range(count):
             cursor, places = self._catalogue.scan(cursor, 1)
             found += self.living(places)
+            found += self.living(stray for place in places for stray in self._catalogue.strays_at(place))
             if not cursor or len(found) >= count:
                 break
         return cursor, found

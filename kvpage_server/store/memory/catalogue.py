@@ -79,12 +79,15 @@ class Catalogue:
             rows = self.index.rows(*place)
             if rows is not None:
                 return (key for key, *_ in sheet.pages(*place, rows))
-            name, block = place, self.index.block(*place)
-            pages = block.page_keys() if block is not None else ()
-        else:
-            name = place.req_id, place.page
-            pages = place.page_keys() if self.index.block(*name) is place else ()
-        return [*pages, *self._strays.get(name, ())]  # strings that took the place of pages are met where these were
+            block = self.index.block(*place)
+            return block.page_keys() if block is not None and block.extent is None else ()
+        return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
+
+    def strays_at(self, place: Place) -> Iterable[bytes]:
+        """Strings under keys of a block's pages: a page that became one has no other place in the order of scans."""
+        if isinstance(place, bytes):
+            return ()
+        return self._strays.get(place if isinstance(place, tuple) else (place.req_id, place.page), ())
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
         """The next cursor, 0 at the end, and the next `count` places of the order; dead ones too."""
@@ -93,7 +96,7 @@ class Catalogue:
     def draw(self) -> bytes | None:
         """A random name; every second one lives, or nearly. None when nothing lives where it was drawn."""
         place = self._scans.draw(unix_ms())
-        names = list(self.names_at(place)) if place is not None else []
+        names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
         return random.choice(names) if names else None
 
     def rest(self, now: int) -> None:
