@@ -56,6 +56,10 @@ class Counters:
     evicted: int = 0
     writes: int = 0
 
+    def reset(self) -> None:
+        """Count from zero again."""
+        self.hits = self.misses = self.expired = self.evicted = self.writes = 0
+
 
 class Contents:
     """Every key and value."""

@@ -388,7 +388,10 @@ class TestMetrics:
         for word in ("all", "everything", "default"):
             assert {"Server", "Clients", "Memory", "Stats", "Replication", "CPU", "Kvpage"} <= set(self.read(r, word))
 
-    def test_what_is_counted_is_what_happened(self, r: redis.Redis) -> None:
+    @pytest.mark.parametrize("again", [False, True], ids=["at once", "after a reset"])
+    def test_what_is_counted_is_what_happened(self, again: bool, r: redis.Redis) -> None:
+        if again:
+            r.config_resetstat()
         before = self.read(r)["Stats"]
         for _ in range(7):
             r.get("absent")

@@ -177,7 +177,7 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
         for name in Stats.__slots__:
             setattr(server.stats, name, getattr(fresh, name))
         server.refusals.forget_totals()
-        server.keyspace.counters = type(server.keyspace.counters)()
+        server.keyspace.counters.reset()
         return OK
 
     return stepwise(steps(), small=len(server.clients) <= STEP)
