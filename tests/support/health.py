@@ -13,7 +13,7 @@ from waiting import until
 
 PROMPT = 0.5  # seconds: a server that holds up its clients does so for longer; a busy machine does not
 MIB = 1024 * 1024
-EMPTY = 64 * MIB  # of a server without a value; what the arena keeps ready need not be in memory, so less may be counted
+EMPTY = 64 * MIB  # of a server without a value; what its arena keeps ready need not be in memory
 
 
 def assert_prompt(server: RunningServer, **credentials: Any) -> None:
