@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.client.wire.reply import Values
+from kvpage_server.client.wire.words import command
 
 Word = str | bytes | int
 
@@ -46,14 +47,12 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
     return _request([["MULTI"], *(question.words for question in questions), ["EXEC"]], read)
 
 
-def command(words: Sequence[Word]) -> bytes:
-    """As it goes over the wire."""
-    texts = [word if isinstance(word, bytes) else str(word).encode() for word in words]
-    return b"*%d\r\n%b" % (len(texts), b"".join([b"$%d\r\n%b\r\n" % (len(text), text) for text in texts]))
+def _encoded(word: Word) -> bytes:
+    return word if isinstance(word, bytes) else str(word).encode()
 
 
 def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any]) -> Request[Any]:
-    text = b"".join(map(command, commands))
+    text = b"".join([command(*map(_encoded, words)) for words in commands])
     return Request(lambda: iter((text,)), lambda: Values(len(commands)), read)
 
 

@@ -17,6 +17,7 @@ from kvpage_server.client.wire.connection import PageConnection, lend, page_pool
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.reply import Values
+from kvpage_server.client.wire.words import command, word
 from kvpage_server.page import BlockShape, PageError, PageKey, index_key
 from kvpage_server.snapshot.format.entries import FOREVER
 
@@ -58,19 +59,6 @@ class Written(Enum):
     NO_ROOM = auto()  # the server has none, or its user's quota has none
 
 
-Word = bytes | int
-
-
-def _bulk(word: Word) -> bytes:
-    text = word if isinstance(word, bytes) else b"%d" % word
-    return b"$%d\r\n%b\r\n" % (len(text), text)
-
-
-def words(*given: Word) -> bytes:
-    """A command."""
-    return b"*%d\r\n%b" % (len(given), b"".join(map(_bulk, given)))
-
-
 class Writes:
     """Writes to be sent in one go. Values are not copied."""
 
@@ -81,19 +69,19 @@ class Writes:
 
     def set(self, key: bytes, value: Sequence[Piece], ttl_left_ms: int, *, only_new: bool) -> None:
         """Set a key to a value given in pieces; with `only_new` only if it does not exist."""
-        options: list[Word] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
+        options: list[bytes | int] = [b"PX", ttl_left_ms] if ttl_left_ms != FOREVER else []
         options += [b"NX"] if only_new else []
         size = sum(map(len, value))
-        self.pieces += [b"*%d\r\n%b$%d\r\n" % (3 + len(options), _bulk(b"SET") + _bulk(key), size), *value]
-        self.pieces.append(b"\r\n" + b"".join(map(_bulk, options)))
+        self.pieces += [b"*%d\r\n%b$%d\r\n" % (3 + len(options), word(b"SET") + word(key), size), *value]
+        self.pieces.append(b"\r\n" + b"".join(map(word, options)))
         self._added(size)
 
     def set_block(self, req_id: bytes, page: int, shape: BlockShape, ttl: int, body: Sequence[Piece]) -> None:
         """Store a block, its body in pieces; `ttl` in seconds, 0 for none."""
         planes = [number for plane in shape.planes for number in (plane.kv_type, int(plane.dtype), plane.head_dim)]
         numbers = (shape.layers, shape.heads, shape.page_size, ttl, len(shape.planes), *planes)
-        given: list[Word] = [b"KVBLOCKSET", req_id, page, *numbers]
-        self.pieces.append(b"*%d\r\n%b$%d\r\n" % (len(given) + 1, b"".join(map(_bulk, given)), shape.nbytes))
+        given: list[bytes | int] = [b"KVBLOCKSET", req_id, page, *numbers]
+        self.pieces.append(b"*%d\r\n%b$%d\r\n" % (len(given) + 1, b"".join(map(word, given)), shape.nbytes))
         self.pieces += [*body, b"\r\n"]
         self._added(shape.nbytes)
 
@@ -135,13 +123,13 @@ class RunningStore:
 
     def largest_command(self) -> int:
         """Bytes that the server takes as one command."""
-        (text,) = self.ask([words(b"INFO", b"memory")])
+        (text,) = self.ask([command(b"INFO", b"memory")])
         found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
         return int(found[1]) if found else _USUAL_LARGEST
 
     def now_ms(self) -> int:
         """The server's time, unix milliseconds."""
-        ((seconds, microseconds),) = self.ask([words(b"TIME")])
+        ((seconds, microseconds),) = self.ask([command(b"TIME")])
         return int(seconds) * 1000 + int(microseconds) // 1000
 
     # -- listing -------------------------------------------------------------------------------------------------------
@@ -163,7 +151,7 @@ class RunningStore:
             yield from self._blocks(some, match)
 
     def _blocks(self, requests: list[bytes], match: bytes) -> Iterator[Listed]:
-        sizes = self.ask([words(b"KVPAGEINDEX", req_id, b"WITHSIZES") for req_id in requests])
+        sizes = self.ask([command(b"KVPAGEINDEX", req_id, b"WITHSIZES") for req_id in requests])
         pages = self.ask([_sscan(req_id, 0, match) for req_id in requests])
         for req_id, blocks, (cursor, keys) in zip(requests, sizes, pages, strict=True):
             nbytes = {block["page"]: block["bytes"] for block in map(_map, blocks)}
@@ -178,7 +166,7 @@ class RunningStore:
     def keys_of_blocks(self, blocks: Sequence[tuple[bytes, int]]) -> list[set[bytes]]:
         """The page keys that each block ``(req_id, page_id)`` has."""
         # SSCAN of an index key goes block by block: from the one with this cursor's page id on
-        replies = self.ask([words(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
+        replies = self.ask([command(b"SSCAN", index_key(req_id), page + 1, b"COUNT", 1) for req_id, page in blocks])
         suffixes = [b":%d" % page for _, page in blocks]
         return [
             {key for key in keys if key.rpartition(b":")[0].endswith(suffix)}
@@ -189,18 +177,18 @@ class RunningStore:
         """Keys that hold no page, and the lengths of their values, some at a time."""
         for keys in self._scan(b"MATCH", match):
             plain = self._without_pages(keys)
-            yield list(zip(plain, self.ask([words(b"STRLEN", key) for key in plain]), strict=True))
+            yield list(zip(plain, self.ask([command(b"STRLEN", key) for key in plain]), strict=True))
 
     def _without_pages(self, keys: list[bytes]) -> list[bytes]:
         named = [(key, index) for key in keys if (index := _index_of(key))]
-        are_pages = self.ask([words(b"SISMEMBER", index, key) for key, index in named])
+        are_pages = self.ask([command(b"SISMEMBER", index, key) for key, index in named])
         pages = {key for (key, _), is_page in zip(named, are_pages, strict=True) if is_page}
         return [key for key in keys if key not in pages]
 
     def _scan(self, *options: bytes) -> Iterator[list[bytes]]:
         cursor = b"0"
         while True:
-            ((cursor, keys),) = self.ask([words(b"SCAN", cursor, b"COUNT", _AT_ONCE, *options)])
+            ((cursor, keys),) = self.ask([command(b"SCAN", cursor, b"COUNT", _AT_ONCE, *options)])
             if keys:
                 yield list(map(bytes, keys))
             if cursor == b"0":
@@ -211,18 +199,18 @@ class RunningStore:
     def values(self, keys: Sequence[bytes]) -> list[Value]:
         """The values of those of the keys that exist."""
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
-        replies = self.ask([words(b"MGET", *part) for part in some] + [words(b"PEXPIRETIME", key) for key in keys])
+        replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
         return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
 
     def heads(self, keys: Sequence[bytes], size: int) -> list[Value]:
         """The first `size` bytes of the values of those of the keys that exist."""
-        asked = [words(b"GETRANGE", key, 0, size - 1) + words(b"PEXPIRETIME", key) for key in keys]
+        asked = [command(b"GETRANGE", key, 0, size - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
 
     def are_there(self, keys: Sequence[bytes]) -> list[bool]:
         """Which of the keys exist."""
-        return [kind != b"none" for kind in self.ask([words(b"TYPE", key) for key in keys])]
+        return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
 
     def write(self, writes: Writes) -> list[Written]:
         """Do what is to be written; what became of each. Raises Refused when one is refused but for want of room."""
@@ -241,7 +229,7 @@ def _written(reply: Any) -> Written:
 def _connected(connection: PageConnection) -> None:
     connection.on_connect()  # type: ignore[no-untyped-call]
     with suppress(redis.ResponseError):  # to a user who may not ask for it, a dump is a use of what it reads
-        connection.send_packed_command(words(b"CLIENT", b"NO-TOUCH", b"ON"))
+        connection.send_packed_command(command(b"CLIENT", b"NO-TOUCH", b"ON"))
         connection.read_response()
 
 
@@ -261,7 +249,7 @@ def _map(reply: Any) -> dict[str, Any]:
 
 
 def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
-    return words(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _AT_ONCE)
+    return command(b"SSCAN", index_key(req_id), cursor, b"MATCH", match, b"COUNT", _AT_ONCE)
 
 
 def _index_of(key: bytes) -> bytes | None:
