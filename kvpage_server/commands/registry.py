@@ -2,10 +2,10 @@
 
 A family's module declares its commands with the `command` decorator, next to what they do::
 
-    @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key",
-             complexity="O(1)", reply="bulk | null", summary="...")
+    @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
+What the rows of a module share is given once, in a `partial` of the decorator. A row that names no complexity is O(1).
 `usage` spells the arguments as Redis's documentation does: ``key value [NX | XX] [EX seconds]``, ``...`` for
 repetition. `reply` says the shape of the reply, see `table.shape`. A subcommand is a row of its own, named
 ``container|sub``.
@@ -48,7 +48,7 @@ def command(
     *,
     group: str,
     summary: str,
-    complexity: str,
+    complexity: str = "O(1)",
     reply: str,
     usage: str = "",
     keys: tuple[int, int, int] = (0, 0, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all, shorten
@@ -11,15 +12,15 @@ from kvpage_server.commands.registry import command
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
-_OWN = "noscript loading stale keeps_caching"
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
 
 
-@command(
+_tracking = partial(command, flags="noscript loading stale keeps_caching", group="connection")
+
+
+@_tracking(
     "client|tracking",
     -3,
-    _OWN,
-    group="connection",
     since="6.0.0",
     usage="<ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] [OPTOUT] [NOLOOP]",
     complexity="O(1), O(N) with N prefixes",
@@ -122,14 +123,11 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
     return found
 
 
-@command(
+@_tracking(
     "client|caching",
     3,
-    _OWN,
-    group="connection",
     since="6.0.0",
     usage="<YES | NO>",
-    complexity="O(1)",
     reply="OK",
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
@@ -150,13 +148,10 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_tracking(
     "client|getredir",
     2,
-    _OWN,
-    group="connection",
     since="6.0.0",
-    complexity="O(1)",
     reply="integer",
     summary="Returns the id of the connection that is told what this one tracks.",
 )
@@ -165,11 +160,9 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
     return client.redirection
 
 
-@command(
+@_tracking(
     "client|trackinginfo",
     2,
-    _OWN,
-    group="connection",
     since="6.2.0",
     complexity="O(N) with N prefixes",
     reply="map",

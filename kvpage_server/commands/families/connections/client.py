@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client, Pause
@@ -20,64 +21,37 @@ _TYPES = (b"normal", b"master", b"replica", b"slave", b"pubsub")
 
 Chosen = Callable[[Client], bool]
 
+_own = partial(command, flags=_OWN, group="connection")
+_others = partial(command, flags=_OTHERS, group="connection")
+
+
 container("client", group="connection", since="2.4.0", summary="A container for commands about connections.")
 
 
-@command(
-    "client|id",
-    2,
-    _OWN,
-    group="connection",
-    since="5.0.0",
-    complexity="O(1)",
-    reply="integer",
-    summary="Returns the connection's id.",
-)
+@_own("client|id", 2, since="5.0.0", reply="integer", summary="Returns the connection's id.")
 def client_id(client: Client, args: list[Argument]) -> Reply:
     """Unique, growing."""
     return client.id
 
 
-@command(
-    "client|getname",
-    2,
-    _OWN,
-    group="connection",
-    since="2.6.9",
-    complexity="O(1)",
-    reply="bulk | null",
-    summary="Returns the connection's name.",
-)
+@_own("client|getname", 2, since="2.6.9", reply="bulk | null", summary="Returns the connection's name.")
 def client_getname(client: Client, args: list[Argument]) -> Reply:
     """Null when none was set."""
     return client.name or None
 
 
-@command(
-    "client|setname",
-    3,
-    _OWN,
-    group="connection",
-    since="2.6.9",
-    usage="connection-name",
-    complexity="O(1)",
-    reply="OK",
-    summary="Names the connection.",
-)
+@_own("client|setname", 3, since="2.6.9", usage="connection-name", reply="OK", summary="Names the connection.")
 def client_setname(client: Client, args: list[Argument]) -> Reply:
     """An empty name takes it away."""
     client.name = checked_name(plain(args[0]))
     return OK
 
 
-@command(
+@_own(
     "client|setinfo",
     4,
-    _OWN,
-    group="connection",
     since="7.2.0",
     usage="<LIB-NAME libname | LIB-VER libver>",
-    complexity="O(1)",
     reply="OK",
     summary="Tells which client library is talking.",
 )
@@ -96,26 +70,16 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
-    "client|info",
-    2,
-    _OWN,
-    group="connection",
-    since="6.2.0",
-    complexity="O(1)",
-    reply="text",
-    summary="Describes the connection.",
-)
+@_own("client|info", 2, since="6.2.0", reply="text", summary="Describes the connection.")
 def client_info(client: Client, args: list[Argument]) -> Reply:
     """As a line of CLIENT LIST."""
     return Verbatim(_line(client))
 
 
-@command(
+@_others(
     "client|list",
     -2,
-    _OTHERS + " filtered",
-    group="connection",
+    flags=_OTHERS + " filtered",
     since="2.4.0",
     usage="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
     complexity="O(N) with N connections",
@@ -166,11 +130,10 @@ def _of_type(word: bytes) -> Chosen:
     return lambda other: False
 
 
-@command(
+@_others(
     "client|kill",
     -3,
-    _OTHERS + " filtered",
-    group="connection",
+    flags=_OTHERS + " filtered",
     since="2.4.0",
     usage="<ip:port | [ID client-id] [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [USER username] [ADDR ip:port] "
     "[LADDR ip:port] [SKIPME <YES | NO>] [MAXAGE seconds]>",
@@ -260,11 +223,9 @@ def _of_user(client: Client, name: bytes) -> Chosen:
     return lambda other: other.user is user
 
 
-@command(
+@_others(
     "client|pause",
     -3,
-    _OTHERS,
-    group="connection",
     since="3.0.0",
     usage="timeout [WRITE | ALL]",
     complexity="O(N) with N connections",
@@ -289,31 +250,19 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
-    "client|unpause",
-    2,
-    _OTHERS,
-    group="connection",
-    since="6.2.0",
-    complexity="O(N) with N connections",
-    reply="OK",
-    summary="Ends a pause.",
-)
+@_others("client|unpause", 2, since="6.2.0", complexity="O(N) with N connections", reply="OK", summary="Ends a pause.")
 def client_unpause(client: Client, args: list[Argument]) -> Reply:
     """Those who wait go on."""
     client.server.end_pause()
     return OK
 
 
-@command(
+@_others(
     "client|unblock",
     -3,
-    _OTHERS,
-    group="connection",
     since="5.0.0",
     usage="client-id [TIMEOUT | ERROR]",
     most=4,
-    complexity="O(1)",
     reply="integer",
     summary="Ends the wait of a connection within a blocking command, of which there are none.",
 )
@@ -333,14 +282,11 @@ def _on_or_off(args: list[Argument]) -> bool:
     return word == b"ON"
 
 
-@command(
+@_others(
     "client|no-evict",
     3,
-    _OTHERS,
-    group="connection",
     since="7.0.0",
     usage="<ON | OFF>",
-    complexity="O(1)",
     reply="OK",
     summary="Spares the connection when all of them hold too much memory.",
 )
@@ -350,14 +296,11 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_own(
     "client|no-touch",
     3,
-    _OWN,
-    group="connection",
     since="7.2.0",
     usage="<ON | OFF>",
-    complexity="O(1)",
     reply="OK",
     summary="Lets the connection's reads not count as a use of keys.",
 )
@@ -368,14 +311,11 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_own(
     "client|reply",
     3,
-    _OWN,
-    group="connection",
     since="3.2.0",
     usage="<ON | OFF | SKIP>",
-    complexity="O(1)",
     reply="OK | nothing",
     summary="Turns replies on or off, or leaves out the next one.",
 )

@@ -33,13 +33,14 @@ def is_printable(value: bytes) -> bool:
     return bool(_PRINTABLE.match(value))
 
 
-@command(
+_command = partial(command, group="connection")
+
+
+@_command(
     "ping",
     -1,
     "fast while_subscribed",
-    group="connection",
     usage="[message]",
-    complexity="O(1)",
     reply="simple | bulk | array of bulk",
     summary="Says that the server lives.",
 )
@@ -52,30 +53,14 @@ def ping(client: Client, args: list[Argument]) -> Reply:
     return plain(args[0]) if args else PONG
 
 
-@command(
-    "echo",
-    2,
-    "loading stale fast",
-    group="connection",
-    usage="message",
-    complexity="O(1)",
-    reply="bulk",
-    summary="Returns the message.",
-)
+@_command("echo", 2, "loading stale fast", usage="message", reply="bulk", summary="Returns the message.")
 def echo(client: Client, args: list[Argument]) -> Reply:
     """The message."""
     return plain(args[0])
 
 
-@command(
-    "select",
-    2,
-    "loading stale fast",
-    group="connection",
-    usage="index",
-    complexity="O(1)",
-    reply="OK",
-    summary="Chooses the database; the only one is 0.",
+@_command(
+    "select", 2, "loading stale fast", usage="index", reply="OK", summary="Chooses the database; the only one is 0."
 )
 def select(client: Client, args: list[Argument]) -> Reply:
     """OK for 0."""
@@ -87,12 +72,10 @@ def select(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_command(
     "quit",
     -1,
     _AT_HAND + " unqueued while_subscribed",
-    group="connection",
-    complexity="O(1)",
     reply="OK",
     summary="Ends the connection once the reply is sent.",
 )
@@ -102,11 +85,10 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_command(
     "reset",
     1,
     _AT_HAND + " unqueued while_subscribed",
-    group="connection",
     since="6.2.0",
     complexity="O(N) with N channels and keys that are listened to and watched",
     reply="simple",
@@ -126,11 +108,10 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     return simple("RESET")
 
 
-@command(
+@_command(
     "auth",
     -2,
     _AT_HAND + " secret",
-    group="connection",
     usage="[username] password",
     complexity="O(N) with N passwords of the user",
     reply="OK",
@@ -174,14 +155,12 @@ def _wait_for_its_turn(client: Client) -> None:
         raise Postponed(Wait(partial(asyncio.get_running_loop().call_later, seconds)))
 
 
-@command(
+@_command(
     "hello",
     -1,
     _AT_HAND + " secret",
-    group="connection",
     since="6.0.0",
     usage="[protover [AUTH username password] [SETNAME clientname]]",
-    complexity="O(1)",
     reply="map",
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
@@ -230,31 +209,13 @@ def _protocol(word: bytes) -> int:
     return chosen
 
 
-@command(
-    "readonly",
-    1,
-    "loading stale fast",
-    group="connection",
-    since="3.0.0",
-    complexity="O(1)",
-    reply="OK",
-    summary="Has no effect here.",
-)
+@_command("readonly", 1, "loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readonly(client: Client, args: list[Argument]) -> Reply:
     """OK: replicas, which it is meant for, do not exist here."""
     return OK
 
 
-@command(
-    "readwrite",
-    1,
-    "loading stale fast",
-    group="connection",
-    since="3.0.0",
-    complexity="O(1)",
-    reply="OK",
-    summary="Has no effect here.",
-)
+@_command("readwrite", 1, "loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readwrite(client: Client, args: list[Argument]) -> Reply:
     """OK, as for READONLY."""
     return OK

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
@@ -14,7 +15,7 @@ from kvpage_server.core.piece import Piece
 from kvpage_server.glob import PatternTooLong, channel_glob
 from kvpage_server.resp.reply import Push, Reply, ReplyError, Stream, encode
 
-_FLAGS = "pubsub noscript loading stale"
+_LISTENING = "pubsub noscript loading stale while_subscribed"
 _EACH = Parts(joined="apart")
 MOST_PATTERNS = 1024  # of a client
 
@@ -38,17 +39,18 @@ def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[b
     return plain_all(args) or list(everything) or [None]
 
 
-@command(
+_listening = partial(command, flags=_LISTENING, group="pubsub", since="2.0.0", reply="push")
+_pubsub = partial(command, group="pubsub")
+_about = partial(command, flags="pubsub loading stale filtered", group="pubsub", since="2.8.0")
+
+
+@_listening(
     "subscribe",
     -2,
-    _FLAGS + " while_subscribed",
-    group="pubsub",
     channels="all",
-    since="2.0.0",
     usage="channel [channel ...]",
     parts=_EACH,
     complexity="O(N) with N channels",
-    reply="push",
     summary="Listens to channels.",
 )
 def subscribe(client: Client, args: list[Argument]) -> Reply:
@@ -56,17 +58,13 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     return _confirm(client, b"subscribe", plain_all(args), client.server.channels.subscribe)
 
 
-@command(
+@_listening(
     "psubscribe",
     -2,
-    _FLAGS + " while_subscribed",
-    group="pubsub",
     channels="patterns",
-    since="2.0.0",
     usage="pattern [pattern ...]",
     parts=Parts(),
     complexity="O(N) with N patterns",
-    reply="push",
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -87,16 +85,12 @@ def _listen(client: Client, pattern: Argument) -> Reply:
         raise ReplyError(f"ERR {error}") from None
 
 
-@command(
+@_listening(
     "unsubscribe",
     -1,
-    _FLAGS + " while_subscribed",
-    group="pubsub",
-    since="2.0.0",
     usage="[channel [channel ...]]",
     parts=_EACH,
     complexity="O(N) with N channels",
-    reply="push",
     summary="Listens to some channels, or to all, no more.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -105,16 +99,12 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     return _confirm(client, b"unsubscribe", names, client.server.channels.unsubscribe)
 
 
-@command(
+@_listening(
     "punsubscribe",
     -1,
-    _FLAGS + " while_subscribed",
-    group="pubsub",
-    since="2.0.0",
     usage="[pattern [pattern ...]]",
     parts=_EACH,
     complexity="O(N) with N patterns",
-    reply="push",
     summary="Listens to some patterns, or to all, no more.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
@@ -123,11 +113,10 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     return _confirm(client, b"punsubscribe", names, client.server.channels.punsubscribe)
 
 
-@command(
+@_pubsub(
     "publish",
     3,
     "pubsub loading stale fast",
-    group="pubsub",
     channels="first",
     since="2.0.0",
     usage="channel message",
@@ -151,12 +140,9 @@ def publish(client: Client, args: list[Argument]) -> Reply:
 container("pubsub", group="pubsub", summary="A container for commands about channels.")
 
 
-@command(
+@_about(
     "pubsub|channels",
     -2,
-    "pubsub loading stale filtered",
-    group="pubsub",
-    since="2.8.0",
     usage="[pattern]",
     most=3,
     complexity="O(N) with N channels",
@@ -177,12 +163,9 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     return stepwise(each(channels, chosen), small=len(channels) <= STEP)
 
 
-@command(
+@_about(
     "pubsub|numsub",
     -2,
-    "pubsub loading stale filtered",
-    group="pubsub",
-    since="2.8.0",
     usage="[channel [channel ...]]",
     parts=Parts(joined="array", items=2),
     complexity="O(N) with N channels",
@@ -196,12 +179,9 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     return [item for channel in plain_all(args) for item in (channel, counts[channel])]
 
 
-@command(
+@_about(
     "pubsub|numpat",
     2,
-    "pubsub loading stale filtered",
-    group="pubsub",
-    since="2.8.0",
     complexity="O(N) with N patterns",
     reply="integer",
     summary="Counts the patterns that somebody listens to.",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpage_server.commands.arguments import plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.run import run_queued
@@ -17,14 +19,11 @@ from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 MOST_WATCHED = 8192  # keys of a client
 
 
-@command(
-    "multi",
-    1,
-    "noscript loading stale fast allow_busy unqueued",
-    group="transactions",
-    complexity="O(1)",
-    reply="OK",
-    summary="Starts a transaction.",
+_transaction = partial(command, group="transactions")
+
+
+@_transaction(
+    "multi", 1, "noscript loading stale fast allow_busy unqueued", reply="OK", summary="Starts a transaction."
 )
 def multi(client: Client, args: list[Argument]) -> Reply:
     """Commands are queued from now on."""
@@ -35,11 +34,10 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_transaction(
     "exec",
     1,
     "noscript loading stale skip_slowlog unqueued runs_queued",
-    group="transactions",
     since="1.2.0",
     complexity="that of the commands that were queued",
     reply="array | null",
@@ -68,11 +66,10 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     return tuple(pieces)
 
 
-@command(
+@_transaction(
     "discard",
     1,
     "noscript loading stale fast allow_busy unqueued",
-    group="transactions",
     since="2.0.0",
     complexity="O(N) with N watched keys",
     reply="OK",
@@ -86,13 +83,12 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_transaction(
     "watch",
     -2,
     "noscript loading stale fast allow_busy unqueued",
     keys=(1, -1, 1),
     needs=nothing,
-    group="transactions",
     since="2.2.0",
     usage="key [key ...]",
     parts=Parts(joined="last"),
@@ -113,11 +109,10 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_transaction(
     "unwatch",
     1,
     "noscript loading stale fast allow_busy",
-    group="transactions",
     since="2.2.0",
     complexity="O(N) with N watched keys",
     reply="OK",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, as_integer, integer, plain
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.registry import command
@@ -26,73 +28,36 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     return new
 
 
-@command(
-    "incr",
-    2,
-    "write denyoom fast",
+_counter = partial(
+    command,
+    flags="write denyoom fast",
     keys=(1, 1, 1),
     needs=extents,
     access=READ | WRITE,
     group="string",
-    usage="key",
-    complexity="O(1)",
     reply="integer",
-    summary="Adds one to a number.",
 )
+
+
+@_counter("incr", 2, usage="key", summary="Adds one to a number.")
 def incr(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), 1)
 
 
-@command(
-    "decr",
-    2,
-    "write denyoom fast",
-    keys=(1, 1, 1),
-    needs=extents,
-    access=READ | WRITE,
-    group="string",
-    usage="key",
-    complexity="O(1)",
-    reply="integer",
-    summary="Takes one from a number.",
-)
+@_counter("decr", 2, usage="key", summary="Takes one from a number.")
 def decr(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), -1)
 
 
-@command(
-    "incrby",
-    3,
-    "write denyoom fast",
-    keys=(1, 1, 1),
-    needs=extents,
-    access=READ | WRITE,
-    group="string",
-    usage="key increment",
-    complexity="O(1)",
-    reply="integer",
-    summary="Adds to a number.",
-)
+@_counter("incrby", 3, usage="key increment", summary="Adds to a number.")
 def incrby(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), integer(args[1]))
 
 
-@command(
-    "decrby",
-    3,
-    "write denyoom fast",
-    keys=(1, 1, 1),
-    needs=extents,
-    access=READ | WRITE,
-    group="string",
-    usage="key decrement",
-    complexity="O(1)",
-    reply="integer",
-    summary="Takes from a number.",
-)
+@_counter("decrby", 3, usage="key decrement", summary="Takes from a number.")
 def decrby(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     amount = integer(args[1])

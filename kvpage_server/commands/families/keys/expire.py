@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 from kvpage_server.commands.arguments import I64, integer, plain, plain_all, shorten
 from kvpage_server.commands.context import Client
@@ -49,12 +50,11 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
         "write fast",
         keys=(1, 1, 1),
         needs=extents,
-        group="generic",
         since=since,
         usage=f"key {time} [NX | XX | GT | LT]",
-        complexity="O(1)",
         reply="integer",
         summary=summary,
+        group="generic",
     )
     def expire(client: Client, args: list[Argument]) -> Reply:
         conditions = _conditions(plain_all(args[2:]))
@@ -107,72 +107,37 @@ def _left(client: Client, raw: Argument) -> int:
     return expires if expires < 0 else max(expires - unix_ms(), 0)
 
 
-@command(
-    "ttl",
-    2,
-    "readonly fast",
+_expiry_of = partial(
+    command,
+    arity=2,
+    flags="readonly fast",
     keys=(1, 1, 1),
+    needs=nothing,
     group="generic",
     usage="key",
-    complexity="O(1)",
     reply="integer",
-    summary="Returns seconds to live.",
-    needs=nothing,
 )
+
+
+@_expiry_of("ttl", summary="Returns seconds to live.")
 def ttl(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for ever, -2 for no such key."""
     return _seconds(_left(client, args[0]))
 
 
-@command(
-    "pttl",
-    2,
-    "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="generic",
-    since="2.6.0",
-    usage="key",
-    complexity="O(1)",
-    reply="integer",
-    summary="Returns milliseconds to live.",
-)
+@_expiry_of("pttl", since="2.6.0", summary="Returns milliseconds to live.")
 def pttl(client: Client, args: list[Argument]) -> Reply:
     """Milliseconds; -1 for ever, -2 for no such key."""
     return _left(client, args[0])
 
 
-@command(
-    "expiretime",
-    2,
-    "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="generic",
-    since="7.0.0",
-    usage="key",
-    complexity="O(1)",
-    reply="integer",
-    summary="Returns the unix second at which a key expires.",
-)
+@_expiry_of("expiretime", since="7.0.0", summary="Returns the unix second at which a key expires.")
 def expiretime(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for never, -2 for no such key."""
     return _seconds(_expiry(client, args[0]))
 
 
-@command(
-    "pexpiretime",
-    2,
-    "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="generic",
-    since="7.0.0",
-    usage="key",
-    complexity="O(1)",
-    reply="integer",
-    summary="Returns the unix millisecond at which a key expires.",
-)
+@_expiry_of("pexpiretime", since="7.0.0", summary="Returns the unix millisecond at which a key expires.")
 def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     """Milliseconds; -1 for never, -2 for no such key."""
     return _expiry(client, args[0])
@@ -184,12 +149,11 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     "write fast",
     keys=(1, 1, 1),
     needs=extents,
-    group="generic",
     since="2.2.0",
     usage="key",
-    complexity="O(1)",
     reply="integer",
     summary="Lets a key live for ever.",
+    group="generic",
 )
 def persist(client: Client, args: list[Argument]) -> Reply:
     """1 when it had a time to live."""

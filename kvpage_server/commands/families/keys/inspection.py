@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from kvpage_server.commands.arguments import SYNTAX_ERROR, as_integer, integer, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.server.info import human, resident_memory
@@ -14,22 +16,16 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 
 _LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
 
+_object = partial(
+    command, arity=3, flags="readonly keyspace", keys=(2, 2, 1), needs=nothing, group="generic", usage="key"
+)
+_memory = partial(command, group="server", since="4.0.0")
+
+
 container("object", group="generic", summary="A container for how values are kept.")
 
 
-@command(
-    "object|encoding",
-    3,
-    "readonly keyspace",
-    keys=(2, 2, 1),
-    needs=nothing,
-    group="generic",
-    since="2.2.3",
-    usage="key",
-    complexity="O(1)",
-    reply="bulk | null",
-    summary="Names a value's encoding as Redis would.",
-)
+@_object("object|encoding", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
     """int, embstr or raw; null when there is no such key."""
     entry = client.server.keyspace.find(plain(args[0]))
@@ -40,36 +36,14 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
     return b"embstr" if as_integer(entry.data) is None else b"int"
 
 
-@command(
-    "object|refcount",
-    3,
-    "readonly keyspace",
-    keys=(2, 2, 1),
-    needs=nothing,
-    group="generic",
-    since="2.2.3",
-    usage="key",
-    complexity="O(1)",
-    reply="integer | null",
-    summary="Counts the references to a value.",
-)
+@_object("object|refcount", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
     """1: values are not shared. Null when there is no such key."""
     return None if client.server.keyspace.find(plain(args[0])) is None else 1
 
 
-@command(
-    "object|idletime",
-    3,
-    "readonly keyspace",
-    keys=(2, 2, 1),
-    needs=nothing,
-    group="generic",
-    since="2.2.3",
-    usage="key",
-    complexity="O(1)",
-    reply="integer | null",
-    summary="Returns the seconds since a value was used.",
+@_object(
+    "object|idletime", since="2.2.3", reply="integer | null", summary="Returns the seconds since a value was used."
 )
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
     """A page is used when any page of its block is. Null when there is no such key."""
@@ -77,19 +51,7 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     return None if keyspace.find(key) is None else keyspace.idle(key)
 
 
-@command(
-    "object|freq",
-    3,
-    "readonly keyspace",
-    keys=(2, 2, 1),
-    needs=nothing,
-    group="generic",
-    since="4.0.0",
-    usage="key",
-    complexity="O(1)",
-    reply="null",
-    summary="Returns how often a value was used, under an LFU policy.",
-)
+@_object("object|freq", since="4.0.0", reply="null", summary="Returns how often a value was used, under an LFU policy.")
 def object_freq(client: Client, args: list[Argument]) -> Reply:
     """There is no LFU policy here. Null when there is no such key."""
     if client.server.keyspace.find(plain(args[0])) is None:
@@ -108,16 +70,13 @@ def _usage(key: bytes, entry: Entry) -> int:
     return len(key) + (entry.size + TEXT_OVERHEAD if isinstance(entry, Text) else entry.footprint)
 
 
-@command(
+@_memory(
     "memory|usage",
     -3,
     "readonly",
     keys=(2, 2, 1),
     needs=nothing,
-    group="server",
-    since="4.0.0",
     usage="key [SAMPLES count]",
-    complexity="O(1)",
     reply="integer | null",
     summary="Returns the bytes that a key and its value occupy.",
 )
@@ -141,12 +100,10 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     return (held / used if used else 1.0), held - used
 
 
-@command(
+@_memory(
     "memory|stats",
     2,
     "allkeys",
-    group="server",
-    since="4.0.0",
     complexity="O(N) with N connections",
     reply="map",
     summary="Tells where the memory goes.",
@@ -170,16 +127,7 @@ def memory_stats(client: Client, args: list[Argument]) -> Reply:
     }
 
 
-@command(
-    "memory|doctor",
-    2,
-    "allkeys",
-    group="server",
-    since="4.0.0",
-    complexity="O(1)",
-    reply="text",
-    summary="Says what is wrong with the memory.",
-)
+@_memory("memory|doctor", 2, "allkeys", reply="text", summary="Says what is wrong with the memory.")
 def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     """Text for people."""
     keyspace, memory = client.server.keyspace, client.server.keyspace.memory

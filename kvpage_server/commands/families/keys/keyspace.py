@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Iterator
+from functools import partial
 from itertools import zip_longest
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain, plain_all
@@ -21,63 +22,49 @@ from kvpage_server.store.keyspace import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
 _U64_MAX = 2**64 - 1
-_EACH_KEY = Parts(joined="sum")
 MOST_SCANNED = 1000  # keys that a call of SCAN returns, or those of one block: COUNT is a hint
 _PLACES = 5  # of keys, some of which may be blocks of a thousand, that are looked at together
 _STEP = 1000  # keys that are looked at, encoded or freed before others have their turn
 
 
-@command(
-    "del",
-    -2,
-    "write",
+_for_each = partial(
+    command,
+    arity=-2,
     keys=(1, -1, 1),
     group="generic",
     usage="key [key ...]",
-    needs=extents,
-    parts=_EACH_KEY,
+    parts=Parts(joined="sum"),
     complexity="O(N) with N keys",
     reply="integer",
-    summary="Deletes keys.",
 )
+_flush = partial(
+    command,
+    arity=-1,
+    flags="write keyspace dangerous allkeys",
+    group="server",
+    usage="[ASYNC | SYNC]",
+    complexity="O(N) with N keys",
+    reply="OK",
+)
+_generic = partial(command, group="generic")
+
+
+@_for_each("del", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
     delete = client.server.keyspace.delete
     return sum(delete(key) for key in plain_all(args))
 
 
-@command(
-    "unlink",
-    -2,
-    "write fast",
-    keys=(1, -1, 1),
-    needs=extents,
-    group="generic",
-    since="4.0.0",
-    usage="key [key ...]",
-    parts=_EACH_KEY,
-    complexity="O(N) with N keys",
-    reply="integer",
-    summary="Deletes keys; deleting is quick here anyway.",
+@_for_each(
+    "unlink", flags="write fast", needs=extents, since="4.0.0", summary="Deletes keys; deleting is quick here anyway."
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
     return del_(client, args)
 
 
-@command(
-    "exists",
-    -2,
-    "readonly fast",
-    keys=(1, -1, 1),
-    needs=nothing,
-    group="generic",
-    usage="key [key ...]",
-    parts=_EACH_KEY,
-    complexity="O(N) with N keys",
-    reply="integer",
-    summary="Counts the keys that exist.",
-)
+@_for_each("exists", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
 def exists(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
     keyspace = client.server.keyspace
@@ -92,19 +79,8 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     return True
 
 
-@command(
-    "touch",
-    -2,
-    "readonly fast",
-    keys=(1, -1, 1),
-    needs=nothing,
-    group="generic",
-    since="3.2.1",
-    usage="key [key ...]",
-    parts=_EACH_KEY,
-    complexity="O(N) with N keys",
-    reply="integer",
-    summary="Counts the keys that exist, and uses them.",
+@_for_each(
+    "touch", flags="readonly fast", needs=nothing, since="3.2.1", summary="Counts the keys that exist, and uses them."
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
@@ -112,17 +88,15 @@ def touch(client: Client, args: list[Argument]) -> Reply:
     return sum(read(key) is not None for key in plain_all(args))
 
 
-@command(
+@_generic(
     "type",
     2,
     "readonly fast",
     keys=(1, 1, 1),
-    group="generic",
+    needs=nothing,
     usage="key",
-    complexity="O(1)",
     reply="simple",
     summary="Names a value's type.",
-    needs=nothing,
 )
 def type_(client: Client, args: list[Argument]) -> Reply:
     """string or none; set for an index key."""
@@ -140,11 +114,10 @@ def matcher(pattern: bytes) -> Matches | None:
         raise ReplyError(f"ERR {error}") from None
 
 
-@command(
+@_generic(
     "keys",
     2,
     "readonly dangerous filtered",
-    group="generic",
     usage="pattern",
     complexity="O(N) with N keys in the store",
     reply="array of bulk",
@@ -176,11 +149,10 @@ def _visible_keys(client: Client) -> Iterator[list[bytes]]:
     yield client.visible(some)
 
 
-@command(
+@_generic(
     "scan",
     -2,
     "readonly filtered",
-    group="generic",
     since="2.8.0",
     usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
     complexity="O(1) a call with a COUNT of 1, O(N) for all N keys",
@@ -278,15 +250,7 @@ def _scan_count(word: bytes) -> int:
     return count
 
 
-@command(
-    "randomkey",
-    1,
-    "readonly filtered",
-    group="generic",
-    complexity="O(1)",
-    reply="bulk | null",
-    summary="Returns a random key.",
-)
+@_generic("randomkey", 1, "readonly filtered", reply="bulk | null", summary="Returns a random key.")
 def randomkey(client: Client, args: list[Argument]) -> Reply:
     """Null when there is none; of those that the user may read."""
     if client.sees_all:
@@ -306,10 +270,10 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     "dbsize",
     1,
     "readonly fast keyspace filtered",
-    group="server",
     complexity="O(1), or O(N) with N keys for a user who may not read all of them",
     reply="integer",
     summary="Returns the number of keys.",
+    group="server",
 )
 def dbsize(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may read; of all, those overdue but not yet swept too."""
@@ -326,16 +290,8 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command(
-    "flushall",
-    -1,
-    "write keyspace dangerous allkeys",
-    group="server",
-    usage="[ASYNC | SYNC]",
-    complexity="O(N) with N keys",
-    reply="OK",
-    summary="Removes every key.",
-)
+@_flush("flushdb", summary="Removes every key; there is one database.")
+@_flush("flushall", summary="Removes every key.")
 def flushall(client: Client, args: list[Argument]) -> Reply:
     """Every key is gone at once, for everybody; OK once their memory is free, or before it when ASYNC is given."""
     options = [word.upper() for word in plain_all(args)]
@@ -353,15 +309,3 @@ def flushall(client: Client, args: list[Argument]) -> Reply:
             yield OK
 
     return Stream(None, steps())
-
-
-command(
-    "flushdb",
-    -1,
-    "write keyspace dangerous allkeys",
-    group="server",
-    usage="[ASYNC | SYNC]",
-    complexity="O(N) with N keys",
-    reply="OK",
-    summary="Removes every key; there is one database.",
-)(flushall)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from itertools import islice
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, plain_all
@@ -27,13 +28,13 @@ def _request(client: Client, raw: Argument) -> bytes:
     return req_id or b""
 
 
-@command(
+_index = partial(command, keys=(1, 1, 1), needs=nothing, group="set")
+
+
+@_index(
     "smembers",
     2,
     "readonly",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="set",
     usage="key",
     complexity="O(N) with N pages",
     reply="set of bulk",
@@ -56,13 +57,10 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command(
+@_index(
     "scard",
     2,
     "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="set",
     usage="key",
     complexity="O(N) with N blocks",
     reply="integer",
@@ -78,15 +76,11 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, req_id))
 
 
-@command(
+@_index(
     "sismember",
     3,
     "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="set",
     usage="key member",
-    complexity="O(1)",
     reply="integer",
     summary="Says whether a page key is one of a request's, given its index key.",
 )
@@ -99,13 +93,10 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     return int(of_request and is_page(client.keyspace.find(member)))
 
 
-@command(
+@_index(
     "sscan",
     -3,
     "readonly",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="set",
     since="2.8.0",
     usage="key cursor [MATCH pattern] [COUNT count]",
     complexity="O(N) with N pages returned",

@@ -6,6 +6,7 @@ No command here changes a value in its middle: a page's bytes and its header alw
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -68,17 +69,29 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
     return options
 
 
-@command(
+_string = partial(command, keys=(1, 1, 1), group="string")
+_range = partial(
+    command,
+    arity=4,
+    flags="readonly",
+    keys=(1, 1, 1),
+    needs=values,
+    group="string",
+    usage="key start end",
+    complexity="O(N) with N bytes returned",
+    reply="bulk",
+)
+_strings = partial(command, group="string", complexity="O(N) with N keys")
+
+
+@_string(
     "set",
     -3,
     "write denyoom",
-    keys=(1, 1, 1),
     uses=key_of_set,
     needs=as_used,
-    group="string",
     usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
     "PXAT unix-time-milliseconds | KEEPTTL]",
-    complexity="O(1)",
     reply="OK | bulk | null",
     summary="Sets the string value of a key; a page blob under its own key becomes that page.",
 )
@@ -101,17 +114,8 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@command(
-    "get",
-    2,
-    "readonly fast",
-    keys=(1, 1, 1),
-    group="string",
-    usage="key",
-    complexity="O(1)",
-    reply="bulk | null",
-    summary="Returns the value of a key.",
-    needs=values,
+@_string(
+    "get", 2, "readonly fast", needs=values, usage="key", reply="bulk | null", summary="Returns the value of a key."
 )
 def get(client: Client, args: list[Argument]) -> Reply:
     """A value, a page as its blob."""
@@ -134,16 +138,13 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
     return OK
 
 
-@command(
+@_string(
     "setex",
     4,
     "write denyoom",
-    keys=(1, 1, 1),
     needs=extents,
-    group="string",
     since="2.0.0",
     usage="key seconds value",
-    complexity="O(1)",
     reply="OK",
     summary="Sets a value with a time to live in seconds.",
 )
@@ -152,16 +153,13 @@ def setex(client: Client, args: list[Argument]) -> Reply:
     return _set_expiring(client, args, "setex", b"EX")
 
 
-@command(
+@_string(
     "psetex",
     4,
     "write denyoom",
-    keys=(1, 1, 1),
     needs=extents,
-    group="string",
     since="2.6.0",
     usage="key milliseconds value",
-    complexity="O(1)",
     reply="OK",
     summary="Sets a value with a time to live in milliseconds.",
 )
@@ -170,15 +168,12 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
     return _set_expiring(client, args, "psetex", b"PX")
 
 
-@command(
+@_string(
     "setnx",
     3,
     "write denyoom fast",
-    keys=(1, 1, 1),
     needs=extents,
-    group="string",
     usage="key value",
-    complexity="O(1)",
     reply="integer",
     summary="Sets a value if its key does not exist.",
 )
@@ -191,15 +186,12 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
     return 1
 
 
-@command(
+@_string(
     "getset",
     3,
     "write denyoom fast",
-    keys=(1, 1, 1),
     access=READ | WRITE,
-    group="string",
     usage="key value",
-    complexity="O(1)",
     reply="bulk | null",
     summary="Sets a value and returns the old one.",
 )
@@ -211,16 +203,13 @@ def getset(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@command(
+@_string(
     "getdel",
     2,
     "write fast",
-    keys=(1, 1, 1),
     access=READ | WRITE,
-    group="string",
     since="6.2.0",
     usage="key",
-    complexity="O(1)",
     reply="bulk | null",
     summary="Returns a value and deletes it.",
 )
@@ -232,16 +221,13 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@command(
+@_string(
     "getex",
     -2,
     "write fast",
-    keys=(1, 1, 1),
     access=READ | WRITE,
-    group="string",
     since="6.2.0",
     usage="key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
-    complexity="O(1)",
     reply="bulk | null",
     summary="Returns a value and changes its time to live.",
 )
@@ -257,16 +243,14 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     return string_of(entry)
 
 
-@command(
+@_strings(
     "mget",
     -2,
     "readonly fast",
     keys=(1, -1, 1),
     needs=values,
-    group="string",
     usage="key [key ...]",
     parts=Parts(joined="array"),
-    complexity="O(N) with N keys",
     reply="array of bulk or null",
     summary="Returns the values of keys.",
 )
@@ -285,17 +269,15 @@ def _mset(client: Client, args: list[Argument]) -> None:
         put(client, key, value, page)
 
 
-@command(
+@_strings(
     "mset",
     -3,
     "write denyoom",
     keys=(1, -1, 2),
     needs=extents,
-    group="string",
     since="1.0.1",
     usage="key value [key value ...]",
     parts=Parts(width=2, joined="last"),
-    complexity="O(N) with N keys",
     reply="OK",
     summary="Sets the values of keys.",
 )
@@ -307,16 +289,14 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_strings(
     "msetnx",
     -3,
     "write denyoom",
     keys=(1, -1, 2),
     needs=extents,
-    group="string",
     since="1.0.1",
     usage="key value [key value ...]",
-    complexity="O(N) with N keys",
     reply="integer",
     summary="Sets the values of keys if none of them exists.",
 )
@@ -330,16 +310,13 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     return 1
 
 
-@command(
+@_string(
     "strlen",
     2,
     "readonly fast",
-    keys=(1, 1, 1),
     needs=nothing,
-    group="string",
     since="2.2.0",
     usage="key",
-    complexity="O(1)",
     reply="integer",
     summary="Returns the length of a value.",
 )
@@ -349,19 +326,8 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
     return 0 if entry is None else length_of(entry)
 
 
-@command(
-    "getrange",
-    4,
-    "readonly",
-    keys=(1, 1, 1),
-    needs=values,
-    group="string",
-    since="2.4.0",
-    usage="key start end",
-    complexity="O(N) with N bytes returned",
-    reply="bulk",
-    summary="Returns a part of a value.",
-)
+@_range("substr", since="1.0.0", summary="Returns a part of a value; the old name of GETRANGE.")
+@_range("getrange", since="2.4.0", summary="Returns a part of a value.")
 def getrange(client: Client, args: list[Argument]) -> Reply:
     """Bytes from start to end, both included and counted from the end when negative; empty when there are none."""
     start, end = integer(args[1]), integer(args[2])
@@ -374,17 +340,3 @@ def getrange(client: Client, args: list[Argument]) -> Reply:
     if first > last or (start < 0 and end < 0 and start > end) or not size:
         return b""
     return part_of(entry, first, last + 1)
-
-
-command(
-    "substr",
-    4,
-    "readonly",
-    keys=(1, 1, 1),
-    needs=values,
-    group="string",
-    usage="key start end",
-    complexity="O(N) with N bytes returned",
-    reply="bulk",
-    summary="Returns a part of a value; the old name of GETRANGE.",
-)(getrange)

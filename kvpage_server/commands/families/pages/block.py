@@ -7,7 +7,7 @@ is read page by page too, and pages that were set one by one are read as a block
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
@@ -42,11 +42,13 @@ from kvpage_server.store.memory.extent import Extent
 _PLANE = 3  # type dtype head_dim
 
 
-@command(
+_block = partial(command, group="page")
+
+
+@_block(
     "kvblockset",
     -12,
     "write denyoom hashed",
-    group="page",
     uses=requests(0),
     needs=nothing,
     usage="req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
@@ -125,11 +127,10 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     return block.extent is not None or block.pages <= AT_ONCE
 
 
-@command(
+@_block(
     "kvblockget",
     3,
     "readonly",
-    group="page",
     uses=requests(0),
     needs=blocks(0),
     fetches=True,
@@ -150,11 +151,10 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     return stepwise(body(), small=_is_small(client, *name))
 
 
-@command(
+@_block(
     "kvblockmget",
     -4,
     "readonly",
-    group="page",
     uses=requests(1, 2),
     needs=blocks(1),
     fetches=True,
@@ -182,15 +182,13 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, bodies())
 
 
-@command(
+@_block(
     "kvblockexists",
     3,
     "readonly",
-    group="page",
     uses=requests(0),
     needs=nothing,
     usage="req page",
-    complexity="O(1)",
     reply="integer",
     summary="Says whether a block is there and complete.",
 )

@@ -7,6 +7,7 @@ blocks of a quota may take half of it together, those of blocks without one half
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 from kvpage_server.commands.arguments import check_batch, integer_in
 from kvpage_server.commands.context import Client
@@ -34,17 +35,17 @@ def _of_what(keyspace: Keyspace) -> str:
     return "the quota, or of what quotas leave of maxmemory" if keyspace.evictor.every_quota else "maxmemory"
 
 
-@command(
+_protection = partial(command, group="page", needs=nothing, reply="integer")
+
+
+@_protection(
     "kvpageprefix",
     -6,
     "readonly",
-    group="page",
     uses=requests(3, 2),
-    needs=nothing,
     usage="pages_per_block lease_ms N req page [req page ...]",
     parts=Parts(3, 2),
     complexity="O(N) with N blocks",
-    reply="integer",
     summary="Counts the complete blocks from the first on, and leases exactly those.",
 )
 def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
@@ -88,17 +89,14 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     count_miss(client, HOLE, sum((yield from each(names[1:], lost))))
 
 
-@command(
+@_protection(
     "kvpagelease",
     -3,
     "readonly",
-    group="page",
     uses=requests(0),
-    needs=nothing,
     usage="req lease_ms [page ...]",
     parts=Parts(2),
     complexity="O(N log M) with N blocks and M leases",
-    reply="integer",
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
@@ -119,17 +117,14 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, args[0], args[2:]))
 
 
-@command(
+@_protection(
     "kvpagepin",
     -2,
     "write",
-    group="page",
     uses=requests(0),
-    needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N blocks",
-    reply="integer",
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
@@ -162,17 +157,14 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, args[0], args[1:]))
 
 
-@command(
+@_protection(
     "kvpageunpin",
     -2,
     "write",
-    group="page",
     uses=requests(0),
-    needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N blocks",
-    reply="integer",
     summary="Ends the pins of a request, or of some of its blocks.",
 )
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:

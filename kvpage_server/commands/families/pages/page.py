@@ -96,13 +96,15 @@ def spell_page(page: Page) -> tuple[Piece, ...]:
     return b"$%d\r\n" % page.size, page.part(0, page.size), b"\r\n"
 
 
-@command(
+_page = partial(command, group="page")
+
+
+@_page(
     "kvpageset",
     11,
     "write denyoom page hashed",
     uses=pages(0),
     needs=extents_of_pages(0),
-    group="page",
     usage="req layer head page type dtype page_size head_dim ttl body",
     complexity="O(N) with N bytes",
     reply="OK",
@@ -120,15 +122,13 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@command(
+@_page(
     "kvpageget",
     6,
     "readonly fast page",
     uses=pages(0),
     needs=values,
-    group="page",
     usage="req layer head page type",
-    complexity="O(1)",
     reply="bulk | null",
     summary="Returns a page's body, null when it is not there.",
 )
@@ -145,14 +145,13 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     return _page_or_none(client, args, entry)
 
 
-@command(
+@_page(
     "kvpagemset",
     -12,
     "write denyoom page hashed",
     uses=pages(1, PAGE_WORDS),
     needs=extents_of_pages(1, PAGE_WORDS),
     fetches=True,
-    group="page",
     usage="N req layer head page type dtype page_size head_dim ttl body "
     "[req layer head page type dtype page_size head_dim ttl body ...]",
     parts=Parts(1, PAGE_WORDS),
@@ -197,14 +196,13 @@ class _Step(NamedTuple):
     stop: int
 
 
-@command(
+@_page(
     "kvpagemget",
     -7,
     "readonly page",
     uses=pages(1, NAME_WORDS),
     needs=values,
     fetches=True,
-    group="page",
     usage="N req layer head page type [req layer head page type ...]",
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
@@ -270,15 +268,13 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
     return (*pieces,)
 
 
-@command(
+@_page(
     "kvpageexists",
     6,
     "readonly fast page",
     uses=pages(0),
     needs=nothing,
-    group="page",
     usage="req layer head page type",
-    complexity="O(1)",
     reply="integer",
     summary="Says whether a page is there, from the index alone.",
 )

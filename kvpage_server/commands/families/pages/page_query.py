@@ -22,7 +22,6 @@ from kvpage_server.store.memory.entry import header_of, is_cold, is_page
     "kvpagemexists",
     -7,
     "readonly",
-    group="page",
     uses=pages(1, NAME_WORDS),
     needs=nothing,
     usage="N req layer head page type [req layer head page type ...]",
@@ -30,6 +29,7 @@ from kvpage_server.store.memory.entry import header_of, is_cold, is_page
     complexity="O(N) with N pages",
     reply="array of integer",
     summary="Says of N pages whether they are there, from the index alone.",
+    group="page",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
@@ -49,13 +49,12 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     "kvpagestat",
     6,
     "readonly fast",
-    group="page",
     uses=pages(0),
     needs=extents,
     usage="req layer head page type",
-    complexity="O(1)",
     reply="map | null",
     summary="Returns what is known of a page: its header, time to live, protection and tier.",
+    group="page",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     """A map; null when the page is not there."""

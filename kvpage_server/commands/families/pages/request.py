@@ -100,12 +100,13 @@ def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
     return (block for named in blocks if (block := keyspace.block(named.req_id, named.page)))
 
 
-@command(
+_request = partial(command, group="page", uses=requests(0))
+
+
+@_request(
     "kvpagedel",
     -2,
     "write",
-    group="page",
-    uses=requests(0),
     needs=nothing,
     usage="req [page ...]",
     parts=Parts(1),
@@ -127,12 +128,10 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command(
+@_request(
     "kvpageindex",
     -2,
     "readonly",
-    group="page",
-    uses=requests(0),
     needs=nothing,
     usage="req [WITHSIZES]",
     complexity="O(N) with N pages",
@@ -177,12 +176,10 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
     return described
 
 
-@command(
+@_request(
     "kvpageverify",
     -2,
     "write",
-    group="page",
-    uses=requests(0),
     needs=blocks_of_request,
     fetches=True,
     usage="req [page ...]",

@@ -28,13 +28,13 @@ STORED = "stored"
     "kvpagewhy",
     -2,
     "readonly",
-    group="page",
     uses=requests(0),
     needs=nothing,
     usage="req [layer head page type]",
     complexity="O(1) for a page, O(N) for a request of N pages",
     reply="map",
     summary="Says why a read of a request, or of a page, would miss.",
+    group="page",
 )
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
     """A map. `reason`: stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.

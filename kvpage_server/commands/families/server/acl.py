@@ -6,6 +6,7 @@ import asyncio
 import secrets
 import time
 from collections.abc import Collection
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,8 +21,7 @@ from kvpage_server.commands.table.spec import CATEGORIES, TABLE, find
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream
 
-_OWN = "noscript loading stale"
-_FLAGS = "admin noscript loading stale"
+_ADMIN = "admin noscript loading stale"
 _NO_FILE = (
     "ERR This instance is not configured to use an ACL file. You may want to specify users via the ACL SETUSER command "
     "and then issue a CONFIG REWRITE (assuming you have a configuration file set) in order to store users in the "
@@ -31,46 +31,29 @@ _NO_FILE = (
 _SHORT = 1024  # bytes of rules that are made ready at once
 _FEW = 8  # connections that are looked at more closely in a step
 
+_own = partial(command, flags="noscript loading stale", group="server", since="6.0.0")
+_admin = partial(command, flags=_ADMIN, group="server", since="6.0.0")
+
+
 container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
 
 
-@command(
-    "acl|whoami",
-    2,
-    _OWN,
-    group="server",
-    since="6.0.0",
-    complexity="O(1)",
-    reply="bulk",
-    summary="Returns the connection's user.",
-)
+@_own("acl|whoami", 2, reply="bulk", summary="Returns the connection's user.")
 def acl_whoami(client: Client, args: list[Argument]) -> Reply:
     """Its name."""
     assert client.user is not None
     return client.user.name
 
 
-@command(
-    "acl|users",
-    2,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
-    complexity="O(N log N) with N users",
-    reply="array of bulk",
-    summary="Lists the users' names.",
-)
+@_admin("acl|users", 2, complexity="O(N log N) with N users", reply="array of bulk", summary="Lists the users' names.")
 def acl_users(client: Client, args: list[Argument]) -> Reply:
     """In the order of their names."""
     return sorted(client.server.users.by_name)
 
 
-@command(
+@_admin(
     "acl|list",
     2,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
     complexity="O(N log N) with N users",
     reply="array of bulk",
     summary="Lists users as lines of a configuration.",
@@ -87,12 +70,9 @@ def _lines(client: Client) -> Steps[list[bytes]]:
     return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
 
 
-@command(
+@_admin(
     "acl|getuser",
     3,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
     usage="username",
     complexity="O(N) with N rules",
     reply="map | null",
@@ -115,12 +95,10 @@ def _describe(user: User) -> dict[str, Any]:
     }
 
 
-@command(
+@_admin(
     "acl|setuser",
     -3,
-    _FLAGS + " secret",
-    group="server",
-    since="6.0.0",
+    flags=_ADMIN + " secret",
     usage="username [rule [rule ...]]",
     complexity="O(N) with N rules",
     reply="OK",
@@ -173,12 +151,9 @@ def _listens_too_much(client: Client) -> bool:
     return not (client.user and all(map(client.hears, [*client.channels, *client.patterns])))
 
 
-@command(
+@_admin(
     "acl|deluser",
     -3,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
     usage="username [username ...]",
     complexity="O(N + M) with N users and M connections",
     reply="integer",
@@ -198,12 +173,9 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=_is_quiet(client))
 
 
-@command(
+@_own(
     "acl|cat",
     -2,
-    _OWN,
-    group="server",
-    since="6.0.0",
     usage="[category]",
     most=3,
     complexity="O(N) with N commands",
@@ -220,11 +192,9 @@ def acl_cat(client: Client, args: list[Argument]) -> Reply:
     return [spec.name for spec in TABLE.values() if category.lower() in spec.categories]
 
 
-@command(
+@_admin(
     "acl|dryrun",
     -4,
-    _FLAGS,
-    group="server",
     since="7.0.0",
     usage="username command [arg [arg ...]]",
     complexity="O(N) with N keys",
@@ -247,12 +217,9 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     return OK if denial is None else denial.verbose
 
 
-@command(
+@_admin(
     "acl|log",
     -2,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
     usage="[count | RESET]",
     most=3,
     complexity="O(N) with N entries",
@@ -287,16 +254,7 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
     }
 
 
-@command(
-    "acl|save",
-    2,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
-    complexity="O(N) with N users",
-    reply="OK",
-    summary="Writes the users into the aclfile.",
-)
+@_admin("acl|save", 2, complexity="O(N) with N users", reply="OK", summary="Writes the users into the aclfile.")
 def acl_save(client: Client, args: list[Argument]) -> Reply:
     """Whole or not at all."""
     path = _file(client)
@@ -312,12 +270,9 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=False)
 
 
-@command(
+@_admin(
     "acl|load",
     2,
-    _FLAGS,
-    group="server",
-    since="6.0.0",
     complexity="O(N + M) with N users and M connections",
     reply="OK",
     summary="Has the users of the aclfile instead.",
@@ -349,18 +304,7 @@ def _file(client: Client) -> Path:
     return Path(client.server.config.aclfile)
 
 
-@command(
-    "acl|genpass",
-    -2,
-    _OWN,
-    group="server",
-    since="6.0.0",
-    usage="[bits]",
-    most=3,
-    complexity="O(1)",
-    reply="bulk",
-    summary="Makes up a password.",
-)
+@_own("acl|genpass", -2, usage="[bits]", most=3, reply="bulk", summary="Makes up a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
     """Random hexadecimal digits: 256 bits unless told."""
     bits = integer(args[0]) if args else 256

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain, plain_all
@@ -15,8 +15,6 @@ from kvpage_server.commands.table.usage import arguments
 from kvpage_server.core import Argument
 from kvpage_server.glob import PatternTooLong, glob
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
-
-_FLAGS = "loading stale connection"
 
 
 def describe(spec: Spec) -> list[Any]:
@@ -88,16 +86,10 @@ def _named(args: list[Argument]) -> list[Spec | None]:
     return [TABLE.get(word.lower().decode("ascii", "replace")) for word in plain_all(args)]
 
 
-@command(
-    "command",
-    -1,
-    _FLAGS,
-    group="server",
-    since="2.8.13",
-    complexity="O(N) with N commands",
-    reply="array of array",
-    summary="Describes every command.",
-)
+_about = partial(command, flags="loading stale connection", group="server", since="2.8.13")
+
+
+@_about("command", -1, complexity="O(N) with N commands", reply="array of array", summary="Describes every command.")
 def command_(client: Client, args: list[Argument]) -> Reply:
     """One entry a command."""
     return _all_described(client.protocol)
@@ -120,27 +112,15 @@ def _encoded(reply: Reply, protocol: int) -> Raw:
     return Raw(b"".join(out))
 
 
-@command(
-    "command|count",
-    2,
-    _FLAGS,
-    group="server",
-    since="2.8.13",
-    complexity="O(1)",
-    reply="integer",
-    summary="Counts the commands.",
-)
+@_about("command|count", 2, reply="integer", summary="Counts the commands.")
 def command_count(client: Client, args: list[Argument]) -> Reply:
     """Subcommands are not counted."""
     return len(top_level())
 
 
-@command(
+@_about(
     "command|info",
     -2,
-    _FLAGS,
-    group="server",
-    since="2.8.13",
     usage="[command-name [command-name ...]]",
     parts=Parts(joined="array"),
     complexity="O(N) with N commands",
@@ -154,11 +134,9 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
     return [describe(spec) if spec else None for spec in _named(args)]
 
 
-@command(
+@_about(
     "command|docs",
     -2,
-    _FLAGS,
-    group="server",
     since="7.0.0",
     usage="[command-name [command-name ...]]",
     complexity="O(N) with N commands",
@@ -172,11 +150,9 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
     return {spec.name: document(spec) for spec in dict.fromkeys(_named(args)) if spec}
 
 
-@command(
+@_about(
     "command|list",
     -2,
-    _FLAGS,
-    group="server",
     since="7.0.0",
     usage="[FILTERBY <MODULE module-name | ACLCAT category | PATTERN pattern>]",
     complexity="O(N) with N commands",
@@ -219,12 +195,9 @@ def _uses(args: list[Argument]) -> list[Use]:
     return list(spec.uses_of(args[spec.words :]))
 
 
-@command(
+@_about(
     "command|getkeys",
     -4,
-    _FLAGS,
-    group="server",
-    since="2.8.13",
     usage="command [arg [arg ...]]",
     complexity="O(N) with N arguments",
     reply="array of bulk",
@@ -235,11 +208,9 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
     return [bytes(key) for key, _ in _uses(args)]
 
 
-@command(
+@_about(
     "command|getkeysandflags",
     -4,
-    _FLAGS,
-    group="server",
     since="7.0.0",
     usage="command [arg [arg ...]]",
     complexity="O(N) with N arguments",

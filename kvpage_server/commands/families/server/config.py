@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Iterable, Mapping, Sequence
 from copy import copy
+from functools import partial
 
 from kvpage_server.commands.access.users import Users
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
@@ -48,15 +49,15 @@ def apply(server: Server, names: Iterable[str]) -> None:
             server.slow_from = min(slow * 1000 if slow >= 0 else NEVER, late * 1_000_000 if late else NEVER)
 
 
+_config = partial(command, flags=_FLAGS, group="server", since="2.0.0")
+
+
 container("config", group="server", since="2.0.0", summary="A container for configuration commands.")
 
 
-@command(
+@_config(
     "config|get",
     -3,
-    _FLAGS,
-    group="server",
-    since="2.0.0",
     usage="parameter [parameter ...]",
     complexity="O(N) with N parameters",
     reply="map",
@@ -81,12 +82,10 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=sum(map(len, words)) <= _SHORT)
 
 
-@command(
+@_config(
     "config|set",
     -4,
-    _FLAGS + " secret",
-    group="server",
-    since="2.0.0",
+    flags=_FLAGS + " secret",
     usage="parameter value [parameter value ...]",
     complexity="O(N) with N parameters",
     reply="OK",
@@ -156,16 +155,7 @@ def _refused(name: str, why: str) -> ReplyError:
     return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
 
 
-@command(
-    "config|resetstat",
-    2,
-    _FLAGS,
-    group="server",
-    since="2.0.0",
-    complexity="O(N) with N connections",
-    reply="OK",
-    summary="Begins the statistics anew.",
-)
+@_config("config|resetstat", 2, complexity="O(N) with N connections", reply="OK", summary="Begins the statistics anew.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     """What INFO counts; not the slow log."""
     server = client.server
@@ -183,11 +173,9 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=len(server.clients) <= STEP)
 
 
-@command(
+@_config(
     "config|rewrite",
     2,
-    _FLAGS,
-    group="server",
     since="2.8.0",
     complexity="O(N) with N lines",
     reply="OK",

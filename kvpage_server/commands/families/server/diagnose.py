@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -14,18 +15,16 @@ from kvpage_server.commands.steps import STEP, Steps, freed, stepwise
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import OK, Reply, ReplyError, Stream, Verbatim
 
-_FLAGS = "admin loading stale"
-_LATENCY_FLAGS = "admin noscript loading stale"
+_slowlog = partial(command, flags="admin loading stale", group="server", since="2.2.12")
+_latency = partial(command, flags="admin noscript loading stale", group="server", since="2.8.13")
+
 
 container("slowlog", group="server", since="2.2.12", summary="A container for slow log commands.")
 
 
-@command(
+@_slowlog(
     "slowlog|get",
     -2,
-    _FLAGS,
-    group="server",
-    since="2.2.12",
     usage="[count]",
     most=3,
     complexity="O(N) with N entries",
@@ -46,31 +45,13 @@ def _row(call: SlowCall) -> list[Reply]:
     return [call.id, call.unix_time, call.microseconds, call.words, call.address, call.name]
 
 
-@command(
-    "slowlog|len",
-    2,
-    _FLAGS,
-    group="server",
-    since="2.2.12",
-    complexity="O(1)",
-    reply="integer",
-    summary="Counts the slow calls remembered.",
-)
+@_slowlog("slowlog|len", 2, reply="integer", summary="Counts the slow calls remembered.")
 def slowlog_len(client: Client, args: list[Argument]) -> Reply:
     """At most slowlog-max-len."""
     return len(client.server.slow_log.entries)
 
 
-@command(
-    "slowlog|reset",
-    2,
-    _FLAGS,
-    group="server",
-    since="2.2.12",
-    complexity="O(N) with N entries",
-    reply="OK",
-    summary="Forgets the slow calls.",
-)
+@_slowlog("slowlog|reset", 2, complexity="O(N) with N entries", reply="OK", summary="Forgets the slow calls.")
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
     """Their ids go on."""
     log = client.server.slow_log
@@ -87,12 +68,9 @@ def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
 container("latency", group="server", since="2.8.13", summary="A container for latency diagnostics commands.")
 
 
-@command(
+@_latency(
     "latency|latest",
     2,
-    _LATENCY_FLAGS,
-    group="server",
-    since="2.8.13",
     complexity="O(N) with N events",
     reply="array of array",
     summary="Returns the last slow moments.",
@@ -106,29 +84,16 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
     ]
 
 
-@command(
-    "latency|history",
-    3,
-    _LATENCY_FLAGS,
-    group="server",
-    since="2.8.13",
-    usage="event",
-    complexity="O(1)",
-    reply="array of array",
-    summary="Returns when an event was slow.",
-)
+@_latency("latency|history", 3, usage="event", reply="array of array", summary="Returns when an event was slow.")
 def latency_history(client: Client, args: list[Argument]) -> Reply:
     """Pairs of unix time and milliseconds, the oldest first."""
     event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
     return [list(sample) for sample in event.samples]
 
 
-@command(
+@_latency(
     "latency|reset",
     -2,
-    _LATENCY_FLAGS,
-    group="server",
-    since="2.8.13",
     usage="[event [event ...]]",
     complexity="O(N) with N events",
     reply="integer",
@@ -141,11 +106,9 @@ def latency_reset(client: Client, args: list[Argument]) -> Reply:
     return sum(events.pop(name, None) is not None for name in named)
 
 
-@command(
+@_latency(
     "latency|histogram",
     -2,
-    _LATENCY_FLAGS,
-    group="server",
     since="7.0.0",
     usage="[command [command ...]]",
     complexity="O(N) with N commands",
@@ -166,16 +129,7 @@ def _histogram(calls: CallCounts) -> dict[str, Any]:
     return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
 
 
-@command(
-    "latency|doctor",
-    2,
-    _LATENCY_FLAGS,
-    group="server",
-    since="2.8.13",
-    complexity="O(N) with N events",
-    reply="text",
-    summary="Says in words what was slow.",
-)
+@_latency("latency|doctor", 2, complexity="O(N) with N events", reply="text", summary="Says in words what was slow.")
 def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     """A line an event."""
     server = client.server
@@ -191,11 +145,10 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     return Verbatim("\n".join(told or ["Nothing was slow."]).encode())
 
 
-@command(
+@_latency(
     "monitor",
     1,
-    _LATENCY_FLAGS,
-    group="server",
+    since="1.0.0",
     complexity="O(N) of every command, with N who monitor",
     reply="OK",
     summary="Shows every command that the server runs, as it does.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterator
+from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, plain_all
 from kvpage_server.commands.context import Client
@@ -27,11 +28,13 @@ def saved(tiered: DiskTier) -> Generator[Reply, None, None]:
         raise ReplyError(f"ERR Errors writing to disk: {reason}")
 
 
-@command(
+_save = partial(command, group="server")
+
+
+@_save(
     "save",
     1,
     "admin noscript no_async_loading no_multi dangerous",
-    group="server",
     complexity="O(N) with N changes that are not on disk",
     reply="OK",
     summary="Has everything that was stored on disk before it answers.",
@@ -52,13 +55,11 @@ def save(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command(
+@_save(
     "bgsave",
     -1,
     "admin noscript no_async_loading dangerous",
-    group="server",
     usage="[SCHEDULE]",
-    complexity="O(1)",
     reply="simple",
     summary="Has what was stored go to disk now, and does not wait for it.",
 )
@@ -70,13 +71,11 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     return simple("Background saving started")
 
 
-@command(
+@_save(
     "lastsave",
     1,
     "loading stale fast admin dangerous",
-    group="server",
     tips="nondeterministic_output",
-    complexity="O(1)",
     reply="integer",
     summary="Returns the unix second of the last commit to disk; that of the start where there is none.",
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterator
+from functools import partial
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, integer, plain_all
 from kvpage_server.commands.context import Client
@@ -19,11 +20,13 @@ from kvpage_server.resp.reply import Reply, ReplyError, Stream, Verbatim
 log = logging.getLogger("kvpage")
 
 
-@command(
+_server = partial(command, group="server")
+
+
+@_server(
     "info",
     -1,
     "loading stale dangerous filtered",
-    group="server",
     usage="[section [section ...]]",
     complexity="O(N) with N connections",
     reply="text",
@@ -40,31 +43,15 @@ def info(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=len(client.server.clients) <= STEP)
 
 
-@command(
-    "time",
-    1,
-    "loading stale fast",
-    group="server",
-    since="2.6.0",
-    complexity="O(1)",
-    reply="array of bulk",
-    summary="Returns the server's time.",
-)
+@_server("time", 1, "loading stale fast", since="2.6.0", reply="array of bulk", summary="Returns the server's time.")
 def time_(client: Client, args: list[Argument]) -> Reply:
     """Unix seconds and the microseconds of this one."""
     now = time.time_ns() // 1000
     return [b"%d" % (now // 1_000_000), b"%d" % (now % 1_000_000)]
 
 
-@command(
-    "role",
-    1,
-    "admin noscript loading stale fast filtered",
-    group="server",
-    since="2.8.12",
-    complexity="O(1)",
-    reply="array",
-    summary="Returns its role.",
+@_server(
+    "role", 1, "admin noscript loading stale fast filtered", since="2.8.12", reply="array", summary="Returns its role."
 )
 def role(client: Client, args: list[Argument]) -> Reply:
     """Master, at offset 0, with no replicas."""
@@ -75,12 +62,11 @@ def role(client: Client, args: list[Argument]) -> Reply:
     "wait",
     3,
     "noscript",
-    group="connection",
     since="3.0.0",
     usage="numreplicas timeout",
-    complexity="O(1)",
     reply="integer",
     summary="Waits for replicas, of which there are none.",
+    group="connection",
 )
 def wait(client: Client, args: list[Argument]) -> Reply:
     """0 at once."""
@@ -93,26 +79,16 @@ def wait(client: Client, args: list[Argument]) -> Reply:
 container("module", group="server", since="4.0.0", summary="A container for module commands.")
 
 
-@command(
-    "module|list",
-    2,
-    "admin noscript filtered",
-    group="server",
-    since="4.0.0",
-    complexity="O(1)",
-    reply="array",
-    summary="Lists modules: none.",
-)
+@_server("module|list", 2, "admin noscript filtered", since="4.0.0", reply="array", summary="Lists modules: none.")
 def module_list(client: Client, args: list[Argument]) -> Reply:
     """Empty: the page commands are built in."""
     return []
 
 
-@command(
+@_server(
     "shutdown",
     -1,
     "admin noscript loading stale no_multi allow_busy",
-    group="server",
     usage="[NOSAVE | SAVE] [NOW] [FORCE] [ABORT]",
     complexity="O(N) with N changes that are not on disk",
     reply="nothing",
