@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
-from kvpage_server.net.session import Session
+from kvpage_server.net.session import Ends, Session
 from kvpage_server.net.tls import TLSTransport
 from kvpage_server.net.transport import SocketTransport, Transport
 from kvpage_server.net.turns import Line
@@ -175,16 +175,8 @@ class Listener:
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
         """Begin a session with the peer at `address`. A socket whose peer is gone does not know it any more."""
-        return Session(
-            self._server,
-            self._loop,
-            self._line,
-            self._scratch,
-            open_transport,
-            address=address,
-            local_address=_name(sock),
-            descriptor=sock.fileno(),
-        )
+        ends = Ends(address, _name(sock), sock.fileno())
+        return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
 
 
 def _open(address: str, port: int, backlog: int) -> socket.socket:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import enum
 import logging
 from collections.abc import Callable
 from functools import partial
 from time import monotonic, monotonic_ns
+from typing import NamedTuple
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch.admission import Paused, is_unqueued
@@ -19,6 +19,7 @@ from kvpage_server.core.protocol import MUCH, RECEIVE_TURN
 from kvpage_server.net import limits
 from kvpage_server.net.load import Load
 from kvpage_server.net.replies import Replies
+from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
 from kvpage_server.net.transport import HIGH_WATER, Transport
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.reply import QUEUED, Reply, Wait
@@ -29,22 +30,16 @@ GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while
 log = logging.getLogger("kvpage")
 
 
-class SessionState(enum.Enum):
-    """What a session does with what comes. Only a `READING` session looks at it."""
+class Ends(NamedTuple):
+    """Both ends of a connection: addresses as CLIENT LIST shows them, and the socket's descriptor."""
 
-    READING = enum.auto()
-    IN_LINE = enum.auto()  # it has more to do, and waits in line for its turn
-    CROWDED = enum.auto()  # the peer reads too little of what it was told
-    PAUSED = enum.auto()  # a command waits for the end of CLIENT PAUSE
-    WAITING = enum.auto()  # for the disk
-    GONE = enum.auto()  # the connection is over
-
-
-READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = SessionState
+    address: str
+    local_address: str
+    descriptor: int
 
 
 class Session:
-    """The conversation with one connected peer. `open_transport` begins it; addresses are as CLIENT LIST shows them."""
+    """The conversation with one connected peer. `open_transport` begins it. Its states are those of `states`."""
 
     def __init__(
         self,
@@ -52,16 +47,13 @@ class Session:
         loop: asyncio.AbstractEventLoop,
         line: Line,
         scratch: Scratch,
+        ends: Ends,
         open_transport: Callable[[Session], Transport],
-        *,
-        address: str,
-        local_address: str,
-        descriptor: int,
     ) -> None:
         self._server = server
         self._loop = loop
         self._line = line
-        self._descriptor = descriptor
+        self._descriptor = ends.descriptor
         self._events = server.events
         self._keyspace = server.keyspace
         self._parser = Parser(
@@ -78,9 +70,9 @@ class Session:
         self.client = Client(
             server,
             id=next(server.client_ids),
-            address=address,
-            local_address=local_address,
-            descriptor=descriptor,
+            address=ends.address,
+            local_address=ends.local_address,
+            descriptor=ends.descriptor,
             connection=self,
         )
         self._replies = Replies(self.client)
@@ -90,6 +82,12 @@ class Session:
         server.clients[self.client.id] = self.client
         server.stats.connections += 1
         self._transport = open_transport(self)
+
+    def _move(self, event: SessionEvent) -> bool:
+        """Something has happened; whether that leads to another state."""
+        before = self._state
+        self._state = after(before, event)
+        return self._state is not before
 
     # -- the transport's side --------------------------------------------------------------------------------------
 
@@ -137,8 +135,7 @@ class Session:
     def drained(self) -> None:
         """There is room for replies again."""
         self.client.finished = monotonic_ns()
-        if self._state is CROWDED:
-            self._state = READING
+        if self._move(SessionEvent.DRAINED):
             self._run()
 
     def lost(self) -> None:
@@ -151,9 +148,9 @@ class Session:
 
     def _let_go(self) -> None:
         """Hold nothing any more."""
-        if self._state is GONE:
+        if not self._move(SessionEvent.LOST):
             return
-        self._state, self._ending, self.client.gone = GONE, True, True
+        self._ending = self.client.gone = True
         self.client.transaction = None
         steps = self._replies.drop()
         if steps is not None:
@@ -200,8 +197,8 @@ class Session:
 
     def resume(self) -> None:
         """Go on with the command that waited for the end of a pause."""
-        if self._state is PAUSED:
-            self._wait_for_a_turn()
+        if self._move(SessionEvent.PAUSE_OVER):
+            self._line.join(self)
 
     def renew(self) -> None:
         """What waits to be sent may have moved."""
@@ -272,7 +269,7 @@ class Session:
         if self._ending:
             transport.close()
         elif transport.queued and self._crowded:
-            self._state = CROWDED  # until drained() is called
+            self._move(SessionEvent.UNREAD)
         elif stopped or not left:
             self._wait_for_a_turn()
         elif transport.ignored:
@@ -301,28 +298,26 @@ class Session:
         self._close()
 
     def _wait_for_a_turn(self) -> None:
-        self._state = IN_LINE
+        self._move(SessionEvent.LEFT_OVER)
         self._line.join(self)
 
     def take_turn(self) -> None:
         """Go on with what was left over."""
-        if self._state is IN_LINE:
-            self._state = READING
+        if self._move(SessionEvent.TURN):
             self._run()
 
     def _wait_for_the_end_of_the_pause(self) -> None:
         self._flush()
-        if self._state is READING:
-            self._state = PAUSED
+        self._move(SessionEvent.HELD_BACK)
         pause = self._server.pause
         if pause is not None:
             self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
 
     def _wait(self, wait: Wait) -> None:
         """Wait for the disk; for that, too, if it waits for something already."""
+        self._move(SessionEvent.MUST_WAIT)
         if self._state is GONE:  # sending has just found the connection broken
             return
-        self._state = WAITING
         self._awaited += 1
         try:
             wait.start(self._go_on)
@@ -333,9 +328,8 @@ class Session:
     def _go_on(self) -> None:
         """The disk has finished or failed. Send the replies that wait, or an error if what they say is not on disk."""
         self._awaited -= 1
-        if self._state is not WAITING or self._awaited:
+        if self._awaited or not self._move(SessionEvent.ALL_CAME):
             return
-        self._state = READING
         tiered = self._server.tiered
         if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
             self._replies.pieces = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]

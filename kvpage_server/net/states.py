@@ -1,0 +1,74 @@
+"""What a session does with what arrives, and what moves it from one state to another.
+
+    READING  runs the commands that arrive
+             LEFT_OVER -> IN_LINE; UNREAD -> CROWDED; HELD_BACK -> PAUSED
+    IN_LINE  has more to do, and waits for its turn
+             TURN -> READING
+    CROWDED  the peer reads too little of what it was sent
+             DRAINED -> READING
+    PAUSED   a command waits for the end of CLIENT PAUSE
+             PAUSE_OVER -> IN_LINE
+    WAITING  for the disk, or for whatever else a command or reply has to wait for
+             ALL_CAME -> READING
+    GONE     the connection is over, and nothing leads on from here
+
+MUST_WAIT leads to WAITING from every state but GONE, and LOST leads to GONE from every state. TURN, DRAINED and
+PAUSE_OVER may come in any state; where the table does not name them they change nothing. A session that is WAITING or
+GONE stays so when its command is HELD_BACK. Everything else cannot happen, and is an error.
+
+A session that is ending, because of QUIT or of bytes that are no command, takes no further command in any state. What
+it was to be told is sent first.
+"""
+
+from __future__ import annotations
+
+from enum import Enum, auto
+
+
+class SessionState(Enum):
+    """See the module. Only a `READING` session looks at its socket."""
+
+    READING = auto()
+    IN_LINE = auto()
+    CROWDED = auto()
+    PAUSED = auto()
+    WAITING = auto()
+    GONE = auto()
+
+
+class SessionEvent(Enum):
+    """What moves it."""
+
+    LEFT_OVER = auto()  # its turn is over, and there is more to do
+    TURN = auto()  # the line has come to it
+    UNREAD = auto()  # too much waits to be sent
+    DRAINED = auto()  # there is room for replies again
+    HELD_BACK = auto()  # its command has to wait for the end of a pause
+    PAUSE_OVER = auto()
+    MUST_WAIT = auto()  # for one thing more
+    ALL_CAME = auto()  # everything that it has waited for
+    LOST = auto()  # the connection is over
+
+
+READING, IN_LINE, CROWDED, PAUSED, WAITING, GONE = SessionState
+
+_ALWAYS = {SessionEvent.MUST_WAIT: WAITING, SessionEvent.LOST: GONE}
+MOVES: dict[SessionState, dict[SessionEvent, SessionState]] = {
+    READING: {SessionEvent.LEFT_OVER: IN_LINE, SessionEvent.UNREAD: CROWDED, SessionEvent.HELD_BACK: PAUSED, **_ALWAYS},
+    IN_LINE: {SessionEvent.TURN: READING, **_ALWAYS},
+    CROWDED: {SessionEvent.DRAINED: READING, **_ALWAYS},
+    PAUSED: {SessionEvent.PAUSE_OVER: IN_LINE, **_ALWAYS},
+    WAITING: {SessionEvent.ALL_CAME: READING, SessionEvent.HELD_BACK: WAITING, **_ALWAYS},
+    GONE: dict.fromkeys((SessionEvent.ALL_CAME, SessionEvent.HELD_BACK, *_ALWAYS), GONE),
+}
+_WHENEVER = (SessionEvent.TURN, SessionEvent.DRAINED, SessionEvent.PAUSE_OVER)
+
+
+def after(state: SessionState, event: SessionEvent) -> SessionState:
+    """The state that an event leads to. Raises RuntimeError when it cannot happen then."""
+    to = MOVES[state].get(event)
+    if to is None:
+        if event not in _WHENEVER:
+            raise RuntimeError(f"{event.name} cannot happen while {state.name}")
+        return state
+    return to

@@ -1,0 +1,42 @@
+"""What moves a session from one state to another: every pair of a state and an event."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvpage_server.net import states
+from kvpage_server.net.states import SessionEvent, SessionState, after
+
+_EXPECTED = """
+            READING IN_LINE CROWDED PAUSED  WAITING GONE
+LEFT_OVER   IN_LINE -       -       -       -       -
+TURN        READING READING CROWDED PAUSED  WAITING GONE
+UNREAD      CROWDED -       -       -       -       -
+DRAINED     READING IN_LINE READING PAUSED  WAITING GONE
+HELD_BACK   PAUSED  -       -       -       WAITING GONE
+PAUSE_OVER  READING IN_LINE CROWDED IN_LINE WAITING GONE
+MUST_WAIT   WAITING WAITING WAITING WAITING WAITING GONE
+ALL_CAME    -       -       -       -       READING GONE
+LOST        GONE    GONE    GONE    GONE    GONE    GONE
+"""
+
+
+def test_every_event_leads_from_every_state_where_the_table_says_or_cannot_happen() -> None:
+    [names, *rows] = [line.split() for line in _EXPECTED.strip().splitlines()]
+    assert {*names} == {state.name for state in SessionState} == {state.name for state in states.MOVES}
+    assert {row[0] for row in rows} == {event.name for event in SessionEvent}
+    for event, *leads_to in rows:
+        for state, expected in zip(names, leads_to, strict=True):
+            if expected == "-":
+                with pytest.raises(RuntimeError, match=f"{event} cannot happen while {state}"):
+                    after(SessionState[state], SessionEvent[event])
+            else:
+                assert after(SessionState[state], SessionEvent[event]) is SessionState[expected], (state, event)
+
+
+def test_what_is_said_of_the_states_is_what_the_table_has() -> None:
+    told = states.__doc__ or ""
+    for state, moves in states.MOVES.items():
+        for event, to in moves.items():
+            if event not in (SessionEvent.MUST_WAIT, SessionEvent.LOST) and to is not state:
+                assert f"{event.name} -> {to.name}" in told, (state, event)
