@@ -2,15 +2,16 @@
 
 A family's module declares its commands with the `command` decorator, next to what they do::
 
-    @command("get", 2, "readonly fast", keys=(1, 1, 1), group="string", usage="key", reply="bulk | null", summary="...")
+    @command("get key", flags="readonly fast", keys=(1, 1, 1), group="string", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
 What the rows of a module share is given once, in a `partial` of the decorator. A row that names no complexity is O(1).
-`usage` spells the arguments as Redis's documentation does: ``key value [NX | XX] [EX seconds]``, ``...`` for
-repetition. `reply` says the shape of the reply, see `table.shape`. A subcommand is a row of its own, named
-``container|sub``.
 
-The second words are Redis's command flags, and further ACL categories that the command belongs to. `allkeys` says that
+A call is spelt as Redis's documentation does: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. How
+many words it takes, its arity, follows from that, but for the few rows that give it. `reply` says the shape of the
+reply, see `table.shape`. A subcommand is a row of its own, named ``container|sub``.
+
+The flags are Redis's command flags, and further ACL categories that the command belongs to. `allkeys` says that
 it tells or changes something of every key, so it is for users who may use every key; administration is, too, unless it
 is `filtered`: everybody is shown what is theirs. `secret`, `hashed`, `unqueued`, `while_subscribed` and
 `keeps_caching` are fields of `Spec`.
@@ -24,6 +25,7 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.table.keys import READ, WRITE, Uses
 from kvpage_server.commands.table.needs import Needs, everything, nothing
 from kvpage_server.commands.table.spec import BY_WORD, CATEGORIES, FLAGS, SUBCOMMANDS, TABLE, Parts, Spec, subcommands
+from kvpage_server.commands.table.usage import arity as arity_of
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, simple
 
@@ -42,9 +44,9 @@ _CATEGORY_OF_GROUP = {name: name for name in ("page", "string", "set", "keyspace
 
 
 def command(
-    name: str,
-    arity: int,
-    flags: str,
+    call: str,
+    arity: int = 0,
+    flags: str = "",
     *,
     group: str,
     summary: str,
@@ -62,7 +64,9 @@ def command(
     most: int = 0,
     parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
-    """Enter a function into the table. `access` is what `flags` say unless it is given."""
+    """Enter a function into the table. `arity` and `access` are what `call` and `flags` say unless they are given."""
+    name, _, spelt = call.partition(" ")
+    usage = usage or spelt
     given = set(flags.split())
     unknown = given - FLAGS - set(CATEGORIES) - _OWN
     assert not unknown, f"{name}: {unknown} are neither flags nor categories"
@@ -71,7 +75,7 @@ def command(
         parent, _, sub = name.rpartition("|")
         spec = Spec(
             name=name,
-            arity=arity,
+            arity=arity or arity_of(name, usage),
             most=most,
             parts=parts,
             flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses and not keys[0] else set()),
@@ -151,11 +155,9 @@ def help_of(name: str, *, group: str, since: str) -> None:
 
     @command(
         f"{name}|help",
-        2,
-        "loading stale",
+        flags="loading stale",
         group=group,
         since=since,
-        complexity="O(1)",
         reply="array of simple",
         summary="Prints this help.",
     )

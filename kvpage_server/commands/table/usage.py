@@ -29,6 +29,32 @@ def arguments(usage: str) -> list[dict[str, Any]]:
     return found
 
 
+def arity(name: str, usage: str) -> int:
+    """The words of a call with its name, as Redis's tables count them: negative where there may be more."""
+    least, more = _words(arguments(usage))
+    count = name.count("|") + 1 + least
+    return -count if more else count
+
+
+def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
+    """How many words arguments take at least, and whether they may take more."""
+    least, may_take_more = 0, False
+    for argument in found:
+        inner = argument.get("arguments", [])
+        if argument["type"] == "oneof":
+            choices = [_words([choice]) for choice in inner]
+            count = min(choice for choice, _ in choices)
+            more = any(open_ended or choice > count for choice, open_ended in choices)
+        elif argument["type"] == "block":
+            count, more = _words(inner)
+        else:
+            count, more = 1 + ("token" in argument and argument["type"] != "pure-token"), False
+        flags = argument.get("flags", [])
+        may_take_more |= more or bool(flags)
+        least += 0 if "optional" in flags else count
+    return least, may_take_more
+
+
 def _sequence(words: list[str]) -> tuple[list[dict[str, Any]], list[str]]:
     """Arguments up to a closing bracket or a bar, and the words that follow."""
     found: list[dict[str, Any]] = []

@@ -12,6 +12,7 @@ from wire import Wire, items, parse
 import kvpage_server.commands.families  # noqa: F401  fills the table
 from kvpage_server.commands.table.shape import schema
 from kvpage_server.commands.table.spec import TABLE, Spec, find, subcommands
+from kvpage_server.commands.table.usage import arity
 
 ROWS = [spec for spec in TABLE.values() if not subcommands(spec.name) or spec.arity == -1]
 BEGINS = {  # RESP3's replies by their first bytes
@@ -77,3 +78,24 @@ def test_command_docs_tells_both(server: RunningServer, name: str) -> None:
     docs = dict(zip(told[::2], told[1::2], strict=True))
     assert docs[b"complexity"].decode() == TABLE[name].complexity
     assert (b"reply_schema" in docs) == bool(TABLE[name].reply)
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        ("quit", 1),
+        ("get key", 2),
+        ("del key [key ...]", -2),
+        ("set key value [NX | XX] [EX seconds]", -3),
+        ("client|setinfo <LIB-NAME libname | LIB-VER libver>", 4),
+        ("client|caching <YES | NO>", 3),
+        ("client|tracking <ON | OFF> [REDIRECT client-id]", -3),
+        ("kill <address | ID id>", -2),
+        ("memory|usage key [SAMPLES count]", -3),
+        ("hello [protover [AUTH username password]]", -1),
+        ("multi N req page [req page ...]", -4),
+    ],
+)
+def test_how_many_words_a_call_takes_follows_from_how_it_is_spelt(call: str, words: int) -> None:
+    name, _, usage = call.partition(" ")
+    assert arity(name, usage) == words

@@ -19,10 +19,9 @@ _tracking = partial(command, flags="noscript loading stale keeps_caching", group
 
 
 @_tracking(
-    "client|tracking",
-    -3,
+    "client|tracking <ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] "
+    "[OPTOUT] [NOLOOP]",
     since="6.0.0",
-    usage="<ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] [OPTOUT] [NOLOOP]",
     complexity="O(1), O(N) with N prefixes",
     reply="OK",
     summary="Has the connection told when keys that it read change, for a cache on the client's side.",
@@ -124,10 +123,8 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
 
 
 @_tracking(
-    "client|caching",
-    3,
+    "client|caching <YES | NO>",
     since="6.0.0",
-    usage="<YES | NO>",
     reply="OK",
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
@@ -150,7 +147,6 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
 
 @_tracking(
     "client|getredir",
-    2,
     since="6.0.0",
     reply="integer",
     summary="Returns the id of the connection that is told what this one tracks.",
@@ -162,7 +158,6 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
 
 @_tracking(
     "client|trackinginfo",
-    2,
     since="6.2.0",
     complexity="O(N) with N prefixes",
     reply="map",

@@ -28,19 +28,19 @@ _others = partial(command, flags=_OTHERS, group="connection")
 container("client", group="connection", since="2.4.0", summary="A container for commands about connections.")
 
 
-@_own("client|id", 2, since="5.0.0", reply="integer", summary="Returns the connection's id.")
+@_own("client|id", since="5.0.0", reply="integer", summary="Returns the connection's id.")
 def client_id(client: Client, args: list[Argument]) -> Reply:
     """Unique, growing."""
     return client.id
 
 
-@_own("client|getname", 2, since="2.6.9", reply="bulk | null", summary="Returns the connection's name.")
+@_own("client|getname", since="2.6.9", reply="bulk | null", summary="Returns the connection's name.")
 def client_getname(client: Client, args: list[Argument]) -> Reply:
     """Null when none was set."""
     return client.name or None
 
 
-@_own("client|setname", 3, since="2.6.9", usage="connection-name", reply="OK", summary="Names the connection.")
+@_own("client|setname connection-name", since="2.6.9", reply="OK", summary="Names the connection.")
 def client_setname(client: Client, args: list[Argument]) -> Reply:
     """An empty name takes it away."""
     client.name = checked_name(plain(args[0]))
@@ -48,10 +48,8 @@ def client_setname(client: Client, args: list[Argument]) -> Reply:
 
 
 @_own(
-    "client|setinfo",
-    4,
+    "client|setinfo <LIB-NAME libname | LIB-VER libver>",
     since="7.2.0",
-    usage="<LIB-NAME libname | LIB-VER libver>",
     reply="OK",
     summary="Tells which client library is talking.",
 )
@@ -70,18 +68,16 @@ def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@_own("client|info", 2, since="6.2.0", reply="text", summary="Describes the connection.")
+@_own("client|info", since="6.2.0", reply="text", summary="Describes the connection.")
 def client_info(client: Client, args: list[Argument]) -> Reply:
     """As a line of CLIENT LIST."""
     return Verbatim(_line(client))
 
 
 @_others(
-    "client|list",
-    -2,
+    "client|list [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
     flags=_OTHERS + " filtered",
     since="2.4.0",
-    usage="[TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [ID client-id [client-id ...]]",
     complexity="O(N) with N connections",
     reply="text",
     summary="Lists connections.",
@@ -131,12 +127,11 @@ def _of_type(word: bytes) -> Chosen:
 
 
 @_others(
-    "client|kill",
-    -3,
+    "client|kill <ip:port | [ID client-id] [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [USER username] "
+    "[ADDR ip:port] [LADDR ip:port] [SKIPME <YES | NO>] [MAXAGE seconds]>",
+    arity=-3,
     flags=_OTHERS + " filtered",
     since="2.4.0",
-    usage="<ip:port | [ID client-id] [TYPE <NORMAL | MASTER | REPLICA | PUBSUB>] [USER username] [ADDR ip:port] "
-    "[LADDR ip:port] [SKIPME <YES | NO>] [MAXAGE seconds]>",
     complexity="O(N) with N connections",
     reply="OK | integer",
     summary="Ends connections.",
@@ -224,10 +219,8 @@ def _of_user(client: Client, name: bytes) -> Chosen:
 
 
 @_others(
-    "client|pause",
-    -3,
+    "client|pause timeout [WRITE | ALL]",
     since="3.0.0",
-    usage="timeout [WRITE | ALL]",
     complexity="O(N) with N connections",
     reply="OK",
     summary="Makes every client's commands, or writes, wait for some milliseconds.",
@@ -250,7 +243,7 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@_others("client|unpause", 2, since="6.2.0", complexity="O(N) with N connections", reply="OK", summary="Ends a pause.")
+@_others("client|unpause", since="6.2.0", complexity="O(N) with N connections", reply="OK", summary="Ends a pause.")
 def client_unpause(client: Client, args: list[Argument]) -> Reply:
     """Those who wait go on."""
     client.server.end_pause()
@@ -258,10 +251,8 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
 
 
 @_others(
-    "client|unblock",
-    -3,
+    "client|unblock client-id [TIMEOUT | ERROR]",
     since="5.0.0",
-    usage="client-id [TIMEOUT | ERROR]",
     most=4,
     reply="integer",
     summary="Ends the wait of a connection within a blocking command, of which there are none.",
@@ -283,10 +274,8 @@ def _on_or_off(args: list[Argument]) -> bool:
 
 
 @_others(
-    "client|no-evict",
-    3,
+    "client|no-evict <ON | OFF>",
     since="7.0.0",
-    usage="<ON | OFF>",
     reply="OK",
     summary="Spares the connection when all of them hold too much memory.",
 )
@@ -297,10 +286,8 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
 
 
 @_own(
-    "client|no-touch",
-    3,
+    "client|no-touch <ON | OFF>",
     since="7.2.0",
-    usage="<ON | OFF>",
     reply="OK",
     summary="Lets the connection's reads not count as a use of keys.",
 )
@@ -312,10 +299,8 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
 
 
 @_own(
-    "client|reply",
-    3,
+    "client|reply <ON | OFF | SKIP>",
     since="3.2.0",
-    usage="<ON | OFF | SKIP>",
     reply="OK | nothing",
     summary="Turns replies on or off, or leaves out the next one.",
 )

@@ -37,10 +37,8 @@ _command = partial(command, group="connection")
 
 
 @_command(
-    "ping",
-    -1,
-    "fast while_subscribed",
-    usage="[message]",
+    "ping [message]",
+    flags="fast while_subscribed",
     reply="simple | bulk | array of bulk",
     summary="Says that the server lives.",
 )
@@ -53,15 +51,13 @@ def ping(client: Client, args: list[Argument]) -> Reply:
     return plain(args[0]) if args else PONG
 
 
-@_command("echo", 2, "loading stale fast", usage="message", reply="bulk", summary="Returns the message.")
+@_command("echo message", flags="loading stale fast", reply="bulk", summary="Returns the message.")
 def echo(client: Client, args: list[Argument]) -> Reply:
     """The message."""
     return plain(args[0])
 
 
-@_command(
-    "select", 2, "loading stale fast", usage="index", reply="OK", summary="Chooses the database; the only one is 0."
-)
+@_command("select index", flags="loading stale fast", reply="OK", summary="Chooses the database; the only one is 0.")
 def select(client: Client, args: list[Argument]) -> Reply:
     """OK for 0."""
     index = integer(args[0])
@@ -74,8 +70,8 @@ def select(client: Client, args: list[Argument]) -> Reply:
 
 @_command(
     "quit",
-    -1,
-    _AT_HAND + " unqueued while_subscribed",
+    arity=-1,
+    flags=_AT_HAND + " unqueued while_subscribed",
     reply="OK",
     summary="Ends the connection once the reply is sent.",
 )
@@ -87,8 +83,7 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
 
 @_command(
     "reset",
-    1,
-    _AT_HAND + " unqueued while_subscribed",
+    flags=_AT_HAND + " unqueued while_subscribed",
     since="6.2.0",
     complexity="O(N) with N channels and keys that are listened to and watched",
     reply="simple",
@@ -109,10 +104,8 @@ def reset(client: Client, args: list[Argument]) -> Reply:
 
 
 @_command(
-    "auth",
-    -2,
-    _AT_HAND + " secret",
-    usage="[username] password",
+    "auth [username] password",
+    flags=_AT_HAND + " secret",
     complexity="O(N) with N passwords of the user",
     reply="OK",
     summary="Says who is talking, and proves it.",
@@ -156,11 +149,9 @@ def _wait_for_its_turn(client: Client) -> None:
 
 
 @_command(
-    "hello",
-    -1,
-    _AT_HAND + " secret",
+    "hello [protover [AUTH username password] [SETNAME clientname]]",
+    flags=_AT_HAND + " secret",
     since="6.0.0",
-    usage="[protover [AUTH username password] [SETNAME clientname]]",
     reply="map",
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
@@ -209,13 +200,13 @@ def _protocol(word: bytes) -> int:
     return chosen
 
 
-@_command("readonly", 1, "loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
+@_command("readonly", flags="loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readonly(client: Client, args: list[Argument]) -> Reply:
     """OK: replicas, which it is meant for, do not exist here."""
     return OK
 
 
-@_command("readwrite", 1, "loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
+@_command("readwrite", flags="loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readwrite(client: Client, args: list[Argument]) -> Reply:
     """OK, as for READONLY."""
     return OK

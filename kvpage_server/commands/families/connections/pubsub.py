@@ -45,10 +45,8 @@ _about = partial(command, flags="pubsub loading stale filtered", group="pubsub",
 
 
 @_listening(
-    "subscribe",
-    -2,
+    "subscribe channel [channel ...]",
     channels="all",
-    usage="channel [channel ...]",
     parts=_EACH,
     complexity="O(N) with N channels",
     summary="Listens to channels.",
@@ -59,10 +57,8 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
 
 
 @_listening(
-    "psubscribe",
-    -2,
+    "psubscribe pattern [pattern ...]",
     channels="patterns",
-    usage="pattern [pattern ...]",
     parts=Parts(),
     complexity="O(N) with N patterns",
     summary="Listens to the channels that match patterns.",
@@ -86,9 +82,7 @@ def _listen(client: Client, pattern: Argument) -> Reply:
 
 
 @_listening(
-    "unsubscribe",
-    -1,
-    usage="[channel [channel ...]]",
+    "unsubscribe [channel [channel ...]]",
     parts=_EACH,
     complexity="O(N) with N channels",
     summary="Listens to some channels, or to all, no more.",
@@ -100,9 +94,7 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
 
 
 @_listening(
-    "punsubscribe",
-    -1,
-    usage="[pattern [pattern ...]]",
+    "punsubscribe [pattern [pattern ...]]",
     parts=_EACH,
     complexity="O(N) with N patterns",
     summary="Listens to some patterns, or to all, no more.",
@@ -114,12 +106,10 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
 
 
 @_pubsub(
-    "publish",
-    3,
-    "pubsub loading stale fast",
+    "publish channel message",
+    flags="pubsub loading stale fast",
     channels="first",
     since="2.0.0",
-    usage="channel message",
     complexity="O(N + M) with N listeners and M patterns",
     reply="integer",
     summary="Sends a message to those who listen to a channel.",
@@ -141,9 +131,7 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
 
 
 @_about(
-    "pubsub|channels",
-    -2,
-    usage="[pattern]",
+    "pubsub|channels [pattern]",
     most=3,
     complexity="O(N) with N channels",
     reply="array of bulk",
@@ -164,9 +152,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
 
 
 @_about(
-    "pubsub|numsub",
-    -2,
-    usage="[channel [channel ...]]",
+    "pubsub|numsub [channel [channel ...]]",
     parts=Parts(joined="array", items=2),
     complexity="O(N) with N channels",
     reply="array",
@@ -181,7 +167,6 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
 
 @_about(
     "pubsub|numpat",
-    2,
     complexity="O(N) with N patterns",
     reply="integer",
     summary="Counts the patterns that somebody listens to.",

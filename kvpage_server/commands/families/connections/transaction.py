@@ -23,7 +23,7 @@ _transaction = partial(command, group="transactions")
 
 
 @_transaction(
-    "multi", 1, "noscript loading stale fast allow_busy unqueued", reply="OK", summary="Starts a transaction."
+    "multi", flags="noscript loading stale fast allow_busy unqueued", reply="OK", summary="Starts a transaction."
 )
 def multi(client: Client, args: list[Argument]) -> Reply:
     """Commands are queued from now on."""
@@ -36,8 +36,7 @@ def multi(client: Client, args: list[Argument]) -> Reply:
 
 @_transaction(
     "exec",
-    1,
-    "noscript loading stale skip_slowlog unqueued runs_queued",
+    flags="noscript loading stale skip_slowlog unqueued runs_queued",
     since="1.2.0",
     complexity="that of the commands that were queued",
     reply="array | null",
@@ -68,8 +67,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
 
 @_transaction(
     "discard",
-    1,
-    "noscript loading stale fast allow_busy unqueued",
+    flags="noscript loading stale fast allow_busy unqueued",
     since="2.0.0",
     complexity="O(N) with N watched keys",
     reply="OK",
@@ -84,13 +82,11 @@ def discard(client: Client, args: list[Argument]) -> Reply:
 
 
 @_transaction(
-    "watch",
-    -2,
-    "noscript loading stale fast allow_busy unqueued",
+    "watch key [key ...]",
+    flags="noscript loading stale fast allow_busy unqueued",
     keys=(1, -1, 1),
     needs=nothing,
     since="2.2.0",
-    usage="key [key ...]",
     parts=Parts(joined="last"),
     complexity="O(N) with N keys",
     reply="OK",
@@ -111,8 +107,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
 
 @_transaction(
     "unwatch",
-    1,
-    "noscript loading stale fast allow_busy",
+    flags="noscript loading stale fast allow_busy",
     since="2.2.0",
     complexity="O(N) with N watched keys",
     reply="OK",

@@ -39,25 +39,25 @@ _counter = partial(
 )
 
 
-@_counter("incr", 2, usage="key", summary="Adds one to a number.")
+@_counter("incr key", summary="Adds one to a number.")
 def incr(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), 1)
 
 
-@_counter("decr", 2, usage="key", summary="Takes one from a number.")
+@_counter("decr key", summary="Takes one from a number.")
 def decr(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), -1)
 
 
-@_counter("incrby", 3, usage="key increment", summary="Adds to a number.")
+@_counter("incrby key increment", summary="Adds to a number.")
 def incrby(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), integer(args[1]))
 
 
-@_counter("decrby", 3, usage="key decrement", summary="Takes from a number.")
+@_counter("decrby key decrement", summary="Takes from a number.")
 def decrby(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     amount = integer(args[1])

@@ -45,13 +45,11 @@ def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time:
     """An EXPIRE command: `unit` milliseconds a count, counted from `base`."""
 
     @command(
-        name,
-        -3,
-        "write fast",
+        f"{name} key {time} [NX | XX | GT | LT]",
+        flags="write fast",
         keys=(1, 1, 1),
         needs=extents,
         since=since,
-        usage=f"key {time} [NX | XX | GT | LT]",
         reply="integer",
         summary=summary,
         group="generic",
@@ -107,50 +105,39 @@ def _left(client: Client, raw: Argument) -> int:
     return expires if expires < 0 else max(expires - unix_ms(), 0)
 
 
-_expiry_of = partial(
-    command,
-    arity=2,
-    flags="readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    group="generic",
-    usage="key",
-    reply="integer",
-)
+_expiry_of = partial(command, flags="readonly fast", keys=(1, 1, 1), needs=nothing, group="generic", reply="integer")
 
 
-@_expiry_of("ttl", summary="Returns seconds to live.")
+@_expiry_of("ttl key", summary="Returns seconds to live.")
 def ttl(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for ever, -2 for no such key."""
     return _seconds(_left(client, args[0]))
 
 
-@_expiry_of("pttl", since="2.6.0", summary="Returns milliseconds to live.")
+@_expiry_of("pttl key", since="2.6.0", summary="Returns milliseconds to live.")
 def pttl(client: Client, args: list[Argument]) -> Reply:
     """Milliseconds; -1 for ever, -2 for no such key."""
     return _left(client, args[0])
 
 
-@_expiry_of("expiretime", since="7.0.0", summary="Returns the unix second at which a key expires.")
+@_expiry_of("expiretime key", since="7.0.0", summary="Returns the unix second at which a key expires.")
 def expiretime(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for never, -2 for no such key."""
     return _seconds(_expiry(client, args[0]))
 
 
-@_expiry_of("pexpiretime", since="7.0.0", summary="Returns the unix millisecond at which a key expires.")
+@_expiry_of("pexpiretime key", since="7.0.0", summary="Returns the unix millisecond at which a key expires.")
 def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     """Milliseconds; -1 for never, -2 for no such key."""
     return _expiry(client, args[0])
 
 
 @command(
-    "persist",
-    2,
-    "write fast",
+    "persist key",
+    flags="write fast",
     keys=(1, 1, 1),
     needs=extents,
     since="2.2.0",
-    usage="key",
     reply="integer",
     summary="Lets a key live for ever.",
     group="generic",

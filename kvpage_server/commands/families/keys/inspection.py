@@ -16,16 +16,14 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 
 _LONGEST_EMBEDDED = 44  # bytes of a string that Redis calls embstr
 
-_object = partial(
-    command, arity=3, flags="readonly keyspace", keys=(2, 2, 1), needs=nothing, group="generic", usage="key"
-)
+_object = partial(command, flags="readonly keyspace", keys=(2, 2, 1), needs=nothing, group="generic")
 _memory = partial(command, group="server", since="4.0.0")
 
 
 container("object", group="generic", summary="A container for how values are kept.")
 
 
-@_object("object|encoding", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
+@_object("object|encoding key", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
     """int, embstr or raw; null when there is no such key."""
     entry = client.server.keyspace.find(plain(args[0]))
@@ -36,14 +34,14 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
     return b"embstr" if as_integer(entry.data) is None else b"int"
 
 
-@_object("object|refcount", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
+@_object("object|refcount key", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
     """1: values are not shared. Null when there is no such key."""
     return None if client.server.keyspace.find(plain(args[0])) is None else 1
 
 
 @_object(
-    "object|idletime", since="2.2.3", reply="integer | null", summary="Returns the seconds since a value was used."
+    "object|idletime key", since="2.2.3", reply="integer | null", summary="Returns the seconds since a value was used."
 )
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
     """A page is used when any page of its block is. Null when there is no such key."""
@@ -51,7 +49,9 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     return None if keyspace.find(key) is None else keyspace.idle(key)
 
 
-@_object("object|freq", since="4.0.0", reply="null", summary="Returns how often a value was used, under an LFU policy.")
+@_object(
+    "object|freq key", since="4.0.0", reply="null", summary="Returns how often a value was used, under an LFU policy."
+)
 def object_freq(client: Client, args: list[Argument]) -> Reply:
     """There is no LFU policy here. Null when there is no such key."""
     if client.server.keyspace.find(plain(args[0])) is None:
@@ -71,12 +71,10 @@ def _usage(key: bytes, entry: Entry) -> int:
 
 
 @_memory(
-    "memory|usage",
-    -3,
-    "readonly",
+    "memory|usage key [SAMPLES count]",
+    flags="readonly",
     keys=(2, 2, 1),
     needs=nothing,
-    usage="key [SAMPLES count]",
     reply="integer | null",
     summary="Returns the bytes that a key and its value occupy.",
 )
@@ -102,8 +100,7 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
 
 @_memory(
     "memory|stats",
-    2,
-    "allkeys",
+    flags="allkeys",
     complexity="O(N) with N connections",
     reply="map",
     summary="Tells where the memory goes.",
@@ -127,7 +124,7 @@ def memory_stats(client: Client, args: list[Argument]) -> Reply:
     }
 
 
-@_memory("memory|doctor", 2, "allkeys", reply="text", summary="Says what is wrong with the memory.")
+@_memory("memory|doctor", flags="allkeys", reply="text", summary="Says what is wrong with the memory.")
 def memory_doctor(client: Client, args: list[Argument]) -> Reply:
     """Text for people."""
     keyspace, memory = client.server.keyspace, client.server.keyspace.memory

@@ -28,28 +28,15 @@ _STEP = 1000  # keys that are looked at, encoded or freed before others have the
 
 
 _for_each = partial(
-    command,
-    arity=-2,
-    keys=(1, -1, 1),
-    group="generic",
-    usage="key [key ...]",
-    parts=Parts(joined="sum"),
-    complexity="O(N) with N keys",
-    reply="integer",
+    command, keys=(1, -1, 1), group="generic", parts=Parts(joined="sum"), complexity="O(N) with N keys", reply="integer"
 )
 _flush = partial(
-    command,
-    arity=-1,
-    flags="write keyspace dangerous allkeys",
-    group="server",
-    usage="[ASYNC | SYNC]",
-    complexity="O(N) with N keys",
-    reply="OK",
+    command, flags="write keyspace dangerous allkeys", group="server", complexity="O(N) with N keys", reply="OK"
 )
 _generic = partial(command, group="generic")
 
 
-@_for_each("del", flags="write", needs=extents, summary="Deletes keys.")
+@_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
     delete = client.server.keyspace.delete
@@ -57,14 +44,18 @@ def del_(client: Client, args: list[Argument]) -> Reply:
 
 
 @_for_each(
-    "unlink", flags="write fast", needs=extents, since="4.0.0", summary="Deletes keys; deleting is quick here anyway."
+    "unlink key [key ...]",
+    flags="write fast",
+    needs=extents,
+    since="4.0.0",
+    summary="Deletes keys; deleting is quick here anyway.",
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
     return del_(client, args)
 
 
-@_for_each("exists", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
+@_for_each("exists key [key ...]", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
 def exists(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
     keyspace = client.server.keyspace
@@ -80,7 +71,11 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
 
 
 @_for_each(
-    "touch", flags="readonly fast", needs=nothing, since="3.2.1", summary="Counts the keys that exist, and uses them."
+    "touch key [key ...]",
+    flags="readonly fast",
+    needs=nothing,
+    since="3.2.1",
+    summary="Counts the keys that exist, and uses them.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""
@@ -89,14 +84,7 @@ def touch(client: Client, args: list[Argument]) -> Reply:
 
 
 @_generic(
-    "type",
-    2,
-    "readonly fast",
-    keys=(1, 1, 1),
-    needs=nothing,
-    usage="key",
-    reply="simple",
-    summary="Names a value's type.",
+    "type key", flags="readonly fast", keys=(1, 1, 1), needs=nothing, reply="simple", summary="Names a value's type."
 )
 def type_(client: Client, args: list[Argument]) -> Reply:
     """string or none; set for an index key."""
@@ -115,10 +103,8 @@ def matcher(pattern: bytes) -> Matches | None:
 
 
 @_generic(
-    "keys",
-    2,
-    "readonly dangerous filtered",
-    usage="pattern",
+    "keys pattern",
+    flags="readonly dangerous filtered",
     complexity="O(N) with N keys in the store",
     reply="array of bulk",
     summary="Returns the keys that match a pattern, all at once.",
@@ -150,11 +136,9 @@ def _visible_keys(client: Client) -> Iterator[list[bytes]]:
 
 
 @_generic(
-    "scan",
-    -2,
-    "readonly filtered",
+    "scan cursor [MATCH pattern] [COUNT count] [TYPE type]",
+    flags="readonly filtered",
     since="2.8.0",
-    usage="cursor [MATCH pattern] [COUNT count] [TYPE type]",
     complexity="O(1) a call with a COUNT of 1, O(N) for all N keys",
     reply="array",
     summary="Returns some keys, and the cursor to go on with.",
@@ -250,7 +234,7 @@ def _scan_count(word: bytes) -> int:
     return count
 
 
-@_generic("randomkey", 1, "readonly filtered", reply="bulk | null", summary="Returns a random key.")
+@_generic("randomkey", flags="readonly filtered", reply="bulk | null", summary="Returns a random key.")
 def randomkey(client: Client, args: list[Argument]) -> Reply:
     """Null when there is none; of those that the user may read."""
     if client.sees_all:
@@ -268,8 +252,7 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
 
 @command(
     "dbsize",
-    1,
-    "readonly fast keyspace filtered",
+    flags="readonly fast keyspace filtered",
     complexity="O(1), or O(N) with N keys for a user who may not read all of them",
     reply="integer",
     summary="Returns the number of keys.",
@@ -290,8 +273,8 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@_flush("flushdb", summary="Removes every key; there is one database.")
-@_flush("flushall", summary="Removes every key.")
+@_flush("flushdb [ASYNC | SYNC]", summary="Removes every key; there is one database.")
+@_flush("flushall [ASYNC | SYNC]", summary="Removes every key.")
 def flushall(client: Client, args: list[Argument]) -> Reply:
     """Every key is gone at once, for everybody; OK once their memory is free, or before it when ASYNC is given."""
     options = [word.upper() for word in plain_all(args)]

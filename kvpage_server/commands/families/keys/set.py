@@ -32,10 +32,8 @@ _index = partial(command, keys=(1, 1, 1), needs=nothing, group="set")
 
 
 @_index(
-    "smembers",
-    2,
-    "readonly",
-    usage="key",
+    "smembers key",
+    flags="readonly",
     complexity="O(N) with N pages",
     reply="set of bulk",
     summary="Returns the page keys of a request, given its index key.",
@@ -58,10 +56,8 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
 
 
 @_index(
-    "scard",
-    2,
-    "readonly fast",
-    usage="key",
+    "scard key",
+    flags="readonly fast",
     complexity="O(N) with N blocks",
     reply="integer",
     summary="Counts the pages of a request, given its index key.",
@@ -77,10 +73,8 @@ def scard(client: Client, args: list[Argument]) -> Reply:
 
 
 @_index(
-    "sismember",
-    3,
-    "readonly fast",
-    usage="key member",
+    "sismember key member",
+    flags="readonly fast",
     reply="integer",
     summary="Says whether a page key is one of a request's, given its index key.",
 )
@@ -94,11 +88,9 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
 
 
 @_index(
-    "sscan",
-    -3,
-    "readonly",
+    "sscan key cursor [MATCH pattern] [COUNT count]",
+    flags="readonly",
     since="2.8.0",
-    usage="key cursor [MATCH pattern] [COUNT count]",
     complexity="O(N) with N pages returned",
     reply="array",
     summary="Goes through the page keys of a request, given its index key, a few at a time.",

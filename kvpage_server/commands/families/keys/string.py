@@ -72,12 +72,10 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
 _string = partial(command, keys=(1, 1, 1), group="string")
 _range = partial(
     command,
-    arity=4,
     flags="readonly",
     keys=(1, 1, 1),
     needs=values,
     group="string",
-    usage="key start end",
     complexity="O(N) with N bytes returned",
     reply="bulk",
 )
@@ -85,13 +83,11 @@ _strings = partial(command, group="string", complexity="O(N) with N keys")
 
 
 @_string(
-    "set",
-    -3,
-    "write denyoom",
+    "set key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT "
+    "unix-time-milliseconds | KEEPTTL]",
+    flags="write denyoom",
     uses=key_of_set,
     needs=as_used,
-    usage="key value [NX | XX] [GET] [EX seconds | PX milliseconds | EXAT unix-time-seconds | "
-    "PXAT unix-time-milliseconds | KEEPTTL]",
     reply="OK | bulk | null",
     summary="Sets the string value of a key; a page blob under its own key becomes that page.",
 )
@@ -114,9 +110,7 @@ def set_(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@_string(
-    "get", 2, "readonly fast", needs=values, usage="key", reply="bulk | null", summary="Returns the value of a key."
-)
+@_string("get key", flags="readonly fast", needs=values, reply="bulk | null", summary="Returns the value of a key.")
 def get(client: Client, args: list[Argument]) -> Reply:
     """A value, a page as its blob."""
     entry = _read(client, args[0])
@@ -139,12 +133,10 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
 
 
 @_string(
-    "setex",
-    4,
-    "write denyoom",
+    "setex key seconds value",
+    flags="write denyoom",
     needs=extents,
     since="2.0.0",
-    usage="key seconds value",
     reply="OK",
     summary="Sets a value with a time to live in seconds.",
 )
@@ -154,12 +146,10 @@ def setex(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "psetex",
-    4,
-    "write denyoom",
+    "psetex key milliseconds value",
+    flags="write denyoom",
     needs=extents,
     since="2.6.0",
-    usage="key milliseconds value",
     reply="OK",
     summary="Sets a value with a time to live in milliseconds.",
 )
@@ -169,11 +159,9 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "setnx",
-    3,
-    "write denyoom fast",
+    "setnx key value",
+    flags="write denyoom fast",
     needs=extents,
-    usage="key value",
     reply="integer",
     summary="Sets a value if its key does not exist.",
 )
@@ -187,11 +175,9 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "getset",
-    3,
-    "write denyoom fast",
+    "getset key value",
+    flags="write denyoom fast",
     access=READ | WRITE,
-    usage="key value",
     reply="bulk | null",
     summary="Sets a value and returns the old one.",
 )
@@ -204,12 +190,10 @@ def getset(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "getdel",
-    2,
-    "write fast",
+    "getdel key",
+    flags="write fast",
     access=READ | WRITE,
     since="6.2.0",
-    usage="key",
     reply="bulk | null",
     summary="Returns a value and deletes it.",
 )
@@ -222,12 +206,10 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "getex",
-    -2,
-    "write fast",
+    "getex key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
+    flags="write fast",
     access=READ | WRITE,
     since="6.2.0",
-    usage="key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
     reply="bulk | null",
     summary="Returns a value and changes its time to live.",
 )
@@ -244,12 +226,10 @@ def getex(client: Client, args: list[Argument]) -> Reply:
 
 
 @_strings(
-    "mget",
-    -2,
-    "readonly fast",
+    "mget key [key ...]",
+    flags="readonly fast",
     keys=(1, -1, 1),
     needs=values,
-    usage="key [key ...]",
     parts=Parts(joined="array"),
     reply="array of bulk or null",
     summary="Returns the values of keys.",
@@ -270,13 +250,11 @@ def _mset(client: Client, args: list[Argument]) -> None:
 
 
 @_strings(
-    "mset",
-    -3,
-    "write denyoom",
+    "mset key value [key value ...]",
+    flags="write denyoom",
     keys=(1, -1, 2),
     needs=extents,
     since="1.0.1",
-    usage="key value [key value ...]",
     parts=Parts(width=2, joined="last"),
     reply="OK",
     summary="Sets the values of keys.",
@@ -290,13 +268,11 @@ def mset(client: Client, args: list[Argument]) -> Reply:
 
 
 @_strings(
-    "msetnx",
-    -3,
-    "write denyoom",
+    "msetnx key value [key value ...]",
+    flags="write denyoom",
     keys=(1, -1, 2),
     needs=extents,
     since="1.0.1",
-    usage="key value [key value ...]",
     reply="integer",
     summary="Sets the values of keys if none of them exists.",
 )
@@ -311,12 +287,10 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
 
 
 @_string(
-    "strlen",
-    2,
-    "readonly fast",
+    "strlen key",
+    flags="readonly fast",
     needs=nothing,
     since="2.2.0",
-    usage="key",
     reply="integer",
     summary="Returns the length of a value.",
 )
@@ -326,8 +300,8 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
     return 0 if entry is None else length_of(entry)
 
 
-@_range("substr", since="1.0.0", summary="Returns a part of a value; the old name of GETRANGE.")
-@_range("getrange", since="2.4.0", summary="Returns a part of a value.")
+@_range("substr key start end", since="1.0.0", summary="Returns a part of a value; the old name of GETRANGE.")
+@_range("getrange key start end", since="2.4.0", summary="Returns a part of a value.")
 def getrange(client: Client, args: list[Argument]) -> Reply:
     """Bytes from start to end, both included and counted from the end when negative; empty when there are none."""
     start, end = integer(args[1]), integer(args[2])

@@ -46,12 +46,10 @@ _block = partial(command, group="page")
 
 
 @_block(
-    "kvblockset",
-    -12,
-    "write denyoom hashed",
+    "kvblockset req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
+    flags="write denyoom hashed",
     uses=requests(0),
     needs=nothing,
-    usage="req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
     complexity="O(N) with N bytes",
     reply="OK",
     summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
@@ -128,13 +126,11 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
 
 
 @_block(
-    "kvblockget",
-    3,
-    "readonly",
+    "kvblockget req page",
+    flags="readonly",
     uses=requests(0),
     needs=blocks(0),
     fetches=True,
-    usage="req page",
     complexity="O(N) with N pages, O(1) if it was stored whole",
     reply="bulk | null",
     summary="Returns a block's bytes, null unless it is complete.",
@@ -152,13 +148,11 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
 
 
 @_block(
-    "kvblockmget",
-    -4,
-    "readonly",
+    "kvblockmget N req page [req page ...]",
+    flags="readonly",
     uses=requests(1, 2),
     needs=blocks(1),
     fetches=True,
-    usage="N req page [req page ...]",
     parts=Parts(1, 2),
     complexity="O(N) with N pages, O(1) a block that was stored whole",
     reply="array of bulk or null",
@@ -183,12 +177,10 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
 
 
 @_block(
-    "kvblockexists",
-    3,
-    "readonly",
+    "kvblockexists req page",
+    flags="readonly",
     uses=requests(0),
     needs=nothing,
-    usage="req page",
     reply="integer",
     summary="Says whether a block is there and complete.",
 )

@@ -39,11 +39,9 @@ _protection = partial(command, group="page", needs=nothing, reply="integer")
 
 
 @_protection(
-    "kvpageprefix",
-    -6,
-    "readonly",
+    "kvpageprefix pages_per_block lease_ms N req page [req page ...]",
+    flags="readonly",
     uses=requests(3, 2),
-    usage="pages_per_block lease_ms N req page [req page ...]",
     parts=Parts(3, 2),
     complexity="O(N) with N blocks",
     summary="Counts the complete blocks from the first on, and leases exactly those.",
@@ -90,11 +88,9 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
 
 
 @_protection(
-    "kvpagelease",
-    -3,
-    "readonly",
+    "kvpagelease req lease_ms [page ...]",
+    flags="readonly",
     uses=requests(0),
-    usage="req lease_ms [page ...]",
     parts=Parts(2),
     complexity="O(N log M) with N blocks and M leases",
     summary="Protects a request, or some of its blocks, from eviction for a while.",
@@ -118,11 +114,9 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 
 
 @_protection(
-    "kvpagepin",
-    -2,
-    "write",
+    "kvpagepin req [page ...]",
+    flags="write",
     uses=requests(0),
-    usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N blocks",
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
@@ -158,11 +152,9 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
 
 
 @_protection(
-    "kvpageunpin",
-    -2,
-    "write",
+    "kvpageunpin req [page ...]",
+    flags="write",
     uses=requests(0),
-    usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N blocks",
     summary="Ends the pins of a request, or of some of its blocks.",

@@ -100,12 +100,10 @@ _page = partial(command, group="page")
 
 
 @_page(
-    "kvpageset",
-    11,
-    "write denyoom page hashed",
+    "kvpageset req layer head page type dtype page_size head_dim ttl body",
+    flags="write denyoom page hashed",
     uses=pages(0),
     needs=extents_of_pages(0),
-    usage="req layer head page type dtype page_size head_dim ttl body",
     complexity="O(N) with N bytes",
     reply="OK",
     summary="Stores a page; ttl is in seconds, 0 for none.",
@@ -123,12 +121,10 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
 
 
 @_page(
-    "kvpageget",
-    6,
-    "readonly fast page",
+    "kvpageget req layer head page type",
+    flags="readonly fast page",
     uses=pages(0),
     needs=values,
-    usage="req layer head page type",
     reply="bulk | null",
     summary="Returns a page's body, null when it is not there.",
 )
@@ -146,14 +142,12 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
 
 
 @_page(
-    "kvpagemset",
-    -12,
-    "write denyoom page hashed",
+    "kvpagemset N req layer head page type dtype page_size head_dim ttl body [req layer head page type "
+    "dtype page_size head_dim ttl body ...]",
+    flags="write denyoom page hashed",
     uses=pages(1, PAGE_WORDS),
     needs=extents_of_pages(1, PAGE_WORDS),
     fetches=True,
-    usage="N req layer head page type dtype page_size head_dim ttl body "
-    "[req layer head page type dtype page_size head_dim ttl body ...]",
     parts=Parts(1, PAGE_WORDS),
     complexity="O(N) with N bytes",
     reply="OK",
@@ -197,13 +191,11 @@ class _Step(NamedTuple):
 
 
 @_page(
-    "kvpagemget",
-    -7,
-    "readonly page",
+    "kvpagemget N req layer head page type [req layer head page type ...]",
+    flags="readonly page",
     uses=pages(1, NAME_WORDS),
     needs=values,
     fetches=True,
-    usage="N req layer head page type [req layer head page type ...]",
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
     reply="array of bulk or null",
@@ -269,12 +261,10 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
 
 
 @_page(
-    "kvpageexists",
-    6,
-    "readonly fast page",
+    "kvpageexists req layer head page type",
+    flags="readonly fast page",
     uses=pages(0),
     needs=nothing,
-    usage="req layer head page type",
     reply="integer",
     summary="Says whether a page is there, from the index alone.",
 )

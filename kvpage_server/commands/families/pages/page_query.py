@@ -19,12 +19,10 @@ from kvpage_server.store.memory.entry import header_of, is_cold, is_page
 
 
 @command(
-    "kvpagemexists",
-    -7,
-    "readonly",
+    "kvpagemexists N req layer head page type [req layer head page type ...]",
+    flags="readonly",
     uses=pages(1, NAME_WORDS),
     needs=nothing,
-    usage="N req layer head page type [req layer head page type ...]",
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
     reply="array of integer",
@@ -46,12 +44,10 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
 
 
 @command(
-    "kvpagestat",
-    6,
-    "readonly fast",
+    "kvpagestat req layer head page type",
+    flags="readonly fast",
     uses=pages(0),
     needs=extents,
-    usage="req layer head page type",
     reply="map | null",
     summary="Returns what is known of a page: its header, time to live, protection and tier.",
     group="page",

@@ -104,11 +104,9 @@ _request = partial(command, group="page", uses=requests(0))
 
 
 @_request(
-    "kvpagedel",
-    -2,
-    "write",
+    "kvpagedel req [page ...]",
+    flags="write",
     needs=nothing,
-    usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N pages",
     reply="integer",
@@ -129,11 +127,9 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
 
 
 @_request(
-    "kvpageindex",
-    -2,
-    "readonly",
+    "kvpageindex req [WITHSIZES]",
+    flags="readonly",
     needs=nothing,
-    usage="req [WITHSIZES]",
     complexity="O(N) with N pages",
     reply="array of map",
     summary="Lists a request's blocks and what each holds.",
@@ -177,12 +173,10 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
 
 
 @_request(
-    "kvpageverify",
-    -2,
-    "write",
+    "kvpageverify req [page ...]",
+    flags="write",
     needs=blocks_of_request,
     fetches=True,
-    usage="req [page ...]",
     parts=Parts(1),
     complexity="O(N) with N bytes",
     reply="map",

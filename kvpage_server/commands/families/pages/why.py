@@ -25,12 +25,10 @@ STORED = "stored"
 
 
 @command(
-    "kvpagewhy",
-    -2,
-    "readonly",
+    "kvpagewhy req [layer head page type]",
+    flags="readonly",
     uses=requests(0),
     needs=nothing,
-    usage="req [layer head page type]",
     complexity="O(1) for a page, O(N) for a request of N pages",
     reply="map",
     summary="Says why a read of a request, or of a page, would miss.",

@@ -38,14 +38,14 @@ _admin = partial(command, flags=_ADMIN, group="server", since="6.0.0")
 container("acl", group="server", since="6.0.0", summary="A container for access list commands.")
 
 
-@_own("acl|whoami", 2, reply="bulk", summary="Returns the connection's user.")
+@_own("acl|whoami", reply="bulk", summary="Returns the connection's user.")
 def acl_whoami(client: Client, args: list[Argument]) -> Reply:
     """Its name."""
     assert client.user is not None
     return client.user.name
 
 
-@_admin("acl|users", 2, complexity="O(N log N) with N users", reply="array of bulk", summary="Lists the users' names.")
+@_admin("acl|users", complexity="O(N log N) with N users", reply="array of bulk", summary="Lists the users' names.")
 def acl_users(client: Client, args: list[Argument]) -> Reply:
     """In the order of their names."""
     return sorted(client.server.users.by_name)
@@ -53,7 +53,6 @@ def acl_users(client: Client, args: list[Argument]) -> Reply:
 
 @_admin(
     "acl|list",
-    2,
     complexity="O(N log N) with N users",
     reply="array of bulk",
     summary="Lists users as lines of a configuration.",
@@ -71,12 +70,7 @@ def _lines(client: Client) -> Steps[list[bytes]]:
 
 
 @_admin(
-    "acl|getuser",
-    3,
-    usage="username",
-    complexity="O(N) with N rules",
-    reply="map | null",
-    summary="Describes a user's rights.",
+    "acl|getuser username", complexity="O(N) with N rules", reply="map | null", summary="Describes a user's rights."
 )
 def acl_getuser(client: Client, args: list[Argument]) -> Reply:
     """A map; null for nobody of that name."""
@@ -96,10 +90,8 @@ def _describe(user: User) -> dict[str, Any]:
 
 
 @_admin(
-    "acl|setuser",
-    -3,
+    "acl|setuser username [rule [rule ...]]",
     flags=_ADMIN + " secret",
-    usage="username [rule [rule ...]]",
     complexity="O(N) with N rules",
     reply="OK",
     summary="Makes or changes a user.",
@@ -152,9 +144,7 @@ def _listens_too_much(client: Client) -> bool:
 
 
 @_admin(
-    "acl|deluser",
-    -3,
-    usage="username [username ...]",
+    "acl|deluser username [username ...]",
     complexity="O(N + M) with N users and M connections",
     reply="integer",
     summary="Removes users and ends their connections.",
@@ -174,9 +164,7 @@ def acl_deluser(client: Client, args: list[Argument]) -> Reply:
 
 
 @_own(
-    "acl|cat",
-    -2,
-    usage="[category]",
+    "acl|cat [category]",
     most=3,
     complexity="O(N) with N commands",
     reply="array of bulk",
@@ -193,10 +181,8 @@ def acl_cat(client: Client, args: list[Argument]) -> Reply:
 
 
 @_admin(
-    "acl|dryrun",
-    -4,
+    "acl|dryrun username command [arg [arg ...]]",
     since="7.0.0",
-    usage="username command [arg [arg ...]]",
     complexity="O(N) with N keys",
     reply="OK | bulk",
     summary="Says whether a user may run a command, without running it.",
@@ -218,9 +204,7 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
 
 
 @_admin(
-    "acl|log",
-    -2,
-    usage="[count | RESET]",
+    "acl|log [count | RESET]",
     most=3,
     complexity="O(N) with N entries",
     reply="array of map | OK",
@@ -254,7 +238,7 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
     }
 
 
-@_admin("acl|save", 2, complexity="O(N) with N users", reply="OK", summary="Writes the users into the aclfile.")
+@_admin("acl|save", complexity="O(N) with N users", reply="OK", summary="Writes the users into the aclfile.")
 def acl_save(client: Client, args: list[Argument]) -> Reply:
     """Whole or not at all."""
     path = _file(client)
@@ -272,7 +256,6 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
 
 @_admin(
     "acl|load",
-    2,
     complexity="O(N + M) with N users and M connections",
     reply="OK",
     summary="Has the users of the aclfile instead.",
@@ -304,7 +287,7 @@ def _file(client: Client) -> Path:
     return Path(client.server.config.aclfile)
 
 
-@_own("acl|genpass", -2, usage="[bits]", most=3, reply="bulk", summary="Makes up a password.")
+@_own("acl|genpass [bits]", most=3, reply="bulk", summary="Makes up a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
     """Random hexadecimal digits: 256 bits unless told."""
     bits = integer(args[0]) if args else 256

@@ -89,7 +89,9 @@ def _named(args: list[Argument]) -> list[Spec | None]:
 _about = partial(command, flags="loading stale connection", group="server", since="2.8.13")
 
 
-@_about("command", -1, complexity="O(N) with N commands", reply="array of array", summary="Describes every command.")
+@_about(
+    "command", arity=-1, complexity="O(N) with N commands", reply="array of array", summary="Describes every command."
+)
 def command_(client: Client, args: list[Argument]) -> Reply:
     """One entry a command."""
     return _all_described(client.protocol)
@@ -112,16 +114,14 @@ def _encoded(reply: Reply, protocol: int) -> Raw:
     return Raw(b"".join(out))
 
 
-@_about("command|count", 2, reply="integer", summary="Counts the commands.")
+@_about("command|count", reply="integer", summary="Counts the commands.")
 def command_count(client: Client, args: list[Argument]) -> Reply:
     """Subcommands are not counted."""
     return len(top_level())
 
 
 @_about(
-    "command|info",
-    -2,
-    usage="[command-name [command-name ...]]",
+    "command|info [command-name [command-name ...]]",
     parts=Parts(joined="array"),
     complexity="O(N) with N commands",
     reply="array",
@@ -135,10 +135,8 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
 
 
 @_about(
-    "command|docs",
-    -2,
+    "command|docs [command-name [command-name ...]]",
     since="7.0.0",
-    usage="[command-name [command-name ...]]",
     complexity="O(N) with N commands",
     reply="map",
     summary="Documents commands.",
@@ -151,10 +149,8 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
 
 
 @_about(
-    "command|list",
-    -2,
+    "command|list [FILTERBY <MODULE module-name | ACLCAT category | PATTERN pattern>]",
     since="7.0.0",
-    usage="[FILTERBY <MODULE module-name | ACLCAT category | PATTERN pattern>]",
     complexity="O(N) with N commands",
     reply="array of bulk",
     summary="Names the commands.",
@@ -196,9 +192,8 @@ def _uses(args: list[Argument]) -> list[Use]:
 
 
 @_about(
-    "command|getkeys",
-    -4,
-    usage="command [arg [arg ...]]",
+    "command|getkeys command [arg [arg ...]]",
+    arity=-4,
     complexity="O(N) with N arguments",
     reply="array of bulk",
     summary="Returns the keys that a command with these arguments would use.",
@@ -209,10 +204,9 @@ def command_getkeys(client: Client, args: list[Argument]) -> Reply:
 
 
 @_about(
-    "command|getkeysandflags",
-    -4,
+    "command|getkeysandflags command [arg [arg ...]]",
+    arity=-4,
     since="7.0.0",
-    usage="command [arg [arg ...]]",
     complexity="O(N) with N arguments",
     reply="array of array",
     summary="Returns the keys that a command with these arguments would use, and what it does to them.",

@@ -56,9 +56,7 @@ container("config", group="server", since="2.0.0", summary="A container for conf
 
 
 @_config(
-    "config|get",
-    -3,
-    usage="parameter [parameter ...]",
+    "config|get parameter [parameter ...]",
     complexity="O(N) with N parameters",
     reply="map",
     summary="Returns parameters.",
@@ -83,10 +81,8 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
 
 
 @_config(
-    "config|set",
-    -4,
+    "config|set parameter value [parameter value ...]",
     flags=_FLAGS + " secret",
-    usage="parameter value [parameter value ...]",
     complexity="O(N) with N parameters",
     reply="OK",
     summary="Changes parameters while the server runs.",
@@ -155,7 +151,7 @@ def _refused(name: str, why: str) -> ReplyError:
     return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
 
 
-@_config("config|resetstat", 2, complexity="O(N) with N connections", reply="OK", summary="Begins the statistics anew.")
+@_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Begins the statistics anew.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     """What INFO counts; not the slow log."""
     server = client.server
@@ -175,7 +171,6 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
 
 @_config(
     "config|rewrite",
-    2,
     since="2.8.0",
     complexity="O(N) with N lines",
     reply="OK",

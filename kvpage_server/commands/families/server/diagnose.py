@@ -23,9 +23,7 @@ container("slowlog", group="server", since="2.2.12", summary="A container for sl
 
 
 @_slowlog(
-    "slowlog|get",
-    -2,
-    usage="[count]",
+    "slowlog|get [count]",
     most=3,
     complexity="O(N) with N entries",
     reply="array of array",
@@ -45,13 +43,13 @@ def _row(call: SlowCall) -> list[Reply]:
     return [call.id, call.unix_time, call.microseconds, call.words, call.address, call.name]
 
 
-@_slowlog("slowlog|len", 2, reply="integer", summary="Counts the slow calls remembered.")
+@_slowlog("slowlog|len", reply="integer", summary="Counts the slow calls remembered.")
 def slowlog_len(client: Client, args: list[Argument]) -> Reply:
     """At most slowlog-max-len."""
     return len(client.server.slow_log.entries)
 
 
-@_slowlog("slowlog|reset", 2, complexity="O(N) with N entries", reply="OK", summary="Forgets the slow calls.")
+@_slowlog("slowlog|reset", complexity="O(N) with N entries", reply="OK", summary="Forgets the slow calls.")
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
     """Their ids go on."""
     log = client.server.slow_log
@@ -69,11 +67,7 @@ container("latency", group="server", since="2.8.13", summary="A container for la
 
 
 @_latency(
-    "latency|latest",
-    2,
-    complexity="O(N) with N events",
-    reply="array of array",
-    summary="Returns the last slow moments.",
+    "latency|latest", complexity="O(N) with N events", reply="array of array", summary="Returns the last slow moments."
 )
 def latency_latest(client: Client, args: list[Argument]) -> Reply:
     """A row an event: name, unix time, milliseconds, the longest ever."""
@@ -84,7 +78,7 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
     ]
 
 
-@_latency("latency|history", 3, usage="event", reply="array of array", summary="Returns when an event was slow.")
+@_latency("latency|history event", reply="array of array", summary="Returns when an event was slow.")
 def latency_history(client: Client, args: list[Argument]) -> Reply:
     """Pairs of unix time and milliseconds, the oldest first."""
     event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
@@ -92,9 +86,7 @@ def latency_history(client: Client, args: list[Argument]) -> Reply:
 
 
 @_latency(
-    "latency|reset",
-    -2,
-    usage="[event [event ...]]",
+    "latency|reset [event [event ...]]",
     complexity="O(N) with N events",
     reply="integer",
     summary="Forgets slow moments.",
@@ -107,10 +99,8 @@ def latency_reset(client: Client, args: list[Argument]) -> Reply:
 
 
 @_latency(
-    "latency|histogram",
-    -2,
+    "latency|histogram [command [command ...]]",
     since="7.0.0",
-    usage="[command [command ...]]",
     complexity="O(N) with N commands",
     reply="map",
     summary="Returns how long calls of commands took.",
@@ -129,7 +119,7 @@ def _histogram(calls: CallCounts) -> dict[str, Any]:
     return {"calls": calls.count, "histogram_usec": dict(calls.cumulative())}
 
 
-@_latency("latency|doctor", 2, complexity="O(N) with N events", reply="text", summary="Says in words what was slow.")
+@_latency("latency|doctor", complexity="O(N) with N events", reply="text", summary="Says in words what was slow.")
 def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     """A line an event."""
     server = client.server
@@ -147,7 +137,6 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
 
 @_latency(
     "monitor",
-    1,
     since="1.0.0",
     complexity="O(N) of every command, with N who monitor",
     reply="OK",

@@ -33,8 +33,7 @@ _save = partial(command, group="server")
 
 @_save(
     "save",
-    1,
-    "admin noscript no_async_loading no_multi dangerous",
+    flags="admin noscript no_async_loading no_multi dangerous",
     complexity="O(N) with N changes that are not on disk",
     reply="OK",
     summary="Has everything that was stored on disk before it answers.",
@@ -56,10 +55,8 @@ def save(client: Client, args: list[Argument]) -> Reply:
 
 
 @_save(
-    "bgsave",
-    -1,
-    "admin noscript no_async_loading dangerous",
-    usage="[SCHEDULE]",
+    "bgsave [SCHEDULE]",
+    flags="admin noscript no_async_loading dangerous",
     reply="simple",
     summary="Has what was stored go to disk now, and does not wait for it.",
 )
@@ -73,8 +70,7 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
 
 @_save(
     "lastsave",
-    1,
-    "loading stale fast admin dangerous",
+    flags="loading stale fast admin dangerous",
     tips="nondeterministic_output",
     reply="integer",
     summary="Returns the unix second of the last commit to disk; that of the start where there is none.",

@@ -24,10 +24,8 @@ _server = partial(command, group="server")
 
 
 @_server(
-    "info",
-    -1,
-    "loading stale dangerous filtered",
-    usage="[section [section ...]]",
+    "info [section [section ...]]",
+    flags="loading stale dangerous filtered",
     complexity="O(N) with N connections",
     reply="text",
     summary="Tells how the server is doing.",
@@ -43,7 +41,7 @@ def info(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=len(client.server.clients) <= STEP)
 
 
-@_server("time", 1, "loading stale fast", since="2.6.0", reply="array of bulk", summary="Returns the server's time.")
+@_server("time", flags="loading stale fast", since="2.6.0", reply="array of bulk", summary="Returns the server's time.")
 def time_(client: Client, args: list[Argument]) -> Reply:
     """Unix seconds and the microseconds of this one."""
     now = time.time_ns() // 1000
@@ -51,7 +49,11 @@ def time_(client: Client, args: list[Argument]) -> Reply:
 
 
 @_server(
-    "role", 1, "admin noscript loading stale fast filtered", since="2.8.12", reply="array", summary="Returns its role."
+    "role",
+    flags="admin noscript loading stale fast filtered",
+    since="2.8.12",
+    reply="array",
+    summary="Returns its role.",
 )
 def role(client: Client, args: list[Argument]) -> Reply:
     """Master, at offset 0, with no replicas."""
@@ -59,11 +61,9 @@ def role(client: Client, args: list[Argument]) -> Reply:
 
 
 @command(
-    "wait",
-    3,
-    "noscript",
+    "wait numreplicas timeout",
+    flags="noscript",
     since="3.0.0",
-    usage="numreplicas timeout",
     reply="integer",
     summary="Waits for replicas, of which there are none.",
     group="connection",
@@ -79,17 +79,15 @@ def wait(client: Client, args: list[Argument]) -> Reply:
 container("module", group="server", since="4.0.0", summary="A container for module commands.")
 
 
-@_server("module|list", 2, "admin noscript filtered", since="4.0.0", reply="array", summary="Lists modules: none.")
+@_server("module|list", flags="admin noscript filtered", since="4.0.0", reply="array", summary="Lists modules: none.")
 def module_list(client: Client, args: list[Argument]) -> Reply:
     """Empty: the page commands are built in."""
     return []
 
 
 @_server(
-    "shutdown",
-    -1,
-    "admin noscript loading stale no_multi allow_busy",
-    usage="[NOSAVE | SAVE] [NOW] [FORCE] [ABORT]",
+    "shutdown [NOSAVE | SAVE] [NOW] [FORCE] [ABORT]",
+    flags="admin noscript loading stale no_multi allow_busy",
     complexity="O(N) with N changes that are not on disk",
     reply="nothing",
     summary="Ends the server.",
