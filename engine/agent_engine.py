@@ -1,12 +1,12 @@
-"""The engine that other code drives: prompts of agents, whose contexts come from a store and go back to it.
+"""Answers the prompts of agents. Their contexts are loaded from a store and saved to it.
 
 >>> engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, pool), store)
 >>> engine.submit("alice", tokens, max_tokens=100, on_token=print, on_done=print, on_error=print)
 >>> while engine.step(timeout=1.0):
 ...     pass
 
-A prompt's way: it is submitted; what the store has of it is loaded, while the batch goes on with others; it joins the
-batch; its answer is handed out, and its context goes to the store.
+A prompt is submitted; its context is loaded while the batch runs others; it joins the batch; its answer is handed out,
+and its context is saved.
 """
 
 from __future__ import annotations
@@ -30,35 +30,35 @@ from engine.tiers.store import AgentCacheStore
 
 log = logging.getLogger(__name__)
 
-MAX_PROMPTS_AHEAD = 8  # that are loaded before there is room for them
-LOOK_AGAIN_SECONDS = 0.02  # while somebody outside may make room, or somebody's patience may end
-PATIENCE_FACTOR = 2.0  # times as long as computing it takes, to wait for what another computes
-MEASURED_TOKENS = 64  # of a prompt, at least: its time tells how fast tokens are computed
+MAX_PROMPTS_AHEAD = 8  # prompts loaded before there is room for them
+LOOK_AGAIN_SECONDS = 0.02  # while blocks may become free, or a wait may end
+PATIENCE_FACTOR = 2.0  # wait for another prompt up to so many times the time that computing takes
+MEASURED_TOKENS = 64  # prompts shorter than this do not tell how fast tokens are computed
 
 
 class AgentEngine:
     """Answers prompts of many agents at once. One thread owns it; only `wake` may be called from others.
 
-    What is submitted comes back by its callbacks, which are called from `step`: `on_token` for every token, and then
-    once `on_done` or `on_error`. One that raises ends its own answer, and no other.
+    `step` calls the callbacks of a prompt: `on_token` for every token, then `on_done` or `on_error` once. A callback
+    that raises ends its own answer only.
     """
 
     def __init__(self, batch: BlockPoolBatchEngine, store: AgentCacheStore | None = None) -> None:
-        """`batch` is the engine's own from now on; for what has no room there it makes some, in `store`, or waits."""
+        """Takes over `batch`. When the batch lacks blocks, contexts are evicted from `store`."""
         self._batch = batch
         self._batch.wait_for_blocks = True
         self._store = store
         self._uids = count()
-        self._jobs: dict[int, Job] = {}  # by uid; those that are pending, in their order
+        self._jobs: dict[int, Job] = {}  # the pending ones by uid, in order
         self._running: dict[int, Job] = {}  # by the batch's uid
-        self._speed = 0.0  # tokens of prompts a second, lately; 0 before it is known
-        self._ended = 0  # answers that have given back what they needed
+        self._speed = 0.0  # prefill tokens a second, lately; 0 if unknown
+        self._ended = 0  # answers that have freed their blocks
         self._woken = threading.Event()
         self._closed = False
 
     @property
     def pending(self) -> int:
-        """Prompts that were submitted and have not been answered."""
+        """The number of prompts that are not answered yet."""
         return len(self._jobs)
 
     def submit(
@@ -75,12 +75,13 @@ class AgentEngine:
         on_done: Callable[[Answer], None],
         on_error: Callable[[Exception], None],
     ) -> int:
-        """Take up a prompt, the whole of it as token ids, and return at once; the uid of its answer.
+        """Queue a prompt, all of it as token ids; returns its uid at once.
 
-        What the agent's last context, or anybody's full blocks, have of the prompt is loaded and not computed. With
-        `keep` the context after the answer replaces the agent's last one; without it, only its full blocks are shared
-        with whoever has the same beginning. The rest is as in the batch's `submit`, and so is what `on_error` is called
-        with, PoolExhaustedError only when the answer may need more than the whole pool: what has no room now waits.
+        Tokens found in the agent's last context, or in full blocks of any agent, are loaded and not computed. With
+        `keep`, the new context replaces the agent's last one. Without it, only its full blocks are shared.
+
+        The other arguments, and the errors given to `on_error`, are those of the batch's `submit`. A prompt waits while
+        the pool is full: PoolExhaustedError means that the whole pool is too small.
         """
         options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
         job = Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
@@ -96,22 +97,24 @@ class AgentEngine:
         return job.uid
 
     def cancel(self, uid: int) -> None:
-        """Drop a prompt, wherever it is; its blocks are free at once, and none of its callbacks is called any more.
+        """Drop a prompt and free its blocks. None of its callbacks is called any more.
 
-        Raises KeyError for a uid that isn't pending.
+        Raises KeyError for a uid that is not pending.
         """
         job = self._jobs.pop(uid)
         if job.running is not None:
             del self._running[job.running]
             self._ended += 1
-            with suppress(KeyError):  # complete, by the step whose receivers are being told
+            with suppress(KeyError):  # it is complete, and its step is still calling callbacks
                 self._batch.cancel(job.running)
         self._release(job)
         self._let_go(job)
 
     def step(self, timeout: float = 0.0) -> bool:
-        """One round: what was loaded joins the batch, which takes every answer on by a token and every prompt by a
-        chunk. Waits up to `timeout` seconds when there is nothing to run. True while anything is pending."""
+        """Run one round: loaded prompts join the batch; every prompt advances by a chunk and every answer by a token.
+
+        Waits up to `timeout` seconds when there is nothing to run. True while anything is pending.
+        """
         self._begin()
         self._take_up()
         self._wait_no_longer()
@@ -127,21 +130,21 @@ class AgentEngine:
         return bool(self._jobs)
 
     def model_changed(self) -> None:
-        """Say that the model was changed while answers run, as to the batch."""
+        """Tell the batch that the model was changed while answers run."""
         self._batch.model_changed()
 
     def wake(self) -> None:
-        """End the waiting of a `step`, or of the next one. From any thread."""
+        """End the wait of this `step`, or of the next. May be called from any thread."""
         self._woken.set()
 
     def drain(self) -> None:
-        """Take no more prompts, and answer those that were submitted."""
+        """Take no more prompts, and answer the pending ones."""
         self._closed = True
         while self.step(timeout=1.0):
             pass
 
     def shutdown(self) -> None:
-        """Take no more prompts, and drop those that are not answered; `on_error` is told so. May be called again."""
+        """Take no more prompts, and end the pending ones with an error. May be called again."""
         self._closed = True
         for job in list(self._jobs.values()):
             self.cancel(job.uid)
@@ -149,11 +152,11 @@ class AgentEngine:
         self._batch.shutdown()
 
     def _at(self, stage: Stage) -> Iterator[Job]:
-        """In their order; what a receiver cancels meanwhile is left out."""
+        """Jobs at this stage, in order, without those cancelled meanwhile."""
         return (job for job in list(self._jobs.values()) if job.stage is stage and job.uid in self._jobs)
 
     def _begin(self) -> None:
-        """Begin to load what was submitted, not far ahead of what can run."""
+        """Begin to load submitted prompts, a few ahead of what can run."""
         ahead = sum(job.stage in (Stage.LOADING, Stage.READY) for job in self._jobs.values())
         for job in self._at(Stage.SUBMITTED):
             if job.error:
@@ -162,7 +165,7 @@ class AgentEngine:
                 job.stage = Stage.READY
             elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
                 job.stage = Stage.LOADING
-                # What it loads again, because another has computed it meanwhile, is on the same time.
+                # A second load, after another prompt computed the prefix, has what is left of the same time.
                 job.loading = self._store.begin_load(
                     job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
                 )
@@ -170,13 +173,13 @@ class AgentEngine:
                 ahead += 1
 
     def _take_up(self) -> None:
-        """What was loaded is ready, unless somebody else computes what it lacks."""
+        """Move on the prompts whose load has ended."""
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue
             try:
                 job.loaded, job.loading = job.loading.result(), None
-            except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked, and to nobody else
+            except Exception as error:  # noqa: BLE001 - it goes to on_error of this prompt
                 self._fail(job, error)
                 continue
             job.restore_seconds += job.loaded.seconds
@@ -187,8 +190,10 @@ class AgentEngine:
                 self._claim(job, job.loaded.reach)
 
     def _claim(self, job: Job, reach: int) -> None:
-        """What a prompt lacks is computed once, by whoever has the claim on it; who has waited for that loads again,
-        and claims what is still missing, unless there is no more than before."""
+        """Claim the first block that is missing, so that only one prompt computes it.
+
+        A prompt that has waited loads again, and claims what is still missing if it found more than before.
+        """
         if self._store and (job.claim is None or (job.claim.state == "proceed" and reach > job.reach)):
             self._release(job)
             job.reach = reach
@@ -198,7 +203,7 @@ class AgentEngine:
         job.stage = Stage.WAITING if job.waits else Stage.READY
 
     def _wait_no_longer(self) -> None:
-        """Who has waited goes on; who has waited for longer than computing it takes does so, too."""
+        """Move on the prompts whose wait is over, or has lasted longer than computing would."""
         for job in self._at(Stage.WAITING):
             waited = time.perf_counter() - job.waiting_since
             if job.waits and self._speed and waited > PATIENCE_FACTOR * (len(job.tokens) - job.reach) / self._speed:
@@ -214,7 +219,7 @@ class AgentEngine:
                 job.stage = Stage.SUBMITTED
 
     def _join(self) -> None:
-        """Hand what is ready to the batch, in order; one at most waits for room there."""
+        """Submit ready prompts to the batch, in order, until one has to wait there for blocks."""
         for job in self._at(Stage.READY):
             if self._batch.wanted:
                 return
@@ -236,8 +241,11 @@ class AgentEngine:
                 self._let_go(job)
 
     def _make_room(self, blocks: int, nbytes: int) -> None:
-        """For what waits in the batch: contexts leave memory, and if that is not enough and nothing runs that will
-        give back its blocks, those that were loaded for later prompts, which will be loaded again."""
+        """Free blocks for the prompt that waits in the batch.
+
+        Contexts are evicted from memory first. If that is not enough and nothing runs, one context that was loaded for
+        a later prompt is freed, to be loaded again.
+        """
         if not self._store or self._store.make_room(blocks, nbytes) or self._batch.running:
             return
         for job in reversed([*self._at(Stage.READY), *self._at(Stage.WAITING)]):
@@ -247,7 +255,7 @@ class AgentEngine:
                 return
 
     def _renamed(self, job: Job) -> TokenReceiver:
-        """Tokens bear the batch's uid; whoever asked knows another."""
+        """Pass tokens on under the job's uid in place of the batch's."""
         on_token = job.on_token
         assert on_token
 
@@ -257,11 +265,11 @@ class AgentEngine:
         return receive
 
     def _publisher(self, job: Job, store: AgentCacheStore) -> PromptReceiver:
-        """What a prompt had computed is known to all before its answer is complete."""
+        """Publish the blocks of a prompt before its answer is complete."""
 
         def publish(blocks: AgentBlocks) -> None:
             if len(blocks) > job.reach:
-                claim, job.claim = job.claim, None  # the store's now, until the server has the blocks
+                claim, job.claim = job.claim, None  # the store releases it when the server has the blocks
                 store.publish(blocks, claim)
             self._release(job)
 
@@ -269,7 +277,7 @@ class AgentEngine:
 
     def _complete(self, done: CompletedGeneration) -> None:
         job = self._running.pop(done.uid, None)
-        if job is None:  # cancelled by the receiver of another that is complete
+        if job is None:  # cancelled by another callback in this step
             return self._batch.pool.free(done.blocks.block_ids, done.agent_id)
         del self._jobs[job.uid]
         self._ended += 1
@@ -296,12 +304,12 @@ class AgentEngine:
         _tell(job.on_error, error)
 
     def _release(self, job: Job) -> None:
-        """Its claim: what it was for is published, or won't be."""
+        """Release its claim."""
         if job.claim:
             job.claim.release()
 
     def _let_go(self, job: Job) -> None:
-        """Of what is being loaded for it, or was."""
+        """Cancel its load, and free what was loaded."""
         if job.loading:
             job.loading.cancel()
             job.loading = None
@@ -314,7 +322,7 @@ _Told = TypeVar("_Told")
 
 
 def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
-    """Call a receiver that has nothing more to lose; what it raises is logged."""
+    """Call a last callback; what it raises is logged."""
     try:
         receiver(told)
     except Exception:

@@ -1,4 +1,4 @@
-"""A prompt of an agent on its way to an answer, and what whoever asked is told."""
+"""A prompt of an agent on its way to an answer, and what its callbacks are given."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from engine.tiers.prefill_claims import Claim
 
 @dataclass(frozen=True, slots=True)
 class Reuse:
-    """What an answer owes to the store."""
+    """What the store saved an answer."""
 
-    tier: Tier = "none"  # where it was found
-    tokens: int = 0  # of the prompt, not computed
+    tier: Tier = "none"  # where its context was found
+    tokens: int = 0  # of the prompt that were not computed
     restore_seconds: float = 0.0  # from asking the store to having its blocks
-    waited_seconds: float = 0.0  # for another who computed the same
-    time_to_first_token: float = 0.0  # seconds since submit, all of it included
-    why: str | None = None  # the reason, when the store found nothing or less
+    waited_seconds: float = 0.0  # for another prompt that computed the same prefix
+    time_to_first_token: float = 0.0  # seconds since submit
+    why: str | None = None  # reason, when the store found less than it might have
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,20 +41,20 @@ class Answer:
 
 
 class Stage(Enum):
-    """Where a prompt is on its way::
+    """The states of a prompt::
 
-    SUBMITTED  what the store has of it is loaded, as soon as there may be room         -> LOADING, READY
-    LOADING    it is being loaded                                                       -> WAITING, READY, SUBMITTED
-    WAITING    another computes the same                                                -> READY, SUBMITTED
-    READY      for the batch                                                            -> RUNNING, SUBMITTED
-    RUNNING    in the batch, or waiting there for room
+    SUBMITTED  waits for room to load what the store has of it      -> LOADING, READY
+    LOADING    its context is being loaded                          -> WAITING, READY, SUBMITTED
+    WAITING    another prompt holds the claim on its prefix         -> READY, SUBMITTED
+    READY      can join the batch                                   -> RUNNING, SUBMITTED
+    RUNNING    has joined the batch; it may wait there for blocks
     """
 
     SUBMITTED = auto()
     LOADING = auto()
-    WAITING = auto()  # for another who computes the same
-    READY = auto()  # for the batch
-    RUNNING = auto()  # there, or waiting there for room
+    WAITING = auto()
+    READY = auto()
+    RUNNING = auto()
 
 
 @dataclass(slots=True, eq=False)
@@ -73,23 +73,23 @@ class Job:
     stage: Stage = Stage.SUBMITTED
     error: Exception | None = None  # why it will not be answered
     loading: Loading | None = None
-    loaded: Loaded | None = None  # the references on its blocks are held under the agent's id until it runs
+    loaded: Loaded | None = None  # its blocks are held under the agent's id until it runs
     restore_seconds: float = 0.0
     claim: Claim | None = None
-    reach: int = 0  # tokens that were known when it was made
+    reach: int = 0  # tokens known when the claim was made
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds
-    not_before: int = 0  # so many answers have ended: the pool was too full to load it
-    joined: float = 0.0  # the batch, time.perf_counter()
-    running: int | None = None  # its uid there
+    not_before: int = 0  # the pool was too full: load again when so many answers have ended
+    joined: float = 0.0  # the batch; time.perf_counter()
+    running: int | None = None  # its uid in the batch
 
     @property
     def waits(self) -> bool:
-        """For another who has the claim."""
+        """Whether another prompt has the claim."""
         return self.claim is not None and self.claim.state == "wait"
 
     def answer(self, done: CompletedGeneration) -> Answer:
-        """What whoever asked is told at its end."""
+        """The finished answer."""
         loaded = self.loaded
         reuse = Reuse(
             tier=loaded.tier if loaded and done.tokens_reused else "none",

@@ -14,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -81,10 +80,8 @@ class BlockPoolBatchEngine:
         spec: ModelCacheSpec,
         pool: BlockPool,
         config: SchedulerConfig | None = None,
-        **fields: Any,
     ) -> None:
-        """The `fields` of `config` can be given by their names. Raises ValueError for a chunk below 1."""
-        config = replace(config or SchedulerConfig(), **fields)
+        config = config or SchedulerConfig()
         self.spec = spec
         self.pool = pool
         self.wait_for_blocks = config.wait_for_blocks

@@ -40,7 +40,6 @@ def _run(argv: Sequence[str] | None) -> int:
 
 
 def _version() -> str:
-    """Ours, and those of what computes."""
     return f"kvpage-engine {__version__}, mlx {version('mlx')}, mlx-lm {version('mlx-lm')}"
 
 

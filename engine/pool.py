@@ -65,7 +65,6 @@ class BlockPool:
 
     @property
     def used_blocks(self) -> int:
-        """Blocks that somebody holds."""
         return len(self._blocks)
 
     @property

@@ -8,7 +8,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -27,7 +27,6 @@ from engine.caches import (
 )
 from engine.model.identity import Identity, UnknownIdentityError
 from engine.model.trial import Trial
-from kvpage_server.page import Plane
 
 BLOCK_TOKENS = 256  # as mlx-lm grows its buffers; a page of one head is then 32 to 64 KiB
 PROBED = [1, 0] * 6  # any vocabulary has them, and what grows with the first tokens of a context has grown
@@ -43,20 +42,6 @@ class ModelTag:
     n_kv_heads: int
     head_dim: int
     block_tokens: int
-
-
-class PageAt(NamedTuple):
-    """Where in a block a page belongs: one head of one plane of one layer, ``[rows, plane.head_dim]``."""
-
-    layer: int
-    head: int
-    plane: Plane
-    rows: int
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the page's body."""
-        return self.rows * self.plane.head_dim * self.plane.dtype.itemsize
 
 
 Shapes = tuple[tuple[Matrices, ...], ...]  # what each layer keeps; () for one that keeps nothing of the sort
@@ -166,18 +151,7 @@ class ModelCacheSpec:
         return min(max_tokens, self.context - prompt_tokens) if self.context else max_tokens
 
     def blocks_for(self, tokens: int) -> int:
-        """Blocks that hold `tokens` tokens."""
         return -(-tokens // self.block_tokens)
-
-
-def pages(shapes: Shapes) -> list[PageAt]:
-    """The pages that hold arrays of these shapes, in canonical order: layer, plane, head."""
-    return [
-        PageAt(i, head, kept.plane, kept.rows)
-        for i, layer in enumerate(shapes)
-        for kept in layer
-        for head in range(kept.heads)
-    ]
 
 
 def _identity(model: nn.Module) -> tuple[str | None, str | None]:

@@ -22,6 +22,7 @@ from engine.caches import UnsupportedCacheError, parts, quantised
 from engine.model import UnknownModelError, load
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import RESTORE_SECONDS, PageTier
 from engine.tiers.store import AgentCacheStore
@@ -70,16 +71,18 @@ class Engine:
             raise ValueError("without --kv-bits nothing is quantised, from no token on")
         directory = _directory(options.model)
         begun = time.monotonic()
-        tell(f"loading the weights of {options.model}, {_megabytes(directory)} MB")
+        nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+        tell(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")
         model, tokenizer = load(directory)
         tell("hashing them, and trying how the model keeps its cache")
         spec = _probe(model, tokenizer, model_name(options.model), options.kv_bits, options.kv_quantised_from)
-        pool = BlockPool(total_bytes=options.memory or _physical_memory() // 4)
+        physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        pool = BlockPool(total_bytes=options.memory or physical // 4)
         within = options.restore_within
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
-        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, restore_within=within)
-        batch = BlockPoolBatchEngine(model, tokenizer, spec, pool, wait_for_blocks=True)
+        store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=CacheConfig(restore_within=within))
+        batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)
         tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
@@ -129,11 +132,3 @@ def _directory(model: str) -> Path:
             "`kvpage-engine fetch-model smollm2` gets a small one"
         )
     return Path(model)
-
-
-def _megabytes(directory: Path) -> int:
-    return round(sum(path.stat().st_size for path in directory.glob("*.safetensors")) / 1e6)
-
-
-def _physical_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -1,6 +1,6 @@
-"""`kvpage-engine`, a module a group of commands: each declares its arguments and does its work.
+"""The commands of `kvpage-engine`. Each module declares the arguments of some commands and runs them.
 
-What goes wrong in a way that a user can mend is a `Failure`, which `engine.cli` says in one line.
+An error that the user can fix is a `Failure`; `engine.cli` prints its message in one line.
 
 May lie here: commands, and what their command lines have in common. May not come in: work that a program could want.
 """
@@ -9,4 +9,4 @@ from __future__ import annotations
 
 
 class Failure(Exception):
-    """A command can't do what it was asked to; the message says why."""
+    """A command failed; the message says why."""

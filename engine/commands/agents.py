@@ -1,4 +1,4 @@
-"""`kvpage-engine agents`: what an engine that serves remembers of whom."""
+"""`kvpage-engine agents`: the agents that a serving engine remembers."""
 
 from __future__ import annotations
 
@@ -18,76 +18,53 @@ from engine.commands import Failure
 
 TOKEN = "KVPAGE_TOKEN"  # in the environment
 ANSWER_SECONDS = 60.0
+ACTIONS = (  # name, help, arguments, method, path
+    ("list", "all agents", (), "GET", "/v1/agents"),
+    ("show", "one agent", ("name",), "GET", "/v1/agents/{name}"),
+    ("save", "write an agent to the tiers below memory", ("name",), "POST", "/v1/agents/{name}/save"),
+    ("fork", "give the agent NEW the context of NAME", ("name", "new"), "POST", "/v1/agents/{name}/fork"),
+    ("delete", "forget an agent", ("name",), "DELETE", "/v1/agents/{name}"),
+)
 
 
 def add_to(commands: Any) -> None:
-    """Its arguments."""
-    parser = commands.add_parser("agents", help="list, show, save, fork or delete what an engine remembers")
+    parser = commands.add_parser("agents", help="list, show, save, fork or delete the agents of a serving engine")
     add = parser.add_argument
-    add("--url", default="http://127.0.0.1:8000", help="of the engine (default: %(default)s)")
-    add("--token", default=os.environ.get(TOKEN), help=f"who asks (default: {TOKEN} of the environment)")
+    add("--url", default="http://127.0.0.1:8000", help="URL of the engine (default: %(default)s)")
+    add("--token", default=os.environ.get(TOKEN), help=f"access token (default: {TOKEN} of the environment)")
     actions = parser.add_subparsers(title="actions", required=True)
-    for name, run, help, names in (
-        ("list", list_agents, "all of them", ()),
-        ("show", show, "one", ("NAME",)),
-        ("save", save, "return when nothing of it is in memory alone", ("NAME",)),
-        ("fork", fork, "let NEW go on from where NAME is", ("NAME", "NEW")),
-        ("delete", delete, "forget it", ("NAME",)),
-    ):
+    for name, help, arguments, method, path in ACTIONS:
         action = actions.add_parser(name, help=help)
-        for argument in names:
-            action.add_argument(argument.lower(), metavar=argument)
-        action.set_defaults(run=run)
+        for argument in arguments:
+            action.add_argument(argument, metavar=argument.upper())
+        action.set_defaults(run=run, method=method, path=path)
 
 
-def list_agents(args: argparse.Namespace) -> int:
-    """A table."""
-    _print(_asked(args, "GET", "/v1/agents")["data"])
+def run(args: argparse.Namespace) -> int:
+    """Ask the engine, and print the agents that it answers with."""
+    named = quote(args.name, safe="") if "name" in args else ""
+    answer = _ask(args, args.path.format(name=named), {"to": args.new} if "new" in args else None)
+    if args.method == "DELETE":
+        print(f"{answer['id']} is forgotten")
+    else:
+        _print(answer.get("data", [answer]))
     return 0
 
 
-def show(args: argparse.Namespace) -> int:
-    """A line of it."""
-    _print([_asked(args, "GET", _path(args))])
-    return 0
-
-
-def save(args: argparse.Namespace) -> int:
-    """Likewise."""
-    _print([_asked(args, "POST", f"{_path(args)}/save")])
-    return 0
-
-
-def fork(args: argparse.Namespace) -> int:
-    """The new one."""
-    _print([_asked(args, "POST", f"{_path(args)}/fork", {"to": args.new})])
-    return 0
-
-
-def delete(args: argparse.Namespace) -> int:
-    """Say so."""
-    print(f"{_asked(args, 'DELETE', _path(args))['id']} is forgotten")
-    return 0
-
-
-def _path(args: argparse.Namespace) -> str:
-    return f"/v1/agents/{quote(args.name, safe='')}"
-
-
-def _asked(args: argparse.Namespace, method: str, path: str, body: Any = None) -> Any:
-    """What the engine answers. Raises Failure with what it says instead."""
+def _ask(args: argparse.Namespace, path: str, body: Any) -> Any:
+    """The engine's answer. Raises Failure with its error message."""
     headers = {"Authorization": f"Bearer {args.token}"} if args.token else {}
     data = None if body is None else json.dumps(body).encode()
     try:
-        with urlopen(Request(args.url + path, data, headers, method=method), timeout=ANSWER_SECONDS) as reply:
+        with urlopen(Request(args.url + path, data, headers, method=args.method), timeout=ANSWER_SECONDS) as reply:
             return json.load(reply)
     except HTTPError as error:
-        raise Failure(_said(error)) from error
+        raise Failure(_message(error)) from error
     except (URLError, ValueError, OSError) as error:
         raise Failure(f"cannot ask {args.url}: {getattr(error, 'reason', error)}") from error
 
 
-def _said(error: HTTPError) -> str:
+def _message(error: HTTPError) -> str:
     try:
         return str(json.load(error)["error"]["message"])
     except (ValueError, KeyError, TypeError):

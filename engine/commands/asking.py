@@ -25,7 +25,7 @@ def ask(
     on_token: TokenReceiver | None = None,
     keep: bool = True,
 ) -> Answer:
-    """The answer to one prompt. Raises Failure with what the engine has against it."""
+    """The answer to one prompt. Raises Failure with the engine's error."""
     answers: list[Answer] = []
     errors: list[Exception] = []
     engine.agents.submit(
@@ -46,13 +46,12 @@ def ask(
 
 
 def print_text(token: Token) -> None:
-    """As it comes."""
     sys.stdout.write(token.text)
     sys.stdout.flush()
 
 
 def account(answer: Answer) -> str:
-    """What was reused and how long it took, in a line."""
+    """One line about what was reused and how long it took."""
     reuse = answer.reuse
     where = {
         "hot": "from memory",

@@ -12,7 +12,6 @@ from engine.commands import Failure
 
 
 def add_to(commands: Any) -> None:
-    """Its arguments."""
     demo = commands.add_parser("demo", help="a conversation that moves from one engine to another, in about a minute")
     demo.add_argument("--model", default="models/smollm2", metavar="DIR", help="default: %(default)s")
     demo.set_defaults(run=run_demo)

@@ -1,5 +1,6 @@
-"""`kvpage-engine bench` and `kvpage-engine doctor`: how fast this machine computes, how fast its store is, and what
-that means. Both forget what they made the store remember."""
+"""`kvpage-engine bench` and `kvpage-engine doctor`: how fast this machine computes, and how fast its store is.
+
+Both delete from the store what they have put there."""
 
 from __future__ import annotations
 
@@ -31,39 +32,32 @@ PINGS = 50
 
 
 def add_to(commands: Any) -> None:
-    """Their arguments."""
-    bench_ = commands.add_parser("bench", help="the time to the first token, computed and remembered")
+    bench_ = commands.add_parser("bench", help="time the first token, computed and from each tier")
     bench_.set_defaults(run=bench)
-    doctor_ = commands.add_parser("doctor", help="measure model, link and store, and say when fetching pays")
+    doctor_ = commands.add_parser("doctor", help="measure model, link and store, and tell when fetching pays")
     doctor_.set_defaults(run=doctor)
     for parser in (bench_, doctor_):
         add_engine(parser)
-        parser.add_argument("--tokens", type=count, default=1024, metavar="N", help="of the prompt (%(default)s)")
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What the model does here."""
-
-    prefill: float  # tokens a second
-    decode: float
+        parser.add_argument(
+            "--tokens", type=count, default=1024, metavar="N", help="length of the prompt (%(default)s)"
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class Fetching:
-    """What it takes to fetch a context of n tokens: `fixed` + n * `each`, in seconds."""
+    """Seconds to fetch a context of n tokens: `fixed` + n * `each`."""
 
     fixed: float
     each: float
 
     def pays_from(self, prefill: float) -> int | None:
-        """From how many tokens on fetching is faster than computing them, at so many a second; None when never."""
+        """From how many tokens on fetching is faster than computing `prefill` tokens a second; None when never."""
         saved = 1 / prefill - self.each
         return max(1, round(self.fixed / saved + 0.5)) if saved > 0 else None
 
 
 def bench(args: argparse.Namespace) -> int:
-    """A table of first tokens: cold, from memory, from the page server."""
+    """Time the first token: computed, from memory, and from the page server."""
     engine = open_engine(args)
     try:
         prompt = _prompt(engine, args.tokens)
@@ -72,7 +66,8 @@ def bench(args: argparse.Namespace) -> int:
             cold = _first(engine, agent, prompt)
             rows = [("computed", cold), ("from memory", _first(engine, agent, prompt))]
             if engine.pages:
-                rows.append(("from the page server", _fetched_first(engine, agent, prompt)))
+                engine.store.evict_all_to_disk()
+                rows.append(("from the page server", _first(engine, agent, prompt)))
             speed = _decode(engine, agent, prompt)
     finally:
         engine.close()
@@ -83,13 +78,13 @@ def bench(args: argparse.Namespace) -> int:
         seconds = answer.reuse.time_to_first_token
         sooner = cold.reuse.time_to_first_token / seconds
         table.add_row(name, f"{answer.reuse.tokens:,}", f"{1000 * seconds:,.0f} ms", f"{sooner:.1f}x sooner")
-    _console().print(table)
+    Console(width=None if Console().is_terminal else 100).print(table)
     print(f"Then {speed:.1f} tokens a second.")
     return 0
 
 
 def doctor(args: argparse.Namespace) -> int:
-    """What there is, what it does, what follows from it."""
+    """Measure model, link and store, and say whether fetching pays."""
     engine = open_engine(args)
     try:
         spec = engine.spec
@@ -100,8 +95,8 @@ def doctor(args: argparse.Namespace) -> int:
         short, long = _prompt(engine, min(args.tokens // 4, 256) or 1), _prompt(engine, args.tokens)
         _warm_up(engine)
         with _scratch(engine) as agent:
-            speed = _speed(engine, agent, long)
-            _say("speed", f"prefill {speed.prefill:,.0f} tokens a second, decode {speed.decode:,.1f}")
+            prefill = len(long) / _first(engine, agent, long).reuse.time_to_first_token
+            _say("speed", f"prefill {prefill:,.0f} tokens a second, decode {_decode(engine, agent, long):,.1f}")
         if not args.store:
             _say("store", "none; --store URL measures one")
             return 0
@@ -109,21 +104,22 @@ def doctor(args: argparse.Namespace) -> int:
         fetching = _fetching(engine, short, long)
         rate = decimal(round(spec.token_nbytes / fetching.each))
         _say("link", f"{1000 * _ping(args.store):.2f} ms there and back, {rate} a second")
-        _say("verdict", _verdict(fetching.pays_from(speed.prefill), speed, fetching))
+        _say("verdict", _verdict(fetching, prefill))
     finally:
         engine.close()
     return 0
 
 
-def _verdict(tokens: int | None, speed: Speed, fetching: Fetching) -> str:
+def _verdict(fetching: Fetching, prefill: float) -> str:
+    tokens = fetching.pays_from(prefill)
     if tokens is None:
         return "fetching never beats recomputing here: the link takes longer for a token than the model"
-    times = 1 / speed.prefill / fetching.each
+    times = 1 / prefill / fetching.each
     return f"from {tokens:,} tokens on fetching beats recomputing here, in the end {times:,.0f} times"
 
 
 def _fetching(engine: Engine, short: list[int], long: list[int]) -> Fetching:
-    """From contexts of two lengths. Raises Failure when they can't be fetched."""
+    """Measured with contexts of two lengths. Raises Failure when they cannot be fetched."""
     found = []
     for prompt in (short, long):
         with _scratch(engine) as agent:
@@ -147,14 +143,9 @@ def _load(engine: Engine, agent: str, prompt: list[int]) -> float:
 
 
 def _warm_up(engine: Engine) -> None:
-    """What the first prompt of a process pays for."""
+    """Answer a first prompt, which is always slower."""
     with _scratch(engine) as agent:
         ask(engine, agent, _prompt(engine, 64), max_tokens=2)
-
-
-def _speed(engine: Engine, agent: str, prompt: list[int]) -> Speed:
-    first = _first(engine, agent, prompt)
-    return Speed(len(prompt) / first.reuse.time_to_first_token, _decode(engine, agent, prompt))
 
 
 def _decode(engine: Engine, agent: str, prompt: list[int]) -> float:
@@ -168,15 +159,9 @@ def _first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
     return ask(engine, agent, prompt, max_tokens=1)
 
 
-def _fetched_first(engine: Engine, agent: str, prompt: list[int]) -> Answer:
-    """With memory let go of first."""
-    engine.store.evict_all_to_disk()
-    return _first(engine, agent, prompt)
-
-
 @contextmanager
 def _scratch(engine: Engine) -> Iterator[str]:
-    """An agent that is forgotten at the end."""
+    """The name of an agent, deleted at the end."""
     agent = f"measured-{secrets.token_hex(8)}"
     try:
         yield agent
@@ -185,7 +170,7 @@ def _scratch(engine: Engine) -> Iterator[str]:
 
 
 def _prompt(engine: Engine, tokens: int) -> list[int]:
-    """Random, so that nobody has it."""
+    """Random tokens, which no cache can have."""
     context = engine.spec.context
     if context and tokens + DECODED_TOKENS >= context:
         raise Failure(f"--tokens {tokens} leaves no room in a context of {context}")
@@ -193,7 +178,7 @@ def _prompt(engine: Engine, tokens: int) -> list[int]:
 
 
 def _about(url: str) -> str:
-    """Who answers there. Raises Failure when nobody does."""
+    """Name and version of the server. Raises Failure when none answers."""
     where = shown(url)
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
@@ -205,7 +190,7 @@ def _about(url: str) -> str:
 
 
 def _ping(url: str) -> float:
-    """Seconds there and back."""
+    """Seconds of a round trip."""
     with redis.Redis.from_url(url, socket_timeout=5) as client:
         times = []
         for _ in range(PINGS):
@@ -213,11 +198,6 @@ def _ping(url: str) -> float:
             client.ping()
             times.append(time.perf_counter() - started)
     return median(times)
-
-
-def _console() -> Console:
-    console = Console()
-    return console if console.is_terminal else Console(width=100)
 
 
 def _say(about: str, what: str) -> None:

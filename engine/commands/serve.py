@@ -1,4 +1,4 @@
-"""`kvpage-engine serve`: the engine behind HTTP, as OpenAI's clients speak it."""
+"""`kvpage-engine serve`: the engine over HTTP, with OpenAI's API."""
 
 from __future__ import annotations
 
@@ -17,35 +17,28 @@ from engine.platform.open_files import room_for
 
 
 def add_to(commands: Any) -> None:
-    """Its arguments."""
     parser = commands.add_parser("serve", help="answer OpenAI's clients over HTTP")
     add_engine(parser)
     add = parser.add_argument
-    add("--host", default="127.0.0.1", help="the address to listen on (default: %(default)s)")
-    add("--port", type=port, default=8000, help="0 for a free one (default: %(default)s)")
-    add("--name", help="what clients call the model (default: its directory's name, or its id)")
-    add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN": who may ask; each a tenant of its own')
-    add(
-        "--max-tokens",
-        type=count,
-        default=512,
-        metavar="N",
-        help="of an answer, when none is asked for (%(default)s)",
-    )
-    add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="of a request (default: 1mb)")
-    add("--max-queue", type=count, default=64, metavar="N", help="answers at once, waiting ones included (%(default)s)")
-    add("--max-connections", type=count, default=1024, metavar="N", help="of all clients (default: %(default)s)")
-    add("--max-from-address", type=count, default=256, metavar="N", help="connections of one (default: %(default)s)")
-    add("--timeout", type=seconds, default=600.0, metavar="S", help="for a request to be answered (%(default)g)")
-    add("--grace", type=seconds, default=30.0, metavar="S", help="for what runs when it is stopped (%(default)g)")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=port, default=8000, help="port to listen on, 0 for any free one (default: %(default)s)")
+    add("--name", help="name of the model for clients (default: its directory's name, or its id)")
+    add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN"; each name is a tenant')
+    add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
+    add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
+    add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
+    add("--max-connections", type=count, default=1024, metavar="N", help="connections in all (default: %(default)s)")
+    add("--max-from-address", type=count, default=256, metavar="N", help="connections of one address (%(default)s)")
+    add("--timeout", type=seconds, default=600.0, metavar="S", help="seconds to answer a request (%(default)g)")
+    add("--grace", type=seconds, default=30.0, metavar="S", help="seconds for running requests at a stop (%(default)g)")
     parser.set_defaults(run=serve)
 
 
 def serve(args: argparse.Namespace) -> NoReturn:
-    """Until a signal says otherwise; ends the process."""
+    """Serve until a signal comes, and end the process."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         if signal.getsignal(number) is not signal.SIG_IGN:
-            signal.signal(number, _stop_at_once)  # until there is something to keep, which has its own way to stop
+            signal.signal(number, _stop_at_once)  # until there are contexts to write
     logging.basicConfig(level=logging.WARNING, format="%(asctime)s %(name)s: %(message)s")
     with _listen(args.host, args.port) as listener:
         import_engine()
@@ -66,7 +59,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
             code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace, tell=tell)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
-    # All is written. MLX's threads, which belong to a thread that has ended, now and then abort an ordinary exit.
+    # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that began them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""`kvpage-engine generate` and `kvpage-engine chat`: an engine in this process, and what it reused."""
+"""`kvpage-engine generate` and `kvpage-engine chat`: ask an engine in this process."""
 
 from __future__ import annotations
 
@@ -21,28 +21,27 @@ Messages = list[dict[str, str]]
 
 
 def add_to(commands: Any) -> None:
-    """Their arguments."""
     generate_ = commands.add_parser("generate", help="answer one prompt")
-    generate_.add_argument("prompt", metavar="PROMPT", help="what to answer; - for what comes on the standard input")
-    generate_.add_argument("--raw", action="store_true", help="go on with the text as it is, without the chat template")
-    chat_ = commands.add_parser("chat", help="a conversation in the terminal; every turn says what it reused")
+    generate_.add_argument("prompt", metavar="PROMPT", help="the prompt; - reads it from stdin")
+    generate_.add_argument("--raw", action="store_true", help="do not apply the chat template")
+    chat_ = commands.add_parser("chat", help="chat in the terminal; each turn reports what was reused")
     chat_.add_argument(
-        "--transcript", type=Path, metavar="FILE", help="write the conversation there, and go on with what it holds"
+        "--transcript", type=Path, metavar="FILE", help="JSON file of the conversation, continued if it exists"
     )
-    chat_.add_argument("--system", metavar="TEXT", help="what the model is told first")
+    chat_.add_argument("--system", metavar="TEXT", help="system prompt")
     for parser, run in ((generate_, generate), (chat_, chat)):
         add_engine(parser)
         add = parser.add_argument
-        add("--agent", default="terminal", metavar="NAME", help="whose context it is (default: %(default)s)")
-        add("--max-tokens", type=count, default=256, metavar="N", help="of an answer (default: %(default)s)")
-        add("--temperature", type=float, default=0.0, metavar="T", help="0 for the likeliest (default: %(default)g)")
-        add("--top-p", type=float, default=1.0, metavar="P", help="default: %(default)g")
-        add("--seed", type=int, metavar="N", help="the same text at every run")
+        add("--agent", default="terminal", metavar="NAME", help="agent that owns the context (default: %(default)s)")
+        add("--max-tokens", type=count, default=256, metavar="N", help="limit of an answer (default: %(default)s)")
+        add("--temperature", type=float, default=0.0, metavar="T", help="0 picks the likeliest token (%(default)g)")
+        add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: %(default)g)")
+        add("--seed", type=int, metavar="N", help="seed of the sampler: the same text in each run")
         parser.set_defaults(run=run)
 
 
 def generate(args: argparse.Namespace) -> int:
-    """The answer on the standard output; what was reused on the other."""
+    """Print the answer on stdout, and what was reused on stderr."""
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
@@ -58,7 +57,6 @@ def generate(args: argparse.Namespace) -> int:
 
 
 def chat(args: argparse.Namespace) -> int:
-    """Until the input ends."""
     messages = _transcript(args)
     engine = _open(args)
     try:
@@ -104,7 +102,7 @@ def _tokens(engine: Engine, messages: Messages) -> list[int]:
 
 
 def _line() -> str:
-    """What is typed next; "" when that is nothing more."""
+    """The next line that is not blank; "" at the end of the input."""
     try:
         while True:
             line = input("> " if sys.stdin.isatty() else "")

@@ -39,7 +39,6 @@ class Process:
 
     @property
     def ended(self) -> bool:
-        """Whether it has gone by itself."""
         return self.popen.poll() is not None
 
     def failure(self) -> ProcessError:
@@ -111,7 +110,6 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Of its process."""
         return self.process.popen.pid
 
     @cached_property

@@ -93,7 +93,6 @@ def run(model: str, console: Console) -> Outcome:
 
 
 def say(console: Console, who: str, what: str) -> None:
-    """A step of the story."""
     console.print(f"[bold]{who}[/] {what}", highlight=False, soft_wrap=True)
 
 

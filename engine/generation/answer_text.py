@@ -27,7 +27,6 @@ class AnswerText:
         return self._text
 
     def add(self, token: int) -> None:
-        """Take the next token."""
         self._detokenizer.add_token(token)
         if self._stop:
             self._look()

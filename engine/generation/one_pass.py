@@ -93,7 +93,6 @@ class OnePassGenerator:
         }
 
     def remove(self, uids: Collection[int]) -> None:
-        """Forget these sequences."""
         self._questions = deque(question for question in self._questions if question.uid not in uids)
         self._batch.remove([self._inner[uid] for uid in uids if uid in self._inner])
         for uid in uids:

@@ -119,7 +119,6 @@ class UnbatchedGenerator:
         }
 
     def remove(self, uids: Collection[int]) -> None:
-        """Forget these sequences."""
         self._prompts = deque(sequence for sequence in self._prompts if sequence.uid not in uids)
         self._answers = [sequence for sequence in self._answers if sequence.uid not in uids]
 

@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, islice
 
 import mlx.core as mx
-import numpy as np
-from typing_extensions import Buffer
 
-from engine.caches import MLX_DTYPES, Matrices
+from engine.caches import MLX_DTYPES
 from engine.memory.prefix import common_prefix
 from engine.spec import ModelCacheSpec, Shapes
-from kvpage_server.page import DType
 
 _AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
-BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}  # by itemsize; numpy has no bfloat16, and bits stay
 
 
 class BlockError(ValueError):
@@ -82,22 +78,6 @@ def _check(arrays: Arrays, shapes: Shapes, spec: ModelCacheSpec, what: str) -> N
             raise IncompatibleBlocksError(f"layer {i} of {what} must hold {wanted}, got {found}")
 
 
-def page_bodies(arrays: Arrays) -> Iterator[memoryview]:
-    """The bodies of the pages that hold `arrays`, in canonical order, as views of the arrays' own memory."""
-    for layer in arrays:
-        for array in layer:
-            for rows in np.asarray(array.view(mx.uint8)):
-                yield rows.data.cast("B")
-
-
-def from_body(body: Buffer, shapes: Shapes) -> Arrays:
-    """The arrays of `shapes` whose pages, one after the other in canonical order, are `body`. Copies.
-
-    Raises BlockError when `body` has not the length that they have.
-    """
-    return in_memory(mx.array(np.frombuffer(memoryview(body), np.uint8)), shapes)
-
-
 def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
     """The arrays of `shapes` that `memory` holds, as bytes in canonical order. Evaluated; nothing is copied.
 
@@ -108,7 +88,8 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
         raise BlockError(f"a body of these shapes has {needed} bytes, got {memory.size}")
     arrays: list[mx.array] = []
     start = 0
-    for (dtype, dim, rows), run in groupby(chain.from_iterable(shapes), _kind_of_matrix):
+    matrices = chain.from_iterable(shapes)
+    for (dtype, dim, rows), run in groupby(matrices, lambda kept: (kept.plane.dtype, kept.plane.head_dim, kept.rows)):
         heads = list(accumulate(kept.heads for kept in run))
         stop = start + heads[-1] * rows * dim * dtype.itemsize
         part = memory[start:stop]
@@ -120,10 +101,6 @@ def in_memory(memory: mx.array, shapes: Shapes) -> Arrays:
     mx.eval(arrays)
     found = iter(arrays)
     return tuple(tuple(islice(found, len(layer))) for layer in shapes)
-
-
-def _kind_of_matrix(kept: Matrices) -> tuple[DType, int, int]:
-    return kept.plane.dtype, kept.plane.head_dim, kept.rows
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -149,7 +126,6 @@ class AgentBlocks:
 
     @property
     def block_ids(self) -> list[int]:
-        """The pool's ids of the blocks, first to last."""
         return [block.block_id for block in self.blocks]
 
     @property

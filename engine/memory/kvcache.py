@@ -76,50 +76,32 @@ def extract(
     spec: ModelCacheSpec,
     cache: Sequence[Any],
     block_ids: Sequence[int],
-    end: int,
+    tokens: int,
     start: int = 0,
     states: Mapping[int, Arrays] | None = None,
+    *,
+    full: bool = False,
 ) -> tuple[KVBlock, ...]:
-    """Blocks with copies of the tokens `start` to `end`, evaluated, the last as short as it comes.
+    """Blocks with copies of the tokens from `start` to `tokens`, evaluated. The last one may be short.
 
-    `cache` holds one sequence of `end` tokens, ``[1, heads, >= end, dim]`` a plane; what lies beyond is not looked at.
-    `block_ids`, as many as there are blocks, name them in the pool. The last block gets the state that the layers carry
-    on, the others those of `states` that were captured at their ends. Raises BlockError when the ids are of another
-    number, when a layer is missing, of another kind or geometry or holds another number of tokens, or when `start` is
-    not on a block's edge; CacheStateError for a cache that was trimmed until it cannot be gone on from.
+    `cache` holds one sequence of so many tokens, ``[1, heads, >= tokens, dim]`` a plane; what lies beyond is ignored.
+    `block_ids`, one for each block, name them in the pool. Where layers carry a state, the last block gets the present
+    one, and the others those of `states` that were captured at their ends. With `full`, only full blocks are made, and
+    the present state is left out.
+
+    Raises BlockError for a wrong number of ids, for a layer that is missing, of another kind or geometry, or of another
+    number of tokens, and for a `start` within a block; CacheStateError for a cache that was trimmed too far.
     """
-    _check(spec, cache, end)
-    taken = {**(states or {}), end: capture(spec, cache)} if spec.has_state else {}
-    return _made(spec, cache, block_ids, start, end, taken)
-
-
-def extract_full(
-    spec: ModelCacheSpec,
-    cache: Sequence[Any],
-    block_ids: Sequence[int],
-    held: int,
-    start: int = 0,
-    states: Mapping[int, Arrays] | None = None,
-) -> tuple[KVBlock, ...]:
-    """`extract` for a cache of `held` tokens, but of its full blocks alone, none of which gets the layers' state of
-    now. Raises as it does."""
-    _check(spec, cache, held)
-    return _made(spec, cache, block_ids, start, held // spec.block_tokens * spec.block_tokens, states or {})
-
-
-def _made(
-    spec: ModelCacheSpec,
-    cache: Sequence[Any],
-    block_ids: Sequence[int],
-    start: int,
-    end: int,
-    taken: Mapping[int, Arrays],
-) -> tuple[KVBlock, ...]:
+    _check(spec, cache, tokens)
+    end = tokens // spec.block_tokens * spec.block_tokens if full else tokens
     if start % spec.block_tokens or start > end:
         raise BlockError(f"blocks start at a multiple of {spec.block_tokens} up to {end}, got {start}")
     edges = [*range(start, end, spec.block_tokens), end]
     if len(block_ids) != len(edges) - 1:
         raise BlockError(f"{end - start} tokens take {len(edges) - 1} blocks, got {len(block_ids)} ids")
+    taken = dict(states or {})
+    if spec.has_state and not full:
+        taken[end] = capture(spec, cache)
     blocks = tuple(
         KVBlock(block_id, stop - at, layers, taken.get(stop))
         for block_id, (at, stop), layers in zip(block_ids, pairwise(edges), cut(spec, cache, edges), strict=True)
@@ -139,18 +121,15 @@ def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> lis
 
 
 def _check(spec: ModelCacheSpec, cache: Sequence[Any], tokens: int) -> None:
-    """That all layers are there, of their kind, and hold `tokens` tokens."""
-    _check_kinds(spec, cache)
-    counted = zip(spec.layers, parts(cache), strict=True)
-    offsets = {held.offset for layer, held in counted if layer.planes and not layer.RECURRENT}
-    if offsets - {tokens}:
-        raise BlockError(f"the layers of a cache of {tokens} tokens hold as many, got {sorted(offsets)}")
-
-
-def _check_kinds(spec: ModelCacheSpec, cache: Sequence[Any]) -> None:
+    """Raise BlockError unless all layers are there, of their kind, and hold `tokens` tokens."""
     held = parts(cache)
     if len(held) != len(spec.layers):
         raise BlockError(f"a cache of {spec.model_id!r} has {len(spec.layers)} layers, got {len(held)}")
+    offsets = set()
     for i, (layer, part) in enumerate(zip(spec.layers, held, strict=True)):
         if (found := describe(i, part)) != layer:
             raise BlockError(f"layer {i} must be a {layer}, got a {found}")
+        if layer.planes and not layer.RECURRENT:
+            offsets.add(part.offset)
+    if offsets - {tokens}:
+        raise BlockError(f"the layers of a cache of {tokens} tokens hold as many, got {sorted(offsets)}")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import takewhile
 
 from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.memory.prefix import chain_hashes, root_of
@@ -12,13 +13,6 @@ from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 
 HOLDER = "shared prefixes"  # no agent can have this name
-
-
-@dataclass(slots=True)
-class _Entry:
-    block: KVBlock
-    nbytes: int
-    hit_count: int = 0
 
 
 class SharedPrefixCache:
@@ -37,21 +31,14 @@ class SharedPrefixCache:
         self._spec = spec
         self._pool = pool
         self._max_bytes = max_bytes
-        self._entries: OrderedDict[str, _Entry] = OrderedDict()  # the least recently used first
+        self._blocks: OrderedDict[str, KVBlock] = OrderedDict()  # the least recently used first
 
     def __len__(self) -> int:
-        return len(self._entries)
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._entries
+        return len(self._blocks)
 
     def names(self, agent_id: str, tokens: Sequence[int]) -> list[str]:
         """The chain hashes of the full blocks of the agent's `tokens`."""
         return chain_hashes(self._spec.fingerprint, tokens, self._spec.block_tokens, root_of(agent_id))
-
-    def hit_count(self, name: str) -> int:
-        """How many prompts have found this block here."""
-        return self._entries[name].hit_count if name in self._entries else 0
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
         """The longest beginning of `tokens`, of at most all but one of them, that is here.
@@ -59,20 +46,13 @@ class SharedPrefixCache:
         Its blocks are shared with the caller, under `agent_id`. Where layers carry a state it ends where one was kept.
         """
         names = self.names(agent_id, tokens[:-1])
-        found = []
-        for name in names:
-            if name not in self._entries:
-                break
-            found.append(self._entries[name].block)
+        found = [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
         while found and self._spec.has_state and found[-1].state is None:
             found.pop()
         if not found:
             return None
-        used = names[: len(found)]
-        self._touch(used)
+        self._touch(names[: len(found)])
         self.hits += 1
-        for name in used:
-            self._entries[name].hit_count += 1
         held = sum(block.tokens for block in found)
         self._pool.share((block.block_id for block in found), agent_id)
         return AgentBlocks(agent_id, tuple(tokens[:held]), tuple(found), self._spec.fingerprint)
@@ -86,7 +66,7 @@ class SharedPrefixCache:
         names = self.names(context.agent_id, context.tokens)
         blocks = list(context.blocks)
         for i, name in enumerate(names):
-            known = self._entries[name].block if name in self._entries else None
+            known = self._blocks.get(name)
             if known and (known.state is not None or blocks[i].state is None):
                 blocks[i] = known
         self._pool.share((block.block_id for block in blocks), context.agent_id)
@@ -99,38 +79,38 @@ class SharedPrefixCache:
 
     def evict(self) -> bool:
         """Let go of the block that was not used for longest; whether there was one."""
-        if not self._entries:
-            return False
-        self._drop(next(iter(self._entries)))
-        return True
+        if self._blocks:
+            self._drop(next(iter(self._blocks)))
+            return True
+        return False
 
     def forget(self, names: Iterable[str]) -> None:
         """Let go of those of these blocks that nobody else holds."""
-        wanted = {self._entries[name].block.block_id: name for name in names if name in self._entries}
+        wanted = {self._blocks[name].block_id: name for name in names if name in self._blocks}
         others = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
         for block_id in wanted.keys() - others:
             self._drop(wanted[block_id])
 
     def clear(self) -> None:
-        """Let go of everything."""
         while self.evict():
             pass
 
     def _put(self, name: str, block: KVBlock) -> None:
         """In place of the one that is here, if it's another."""
-        if name in self._entries:
-            if self._entries[name].block is block:
-                return
+        known = self._blocks.get(name)
+        if known is block:
+            return
+        if known:
             self._drop(name)
         self._pool.share([block.block_id], HOLDER)
-        self._entries[name] = _Entry(block, block.nbytes)
-        self.nbytes += self._entries[name].nbytes
+        self._blocks[name] = block
+        self.nbytes += block.nbytes
 
     def _drop(self, name: str) -> None:
-        entry = self._entries.pop(name)
-        self.nbytes -= entry.nbytes
-        self._pool.free([entry.block.block_id], HOLDER)
+        block = self._blocks.pop(name)
+        self.nbytes -= block.nbytes
+        self._pool.free([block.block_id], HOLDER)
 
     def _touch(self, names: Sequence[str]) -> None:
         for name in reversed(names):
-            self._entries.move_to_end(name)
+            self._blocks.move_to_end(name)

@@ -185,7 +185,6 @@ def mlx_name(name: str) -> str:
 
 
 def model_config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """config.json from the GGUF's metadata."""
 
     def number(key: str) -> Any:
         return metadata[key].item()
@@ -243,5 +242,4 @@ def tokenizer_config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def write_json(file: Path, value: dict[str, Any]) -> None:
-    """Write `value` as a JSON file."""
     file.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -23,12 +23,10 @@ class DType:
 
     @property
     def is_float(self) -> bool:
-        """Whether it is neither an integer nor bool."""
         return self.range is None and self.name != "bool"
 
     @property
     def itemsize(self) -> int:
-        """Bytes an element."""
         return int(self.mlx.size)
 
     def wrap(self, value: int) -> int:

@@ -8,11 +8,12 @@ import sys
 import mlx.core as mx
 import redis
 from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from engine.persistent.errors import InputError, NoInstanceError, PersistentError
 from engine.persistent.language.parser import parse_file
 from engine.persistent.model import Model
-from engine.persistent.show import show
 from engine.persistent.simulator import Executor, Simulator
 from engine.persistent.storage.store import PersistentStore
 
@@ -28,7 +29,7 @@ def run(args: argparse.Namespace) -> int:
     except (PersistentError, redis.RedisError, OSError, ValueError) as error:
         print(f"kvpage-engine: {error}", file=sys.stderr)
         return 1
-    Console(soft_wrap=True).print(show(executor, f"{args.instance} after step {executor.steps}"))
+    Console(soft_wrap=True).print(_table(executor, f"{args.instance} after step {executor.steps}"))
     return 0
 
 
@@ -52,3 +53,25 @@ def _row(name: str, rows: mx.array, step: int) -> mx.array:
     if not rows.ndim or step >= len(rows):
         raise InputError(f"{name} has inputs for {len(rows) if rows.ndim else 0} steps, none for step {step}")
     return rows[step]
+
+
+def _table(executor: Executor, title: str) -> Table:
+    """Persistent memory, a row for each variable."""
+    printed = Table(title=title, title_justify="left")
+    for heading in ("name", "type", "indices", "shape", "entries", "bytes", "value"):
+        printed.add_column(heading, justify="right" if heading in ("entries", "bytes") else "left")
+    variables = executor.simulator.variables
+    for name, scalar in executor.memory.scalars.items():
+        value = str(scalar.read().item())
+        printed.add_row(name, variables[name].dtype.name, "", "", "", "", value)
+    for name, table in executor.memory.tables.items():
+        layout = table.layout
+        row = (
+            f"{layout.dtype.name}{list(layout.shape)}",
+            ", ".join(f"{index}: {table.size(index)}" for index in layout.names),
+            str([*table.sizes, *table.shape]),
+            str(sum(1 for _ in table.entries())),
+            f"{table.nbytes():,}",
+        )
+        printed.add_row(name, *map(escape, row), "")
+    return printed

@@ -57,7 +57,7 @@ class BlockManager:
         needed = tokens // self.spec.block_tokens - kept
         ids, others = request.reserved[:needed], request.reserved[needed:]
         start = kept * self.spec.block_tokens
-        made = kvcache.extract_full(self.spec, cache, ids, tokens, start, request.states)
+        made = kvcache.extract(self.spec, cache, ids, tokens, start, request.states, full=True)
         sizes = {block.block_id: block.nbytes for block in made}
         request.promised -= sum(sizes.values())
         self.pool.settle(sizes | dict.fromkeys(others, 0) | {others[0]: request.promised})
@@ -78,7 +78,6 @@ class BlockManager:
         return AgentBlocks(request.agent_id, tuple(tokens), (*request.shared, *made), self.spec.fingerprint)
 
     def release(self, request: Request) -> None:
-        """Give back all that it holds."""
         self.pool.free(request.held, request.agent_id)
 
     def _needed(self, capacity: int, shared: int, checkpoints: int) -> tuple[int, int]:

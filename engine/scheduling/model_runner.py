@@ -52,7 +52,6 @@ class ModelRunner:
         return cache, tokens
 
     def remove(self, uid: int) -> None:
-        """Forget a request."""
         self._generator.remove([uid])
 
     def restart(self) -> None:

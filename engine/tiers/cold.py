@@ -43,7 +43,7 @@ from numpy.typing import NDArray
 from engine.caches import MLX_DTYPES, Matrices
 from engine.formats import json_bounds, tensor_file
 from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
-from engine.memory.blocks import BITS, AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
+from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
 from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
@@ -71,14 +71,7 @@ _DTYPES = {
     DType.INT32: "I32",
     DType.INT64: "I64",
 }
-_NAMES = (
-    "k_layer_{}",
-    "v_layer_{}",
-    "k_layer_{}_scales",
-    "k_layer_{}_biases",
-    "v_layer_{}_scales",
-    "v_layer_{}_biases",
-)
+NAMES = ("k_layer_{}", "v_layer_{}", "k_layer_{}_scales", "k_layer_{}_biases", "v_layer_{}_scales", "v_layer_{}_biases")
 MAX_TOKENS = 2_000_000  # of a context; a header has no room for more
 _STRIP_COLUMNS = 16  # columns that are transposed at once: their cache lines stay in the CPU's cache
 
@@ -100,7 +93,7 @@ class _Place(NamedTuple):
     def name(self) -> str:
         if self.state_at is not None:
             return f"state_{self.state_at}_layer_{self.layer}_{self.number}"
-        return _NAMES[self.kept.plane.kv_type].format(self.layer)
+        return NAMES[self.kept.plane.kv_type].format(self.layer)
 
     @property
     def tensor(self) -> Tensor:
@@ -308,7 +301,7 @@ def _body(place: _Place, context: AgentBlocks) -> Bits:
         assert state is not None
         return _bits(state[place.layer][place.number])
     parts = [_bits(block.layers[place.layer][place.number]) for block in context.blocks]
-    body = np.empty(place.tensor.shape, BITS[place.kept.plane.dtype.itemsize])
+    body = np.empty(place.tensor.shape, f"u{place.kept.plane.dtype.itemsize}")
     for part, (start, end) in zip(parts, pairwise([0, *context.ends]), strict=True):
         if place.transposed:
             _transpose(part, body[:, :, start:end])
@@ -330,7 +323,7 @@ def _blocks(
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
     taken: dict[int, list[list[mx.array]]] = {end: [[] for _ in spec.layers] for end in states}
     for place, body in zip(_places(spec, len(stored), states), bodies, strict=True):  # to the digest's verdict
-        values = body.view(BITS[place.kept.plane.dtype.itemsize]).reshape(place.tensor.shape)
+        values = body.view(f"u{place.kept.plane.dtype.itemsize}").reshape(place.tensor.shape)
         dtype = MLX_DTYPES[place.kept.plane.dtype]
         if place.state_at is not None:
             taken[place.state_at][place.layer].append(mx.array(values).view(dtype))
@@ -361,7 +354,7 @@ def _frozen(layers: Sequence[Sequence[mx.array]]) -> Arrays:
 
 def _bits(array: mx.array) -> Bits:
     """An evaluated, contiguous array's values as unsigned integers, in its own memory."""
-    return np.frombuffer(memoryview(cast(Any, array)).cast("B"), BITS[array.itemsize]).reshape(array.shape)
+    return np.frombuffer(memoryview(cast(Any, array)).cast("B"), f"u{array.itemsize}").reshape(array.shape)
 
 
 def _transpose(matrices: Bits, into: Bits | None = None) -> Bits:

@@ -1,4 +1,4 @@
-"""Writing behind the answers: what is dirty goes to the page server, and behind it to the cold tier."""
+"""Write-behind: dirty contexts are written to the page server, then to the cold tier."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from engine.tiers.pages import PageTier
 log = logging.getLogger(__name__)
 
 Save = Callable[[AgentBlocks], int | None]  # bytes written; None when it failed
-RETRY_SECONDS = 1.0  # until a tier that could not be written to is tried again
-IDLE_SECONDS = 5.0  # without a use, until a context is written to its file
+RETRY_SECONDS = 1.0  # before a tier that failed is tried again
+IDLE_SECONDS = 5.0  # without use, before a context is written to its file
 
 
 class Flusher:
-    """One thread that writes what is dirty, a context at a time, and never the same one twice.
+    """One thread that writes dirty contexts, one at a time.
 
-    First what is to leave memory, then to the page server what has been dirty for longest, then to its file what has
-    not been used for IDLE_SECONDS, so that a chatty agent's file is not written every turn. There is no copy in a
-    queue: an agent's entry in the hot tier is what is owed, so a newer context is written instead of the older.
+    The order: contexts that leave memory; then, to the page server, the one dirty for longest; then, to its file, one
+    unused for IDLE_SECONDS, so that a busy agent's file is not written every turn. There is no queue of copies: the
+    agent's entry in the hot tier is written, so a newer context replaces an older one that waits.
 
-    While the page server fails, contexts go to their files at once, and stay dirty for the server until it is back.
+    While the page server fails, contexts go to their files at once, and stay dirty for the server.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class Flusher:
         tally: Tally,
         max_prompt_bytes: int,
     ) -> None:
-        """`changed` is the lock of `hot`, notified when something became dirty, and by this when something is not.
-        As much as `max_prompt_bytes` of prompts wait to be published."""
+        """`changed` is the lock of `hot`. It is notified when a context becomes dirty, and when one has been written.
+        At most `max_prompt_bytes` of prompts wait to be published."""
         self._hot = hot
         self._changed = changed
         self._pool = hot.pool
@@ -55,7 +55,7 @@ class Flusher:
             self._publish_blocks: Save = lambda context: saved.nbytes if (saved := pages.publish(context)) else None
         if cold:
             self._save["cold"] = cold.save
-        self._failed: dict[Below, float] = {}  # when a tier that cannot be written to is tried again
+        self._failed: dict[Below, float] = {}  # when a failed tier is tried again
         self._writing = threading.Lock()
         self._closed = False
         self._thread = threading.Thread(target=self._run, name="kvpage-flush", daemon=True)
@@ -64,25 +64,24 @@ class Flusher:
 
     @property
     def tiers(self) -> set[Below]:
-        """What a new context is owed to."""
+        """The tiers that a new context is written to."""
         return set(self._save)
 
     @property
     def stuck(self) -> set[Below]:
-        """The tiers that could not be written to when it was last tried."""
+        """The tiers whose last write failed."""
         return set(self._failed)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Nothing is being written meanwhile. Waits for the end of what is."""
+        """Wait for the write under way, and begin no other within this context."""
         with self._writing:
             yield
 
     def publish(self, context: AgentBlocks, over: Callable[[], object] | None) -> None:
-        """Write the blocks of a prompt before anything else, and call `over` when that is done, well or not.
+        """Write the blocks of a prompt before anything else. `over` is called when that has ended, well or not.
 
-        Not at all while the server fails, or as much as may be waits to be. The caller's references become the
-        flusher's.
+        Skipped while the server fails or too much waits already. Takes over the caller's references.
         """
         with self._changed:
             full = sum(block.nbytes for prompt, _ in self._prompts for block in prompt.blocks) >= self._max_prompt_bytes
@@ -95,7 +94,7 @@ class Flusher:
             over()
 
     def flush(self) -> None:
-        """Write all that is dirty, to wherever it is owed, before this returns. A tier that fails is tried once."""
+        """Write all dirty contexts to all their tiers before returning. A tier that fails is tried once."""
         while self._publish():
             pass
         failed: set[Below] = set()
@@ -107,7 +106,7 @@ class Flusher:
                     failed.add(tier)
 
     def close(self) -> None:
-        """Write all that is dirty, and end the thread."""
+        """Write all dirty contexts, and end the thread."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -127,7 +126,7 @@ class Flusher:
                 self._write(*due)
 
     def _publish(self) -> bool:
-        """Write the blocks of the prompt that has waited for longest; whether there was one."""
+        """Write the blocks of the prompt that has waited longest; whether there was one."""
         with self._writing:
             with self._changed:
                 if not self._prompts:
@@ -146,7 +145,7 @@ class Flusher:
         return True
 
     def _due(self) -> tuple[str, Below] | None:
-        """What to write now, and where to."""
+        """The agent whose context is to be written now, and the tier."""
         now = time.monotonic()
         due = [(entry, tier) for entry, tier in self._owed() if self._when(entry, tier) <= now]
         if not due:
@@ -155,7 +154,7 @@ class Flusher:
         return entry.context.agent_id, tier
 
     def _pause(self) -> float | None:
-        """Seconds until something is due; None while nothing is dirty."""
+        """Seconds until the next write; None while nothing is dirty."""
         times = [self._when(entry, tier) for entry, tier in self._owed()]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
@@ -167,7 +166,7 @@ class Flusher:
         return max(0.0 if at_once else entry.used + IDLE_SECONDS, self._failed.get(tier, 0.0))
 
     def _write(self, agent_id: str, tier: Below) -> bool:
-        """Write the agent's context, if it is owed there; whether all went well."""
+        """Write the agent's context to a tier, if that is still due; False when it failed."""
         with self._writing:
             with self._changed:
                 entry = self._hot.look(agent_id)
@@ -183,12 +182,12 @@ class Flusher:
         return nbytes is not None
 
     def _try(self, tier: Below, save: Save, context: AgentBlocks) -> int | None:
-        """How many bytes it wrote; None when it failed. Frees the context."""
+        """The number of bytes written; None when it failed. Frees the context."""
         start = time.perf_counter()
         nbytes = None
         try:
             nbytes = save(context)
-        except Exception:  # whatever it was, others are still to be written
+        except Exception:  # the other contexts are still to be written
             log.exception("the context of %s could not be written", context.agent_id)
         finally:
             self._pool.free(context.block_ids, context.agent_id)
@@ -198,7 +197,7 @@ class Flusher:
     def _wrote(self, entry: CacheEntry, tier: Below, *, well: bool) -> None:
         if not well:
             self._failed[tier] = time.monotonic() + RETRY_SECONDS
-            entry.dirty_since = time.monotonic()  # it may be this context's fault: the others are next
+            entry.dirty_since = time.monotonic()  # this context may be the cause: others come first
             return
         self._failed.pop(tier, None)
         entry.kept = True

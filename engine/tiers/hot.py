@@ -19,30 +19,30 @@ class CacheEntry:
     """An agent's context in memory. Its blocks are held under the agent's name."""
 
     context: AgentBlocks
-    owed: set[Below]  # where it is still to be written: it is dirty unless this is empty
-    whole: bool  # the agent's last context; else what a load brought, which may be only how it begins
+    owed: set[Below]  # tiers it is still to be written to; empty when it is clean
+    whole: bool  # the agent's last context; False for a loaded one, which may be only its beginning
     pinned: bool = False
-    leaving: bool = False  # evicted, but not written yet
-    kept: bool = False  # some tier below has it
+    leaving: bool = False  # evicted, not written yet
+    kept: bool = False  # a tier below has it
     used: float = field(default_factory=time.monotonic)
     dirty_since: float = field(default_factory=time.monotonic)
     sizes: dict[int, int] = field(default_factory=dict)  # bytes of its blocks, by id
 
 
 class HotTier:
-    """Contexts by agent, at most `max_agents` of them and `max_bytes` in their blocks, a block that several share
-    counted once. Pinned ones count, and stay.
+    """Contexts by agent: at most `max_agents`, and at most `max_bytes` in their blocks. A shared block counts once.
+    Pinned contexts count, and are not evicted.
 
-    What is dirty is not dropped: it is leaving, no longer counted, until it is written. As much as `max_leaving` bytes
-    may be; beyond that nothing dirty is evicted, and the tier is larger than it should be until something was written.
-    Only what can be written nowhere is dropped to make room, and counted in `lost`.
+    A dirty context that is evicted stays, marked as leaving and no longer counted, until it is written. At most
+    `max_leaving` bytes may be leaving. Beyond that nothing dirty is evicted, and the tier exceeds its limits until
+    something is written. Only a context that no tier can take is dropped unwritten, and counted in `lost`.
 
     Not thread-safe: its owner has a lock.
     """
 
     def __init__(self, pool: BlockPool, max_agents: int, max_bytes: int, max_leaving: int) -> None:
         self.evictions = 0
-        self.lost = 0  # contexts of which nothing is left anywhere
+        self.lost = 0  # contexts dropped that no tier had
         self.pool = pool
         self._max_agents = max_agents
         self._max_bytes = max_bytes
@@ -58,15 +58,15 @@ class HotTier:
 
     @property
     def nbytes(self) -> int:
-        """Of all blocks, those of contexts that are leaving included."""
+        """Bytes of all blocks, those of leaving contexts included."""
         return sum(_sizes(self._entries.values()).values())
 
     def look(self, agent_id: str) -> CacheEntry | None:
-        """The agent's entry, which is not used by that."""
+        """The agent's entry. Does not count as a use."""
         return self._entries.get(agent_id)
 
     def use(self, agent_id: str) -> CacheEntry | None:
-        """The agent's entry, which is now the most recently used, and stays if it was leaving."""
+        """The agent's entry, made the most recently used. An entry that was leaving stays."""
         entry = self._entries.get(agent_id)
         if entry:
             self._entries.move_to_end(agent_id)
@@ -75,7 +75,7 @@ class HotTier:
         return entry
 
     def put(self, context: AgentBlocks, owed: Collection[Below], *, whole: bool) -> None:
-        """Keep a context, in place of the agent's last one. The caller's references become the tier's."""
+        """Keep a context in place of the agent's last one. Takes over the caller's references."""
         before = self._entries.get(context.agent_id)
         entry = CacheEntry(context, set(owed), whole)
         entry.sizes = {block.block_id: block.nbytes for block in context.blocks}
@@ -87,19 +87,19 @@ class HotTier:
         self._entries[context.agent_id] = entry
 
     def drop(self, agent_id: str) -> bool:
-        """Forget the agent's context, written or not; whether there was one."""
+        """Drop the agent's context, written or not; whether there was one."""
         entry = self._entries.pop(agent_id, None)
         if entry:
             self.pool.free(entry.context.block_ids, agent_id)
         return entry is not None
 
     def trim(self, stuck: Collection[Below]) -> None:
-        """Evict until the tier is no larger than it should be. `stuck`: the tiers that cannot be written to now."""
+        """Evict until the tier is within its limits. `stuck`: the tiers that cannot be written to now."""
         while self._too_large() and self.evict(stuck):
             pass
 
     def evict(self, stuck: Collection[Below]) -> bool:
-        """Evict the least recently used of those that may go; whether there was one."""
+        """Evict the least recently used context that may go; whether there was one."""
         for entry in self:
             if not entry.pinned and not entry.leaving and self._let_go(entry, stuck):
                 self.evictions += 1
@@ -107,7 +107,7 @@ class HotTier:
         return False
 
     def abandon(self, stuck: Collection[Below]) -> bool:
-        """Drop one that is leaving and can be written nowhere now; whether there was one."""
+        """Drop one leaving context that no tier can take now; whether there was one."""
         stranded = next((entry for entry in self if entry.leaving and entry.owed <= set(stuck)), None)
         if stranded is None:
             return False
@@ -115,37 +115,35 @@ class HotTier:
         return self.drop(stranded.context.agent_id)
 
     def coming(self, stuck: Collection[Below]) -> dict[int, int]:
-        """The blocks that will be free when those that leave are written, unless others hold them; their bytes."""
+        """Bytes of the blocks that will be free once leaving contexts are written, unless others hold them."""
         return _sizes([entry for entry in self if entry.leaving and not entry.owed <= set(stuck)])
 
     def drop_clean(self) -> None:
-        """Drop all that is written and not pinned."""
+        """Drop all clean contexts that are not pinned."""
         for entry in self:
             if not entry.owed and not entry.pinned:
                 self.drop(entry.context.agent_id)
                 self.evictions += 1
 
     def clear(self) -> None:
-        """Drop everything."""
         for entry in self:
             self.drop(entry.context.agent_id)
 
     def written(self, entry: CacheEntry) -> None:
-        """Drop it if it was only here to be written, and nothing newer took its place."""
+        """Drop a leaving entry that has been written, unless a newer one took its place."""
         if entry.leaving and self._entries.get(entry.context.agent_id) is entry:
             self.drop(entry.context.agent_id)
 
     def _let_go(self, entry: CacheEntry, stuck: Collection[Below]) -> bool:
         if not entry.owed:
             return self.drop(entry.context.agent_id)
-        while (leaving := [other for other in self if other.leaving]) and self._too_much([*leaving, entry]):
+        while leaving := [other for other in self if other.leaving]:
+            if sum(_sizes([*leaving, entry]).values()) <= self._max_leaving:
+                break
             if not self.abandon(stuck):
                 return False
         entry.leaving = True
         return True
-
-    def _too_much(self, leaving: Collection[CacheEntry]) -> bool:
-        return sum(_sizes(leaving).values()) > self._max_leaving
 
     def _too_large(self) -> bool:
         staying = [entry for entry in self if not entry.leaving]
@@ -153,7 +151,7 @@ class HotTier:
 
 
 def _sizes(entries: Collection[CacheEntry]) -> dict[int, int]:
-    """Bytes of all their blocks, by id."""
+    """Bytes of all their blocks, by block id."""
     sizes: dict[int, int] = {}
     for entry in entries:
         sizes |= entry.sizes

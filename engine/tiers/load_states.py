@@ -1,4 +1,4 @@
-"""The states of a load. Every event that a table does not name leaves a state where it is.
+"""The states of a load. An event that a table does not name changes nothing.
 
 The load itself::
 
@@ -18,7 +18,7 @@ Its agent's file::
     READING | -      | -          | DONE
     DONE    | -      | -          | -
 
-How long the page server is still waited for::
+How long the load still waits for the page server::
 
     patience | HEDGE_TIMER | DEADLINE
     ---------+-------------+---------
@@ -45,10 +45,10 @@ class LoadState(Enum):
 class FileState(Enum):
     """What is known of the agent's file."""
 
-    LOOKING = auto()  # at its header, for how many tokens it has
-    SEEN = auto()  # and it was not worth reading so far
+    LOOKING = auto()  # its header is being read, for the number of tokens
+    SEEN = auto()  # the number of tokens is known; it is not read so far
     READING = auto()
-    DONE = auto()  # it was read, or is not wanted
+    DONE = auto()  # it was read, or is not needed
 
 
 class Patience(Enum):
@@ -56,7 +56,7 @@ class Patience(Enum):
 
     FRESH = auto()
     LATE = auto()  # the file is read beside the page server
-    OVERDUE = auto()  # what has come is taken
+    OVERDUE = auto()  # what has arrived is taken
 
 
 class LoadEvent(Enum):

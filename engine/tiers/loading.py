@@ -1,4 +1,4 @@
-"""A context on its way into memory: what memory has already, the page server, and a file beside or behind it."""
+"""Loading a context: from memory, from the page server, and from its file."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Loaded:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The longest beginning of a prompt that a tier has, if any. Its blocks are held under its agent's name."""
+    """The longest prefix of a prompt that a tier has. Its blocks are held under the agent's name."""
 
     blocks: AgentBlocks | None = None
     tier: Tier = "none"
@@ -42,7 +42,7 @@ class Found:
 
 @dataclass(frozen=True, slots=True)
 class Ways:
-    """From where contexts are loaded, and who is told."""
+    """Where contexts are loaded from, and who is told of a load."""
 
     spec: ModelCacheSpec
     pool: BlockPool
@@ -59,26 +59,25 @@ class _File:
     """The agent's file, as far as it is known."""
 
     state: FileState
-    tokens: int = 0  # of use, as its header says
+    tokens: int = 0  # of use, according to its header
     found: AgentBlocks | None = None
-    why: str | None = None  # it was of no use
-    hedged: bool = False  # it was read although the page server could still answer
+    why: str | None = None  # reason why it was of no use
+    hedged: bool = False  # it was read while the page server could still answer
 
 
 class Loading:
-    """A load under way. `result`, or `cancel`, has to be called once: it holds blocks until then.
+    """A load under way. It holds blocks until `result` or `cancel` is called.
 
-    The page server is asked for what memory lacks. The agent's file is looked at beside that: if it has more than the
-    server, or the server has not delivered after HEDGE_AFTER_SECONDS, it is read, and the first that is there is taken.
-    The other is given up, and what it had taken is free. When memory has most of the prompt, the server is waited for
-    no longer than that. After so many seconds that a load may take nobody is waited for: what has come is taken, and
-    the rest is for the engine to compute. `load_states` has the tables of what moves it.
+    The page server is asked for what memory lacks. Meanwhile the header of the agent's file is read. The file itself is
+    read if it has more than the server, or if the server has not delivered after HEDGE_AFTER_SECONDS; then the first of
+    the two is taken and the other cancelled. If memory has most of the prompt, the load ends at that point. After its
+    time limit a load takes what has arrived, and the engine computes the rest. Its states are in `load_states`.
     """
 
     def __init__(
         self, ways: Ways, agent_id: str, tokens: Sequence[int] | None, memory: Found, *, enough: bool, within: float
     ) -> None:
-        """`enough`: nothing but `memory` is asked. `within` is how many seconds it may take."""
+        """With `enough`, only `memory` is used. `within` is the time limit in seconds."""
         self._ways = ways
         self._agent_id = agent_id
         self._tokens = tokens
@@ -91,7 +90,7 @@ class Loading:
         self._patience = Patience.FRESH
         self._file = _File(FileState.LOOKING if ways.cold and not enough else FileState.DONE)
         self._fetch: Fetch | None = None
-        # The fetch has the same deadline, and ends then by itself, with what has come. A file is not waited for.
+        # The fetch has the same limit, and ends by itself. A file is not waited for.
         self._timers = [
             threading.Timer(seconds, self._grow_impatient, [event])
             for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
@@ -101,18 +100,17 @@ class Loading:
         self._go_on()
 
     def done(self) -> bool:
-        """Whether `result` returns without waiting for the server or a file."""
+        """Whether `result` returns at once."""
         return self._settled.done()
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call it when done, on whichever thread that is; at once if it's done already."""
+        """Call `callback` when done, on any thread; at once if it is done already."""
         self._settled.add_done_callback(lambda _: callback())
 
     def result(self, timeout: float | None = None) -> Loaded:
-        """What was found; its arrays are made now, so this is for the thread that owns MLX.
+        """Wait, and return what was found. Makes arrays, so only the thread that owns MLX may call it.
 
-        Waits until it is done. Raises TimeoutError when that takes longer than `timeout` seconds, CancelledError after
-        `cancel`.
+        Raises TimeoutError after `timeout` seconds, and CancelledError after `cancel`.
         """
         seconds = self._settled.result(timeout)
         with self._lock:
@@ -129,7 +127,7 @@ class Loading:
         return self._loaded
 
     def cancel(self) -> None:
-        """Give up, and free what was taken. After `result` this does nothing."""
+        """Give up, and free all blocks. Does nothing after `result`."""
         with self._lock:
             before, self._state = self._state, moved(self._state, LoadEvent.CANCEL)
             if self._state is before:
@@ -166,7 +164,7 @@ class Loading:
             timer.cancel()
 
     def _look(self) -> None:
-        """On a reader's thread: how much is in the file."""
+        """On a reader's thread: read the file's header."""
         assert self._ways.cold
         reach = self._ways.cold.reach(self._agent_id, self._tokens)
         with self._lock:
@@ -192,7 +190,7 @@ class Loading:
         self._go_on()
 
     def _go_on(self) -> None:
-        """Something has changed: settle, or begin to read the file, or go on waiting."""
+        """Called when something has changed. Settles, begins to read the file, or goes on waiting."""
         with self._lock:
             if self._state is not LoadState.WAITING or not self._has_enough():
                 return
@@ -201,7 +199,7 @@ class Loading:
         self._settled.set_result(time.perf_counter() - self._started)
 
     def _has_enough(self) -> bool:
-        """Whether to wait no longer; begins to read the file when that is worth it."""
+        """Whether to settle now; begins to read the file when that is worth it."""
         file, late = self._file, self._patience is Patience.LATE
         fetched = self._fetch is None or self._fetch.done()
         in_vain = late and self._tokens is not None and 2 * self._memory.reach >= len(self._tokens)
@@ -212,7 +210,7 @@ class Loading:
             return False
         if file.state is FileState.READING:
             return fetched and 0 < file.tokens <= best
-        worth_reading = file.tokens > best or (fetched and not best)  # of what is nowhere, the file tells why
+        worth_reading = file.tokens > best or (fetched and not best)  # a miss reports the file's reason
         if file.state is FileState.DONE or not worth_reading:
             return fetched or in_vain
         if fetched or late:
@@ -221,7 +219,7 @@ class Loading:
         return False
 
     def _take(self) -> tuple[Found, str | None]:
-        """What was settled upon, and why there is not more; the rest is let go of."""
+        """The best of what was found, and why there is not more. Frees the rest."""
         file, fetch, best = self._file, self._fetch, self._memory
         if file.found:
             best = Found(file.found, "cold", beginning(self._ways.spec, file.found, self._tokens)[1])
@@ -246,9 +244,9 @@ class Loading:
 def beginning(
     spec: ModelCacheSpec, context: AgentBlocks, tokens: Sequence[int] | None
 ) -> tuple[AgentBlocks | None, int]:
-    """The blocks of `context` that are of use to a prompt, and how many of its tokens needn't be computed.
+    """The blocks of `context` that a prompt can use, and how many of its tokens need not be computed.
 
-    A token of the prompt has to be fed to the model. Without `tokens`: all of it.
+    At least one token of the prompt is left to compute. Without `tokens`: all of the context.
     """
     if tokens is None:
         return context, len(context)

@@ -1,4 +1,4 @@
-"""What the store counts, and what it says of it."""
+"""The counters of the store."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from engine.tiers.pages import PageTier
 Tier = Literal["hot", "prefix", "page", "cold", "none"]  # where a context came from
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Traffic:
-    """What went to a tier and came from it."""
+    """Loads from a tier, and saves to it."""
 
     hits: int = 0
     loaded_bytes: int = 0
@@ -28,14 +28,14 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class PageServer:
-    """How it goes with the page server, and what load-or-recompute is decided from."""
+    """The state of the page server, and the rates from which load-or-recompute is decided."""
 
-    misses: Mapping[str, int]  # by reason, of loads that found less than they might have, too
+    misses: Mapping[str, int]  # by reason; loads that found only a part count, too
     unsaved: Mapping[str, int]  # writes that failed, by reason
-    unasked: Mapping[str, int]  # other questions without an answer, by reason
-    fetched: int  # loads of which it was decided that fetching is sooner
-    recomputed: int  # and of which computing is
-    link_rate: float | None  # bytes a second; None when it was not measured lately
+    unasked: Mapping[str, int]  # other requests that failed, by reason
+    fetched: int  # loads for which fetching was estimated to be faster
+    recomputed: int  # loads for which computing was
+    link_rate: float | None  # bytes a second; None if not measured lately
     latency: float | None  # seconds
     prefill_rate: float | None  # tokens a second
     breaker: str  # "closed", "open" or "half-open"
@@ -43,7 +43,6 @@ class PageServer:
 
     @classmethod
     def of(cls, pages: PageTier) -> Self:
-        """Now."""
         return cls(
             misses=dict(pages.misses),
             unsaved=dict(pages.unsaved),
@@ -60,51 +59,36 @@ class PageServer:
 
 @dataclass(frozen=True, slots=True)
 class StoreMetrics:
-    """The store at one moment. Counts are since it was made."""
+    """The counters of a store since it was made."""
 
     hot: Traffic
     prefix: Traffic
     page: Traffic
     cold: Traffic
     misses: Mapping[str, int]  # loads that found nothing, by reason
-    disk_loads: int  # cold files read, whether they were used or not
+    disk_loads: int  # cold files read, used or not
     evictions: int  # contexts that left memory
-    dirty_flushes: int  # contexts written to all the tiers they were owed
-    lost: int  # contexts dropped because no tier could be written to
+    dirty_flushes: int  # contexts written to all their tiers
+    lost: int  # contexts dropped because no tier could take them
     unsaved: Mapping[str, int]  # writes that failed, by tier; they are tried again
     hedges: int  # cold loads started beside a slow fetch
     hedges_won: int  # of these, how often the file was there first
-    published: int  # prompts made known to other engines before their answer was complete
+    published: int  # prompts whose blocks were written before their answer was complete
     hot_agents: int
     hot_bytes: int
     dirty_agents: int
     dirty_bytes: int
     prefix_blocks: int
     prefix_bytes: int
-    prefix_hits: int  # prompts of which memory had a beginning, used in the end or not
+    prefix_hits: int  # prompts whose prefix memory had, used or not
     server: PageServer | None  # None without one
     cold_misses: Mapping[str, int]  # files that were of no use, by reason
     cold_unsaved: Mapping[str, int]  # files that could not be written, by reason
 
-    @property
-    def hot_hits(self) -> int:
-        """Loads that the agent's own context in memory answered."""
-        return self.hot.hits
-
-    @property
-    def page_hits(self) -> int:
-        """Loads that the page server answered."""
-        return self.page.hits
-
-    @property
-    def warm_hits(self) -> int:
-        """Loads that a safetensors file answered."""
-        return self.cold.hits
-
 
 @dataclass(slots=True)
 class Tally:
-    """Counts as they come, from any thread."""
+    """Counts events. Thread-safe."""
 
     traffic: dict[str, Traffic] = field(
         default_factory=lambda: {t: Traffic() for t in ("hot", "prefix", "page", "cold")}
@@ -115,46 +99,39 @@ class Tally:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, event: str) -> None:
-        """Something happened once."""
         with self._lock:
             self.events[event] += 1
 
     def loaded(self, tier: Tier, nbytes: int, seconds: float, why: str | None) -> None:
-        """A load ended; `why` it found nothing."""
+        """Count a load; `why` is the reason if it found nothing."""
         with self._lock:
             if tier == "none":
                 self.misses[why or "absent"] += 1
                 return
-            was = self.traffic[tier]
-            self.traffic[tier] = replace(
-                was,
-                hits=was.hits + 1,
-                loaded_bytes=was.loaded_bytes + nbytes,
-                load_seconds=was.load_seconds + seconds,
-            )
+            traffic = self.traffic[tier]
+            traffic.hits += 1
+            traffic.loaded_bytes += nbytes
+            traffic.load_seconds += seconds
 
     def saved(self, tier: Tier, nbytes: int | None, seconds: float) -> None:
-        """A save ended; None bytes when it failed."""
+        """Count a save; `nbytes` is None if it failed."""
         with self._lock:
             if nbytes is None:
                 self.unsaved[tier] += 1
                 return
-            was = self.traffic[tier]
-            self.traffic[tier] = replace(
-                was,
-                saves=was.saves + 1,
-                saved_bytes=was.saved_bytes + nbytes,
-                save_seconds=was.save_seconds + seconds,
-            )
+            traffic = self.traffic[tier]
+            traffic.saves += 1
+            traffic.saved_bytes += nbytes
+            traffic.save_seconds += seconds
 
     def snapshot(self, pages: PageTier | None, cold: SafetensorsCacheAdapter | None, **now: int) -> StoreMetrics:
-        """All of it, with what the tiers have counted and what there is `now` in memory."""
+        """All counters, those of the tiers, and what is in memory `now`."""
         with self._lock:
             return StoreMetrics(
-                hot=self.traffic["hot"],
-                prefix=self.traffic["prefix"],
-                page=self.traffic["page"],
-                cold=self.traffic["cold"],
+                hot=replace(self.traffic["hot"]),
+                prefix=replace(self.traffic["prefix"]),
+                page=replace(self.traffic["page"]),
+                cold=replace(self.traffic["cold"]),
                 misses=dict(self.misses),
                 unsaved=dict(self.unsaved),
                 disk_loads=self.events["disk_loads"],

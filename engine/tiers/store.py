@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
@@ -71,13 +70,9 @@ class AgentCacheStore:
         pages: PageTier | None = None,
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
-        **fields: Any,
     ) -> None:
-        """`pages` and `cold` are the store's own from now on. The `fields` of `config` can be given by their names.
-
-        Raises ValueError for a limit below 0, or for no time at all.
-        """
-        config = replace(config or CacheConfig(), **fields)
+        """`pages` and `cold` are the store's own from now on."""
+        config = config or CacheConfig()
         hot_bytes, queue_bytes, prefix_bytes = config.sizes(spec, pool)
         self.spec = spec
         self.restore_within = config.restore_within

@@ -32,6 +32,7 @@ from engine.memory.blocks import BlockError
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.scheduling.model_watch import ModelWatch
 from engine.spec import ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
@@ -68,13 +69,13 @@ class Bench:
         *,
         blocks: int = 64,
         deadline: float = 5.0,
-        **options: Any,
+        **limits: Any,
     ) -> None:
         self.model = Watched()
         self.pool = BlockPool(blocks)
         pages = PageTier(url, SPEC, self.pool, deadline=deadline) if url else None
         cold = SafetensorsCacheAdapter(SPEC, self.pool, directory) if directory else None
-        self.store = AgentCacheStore(SPEC, self.pool, pages=pages, cold=cold, **options)
+        self.store = AgentCacheStore(SPEC, self.pool, pages=pages, cold=cold, config=CacheConfig(**limits))
         batch = BlockPoolBatchEngine(self.model, TOKENIZER, SPEC, self.pool)
         batch._watch = ModelWatch(MODEL, SPEC)  # who looks on makes no other model
         self.engine = AgentEngine(batch, self.store)

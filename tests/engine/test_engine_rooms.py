@@ -44,7 +44,6 @@ ROOMS = [
     "engine.persistent.storage",
     "engine.persistent.model",
     "engine.persistent.simulator",
-    "engine.persistent.show",
     "engine.persistent.run",
     "engine.persistent",
     "engine.commands",

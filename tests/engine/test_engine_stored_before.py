@@ -19,9 +19,10 @@ import engine  # noqa: F401 - picks the BLAS before mlx is imported
 # isort: split
 import mlx.core as mx
 import pytest
+from block_pages import page_bodies
 
 from engine.caches import MLX_DTYPES, ArraysLayer, FullLayer, Layer, QuantizedLayer
-from engine.memory.blocks import AgentBlocks, Arrays, page_bodies
+from engine.memory.blocks import AgentBlocks, Arrays
 from engine.persistent import Model, PersistentStore, Simulator, parse
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec, Shapes

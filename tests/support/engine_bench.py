@@ -8,7 +8,7 @@ import mlx.core as mx
 from engine_families import Family
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
 from engine.pool import BlockPool
 from engine.scheduling.model_watch import ModelWatch
 
@@ -35,7 +35,7 @@ class EngineBench:
         self.of = of
         self.model = Watched(of.model)
         self.pool = BlockPool(blocks)
-        self.batch = BlockPoolBatchEngine(self.model, tokenizer, of.spec, self.pool, **options)
+        self.batch = BlockPoolBatchEngine(self.model, tokenizer, of.spec, self.pool, SchedulerConfig(**options))
         self.batch._watch = ModelWatch(of.model, of.spec)  # who looks on makes no other model
 
     def free(self, *held: CompletedGeneration) -> None:

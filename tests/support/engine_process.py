@@ -36,6 +36,7 @@ def main() -> None:
     from engine.batch_engine import BlockPoolBatchEngine
     from engine.pool import BlockPool
     from engine.spec import ModelCacheSpec
+    from engine.tiers.cache_config import CacheConfig
     from engine.tiers.cold import SafetensorsCacheAdapter
     from engine.tiers.pages import PageTier
     from engine.tiers.store import AgentCacheStore
@@ -60,7 +61,9 @@ def main() -> None:
             self.pool = BlockPool(256)
             self.pages = PageTier(url, spec, self.pool, restore_within=within)
             cold = SafetensorsCacheAdapter(spec, self.pool, Path(directories[0])) if directories else None
-            self.store = AgentCacheStore(spec, self.pool, pages=self.pages, cold=cold, restore_within=within)
+            self.store = AgentCacheStore(
+                spec, self.pool, pages=self.pages, cold=cold, config=CacheConfig(restore_within=within)
+            )
             self.engine = AgentEngine(BlockPoolBatchEngine(model, tokenizer, spec, self.pool), self.store)
 
         def submit(self, asked: dict[str, Any]) -> None:

@@ -205,7 +205,7 @@ class _Compiler:
 
             return Action(go, f"branch {statement.then}", at=statement.at)
         otherwise = self.block(statement.otherwise, statement.at)
-        get, dtype = self._getter(Access(statement.condition, None, statement.at), frozenset())
+        get, dtype = self._getter(Access(statement.condition, at=statement.at), frozenset())
         variable = self.variables[statement.condition]
         if dtype.name != "bool" or variable.shape:
             shown = f"{dtype.name}{list(variable.shape)}"
@@ -217,57 +217,37 @@ class _Compiler:
         return Action(run, f"branch {statement.condition}", at=statement.at)
 
     def _read(self, statement: Read, scope: Scope) -> Action:
-        access = statement.access
+        access, to = statement.access, statement.to
         layout = self._persistent(access)
-        target = self._target(statement.to, statement.at)
+        target = self._target(to, statement.at)
         self._same_dtype(access.name, layout.dtype, target, access.at)
-        put = self._putter(target)
+        put, name = self._putter(target), layout.name
+        what = f"cache.read {name}"
         if layout.is_scalar:
-            return Action(
-                lambda frame: put(frame, frame.memory.scalars[layout.name].read()),
-                f"cache.read {layout.name}",
-                statement.to,
-                access.at,
-            )
+            return Action(lambda frame: put(frame, frame.memory.scalars[name].read()), what, to, access.at)
         select = self._counting.selection(access, layout, scope)
         rank = selected_rank(access, layout)
         if rank != len(target.shape):
-            raise RankError(
-                f"{_spelt(access)} has {rank} dimensions, {statement.to} has {len(target.shape)}", access.at
-            )
-        return Action(
-            lambda frame: put(frame, frame.memory.tables[layout.name].read(select(frame))),
-            f"cache.read {layout.name}",
-            statement.to,
-            access.at,
-        )
+            raise RankError(f"{_spelt(access)} has {rank} dimensions, {to} has {len(target.shape)}", access.at)
+        return Action(lambda frame: put(frame, frame.memory.tables[name].read(select(frame))), what, to, access.at)
 
     def _write(self, statement: Write, scope: Scope) -> Action:
-        access = statement.access
+        access, source = statement.access, statement.source
         layout = self._persistent(access)
-        get, dtype = self._getter(statement.source, scope)
+        get, dtype = self._getter(source, scope)
+        name, what = layout.name, f"cache.write {layout.name}"
         if dtype != layout.dtype:
-            raise DTypeError(
-                f"{layout.name} holds {layout.dtype.name}, {statement.source.name} is {dtype.name}", statement.source.at
-            )
+            raise DTypeError(f"{name} holds {layout.dtype.name}, {source.name} is {dtype.name}", source.at)
         if layout.is_scalar:
-            return Action(
-                lambda frame: frame.memory.scalars[layout.name].write(get(frame)),
-                f"cache.write {layout.name}",
-                at=access.at,
-            )
+            return Action(lambda frame: frame.memory.scalars[name].write(get(frame)), what, at=access.at)
         given = access.indices or ()
         if any(isinstance(index, Slice) for index in given) or len(given) < len(layout.indices):
             raise SliceWriteError(layout.refuse_slice(), access.at)
         select = self._counting.selection(access, layout, scope)
-        return Action(
-            lambda frame: frame.memory.tables[layout.name].write(select(frame), get(frame)),
-            f"cache.write {layout.name}",
-            at=access.at,
-        )
+        return Action(lambda frame: frame.memory.tables[name].write(select(frame), get(frame)), what, at=access.at)
 
     def _increment(self, statement: Increment) -> Action:
-        layout = self._persistent(Access(statement.name, None, statement.at), bare=True)
+        layout = self._persistent(Access(statement.name, at=statement.at), bare=True)
         if not layout.is_scalar or layout.dtype.name == "bool":
             raise DTypeError(f"only scalars that are numbers count, {statement.name} is none", statement.at)
         name, amount = statement.name, statement.amount

@@ -35,12 +35,10 @@ def relu(x: mx.array, *, alpha: float = 0.0, clamp_max: float = math.inf) -> mx.
 
 
 def fill(x: mx.array, *, value: float) -> mx.array:
-    """As many of `value` as x has elements."""
     return mx.full(x.shape, value, dtype=x.dtype)
 
 
 def softmax(x: mx.array, *, axis: int = -1) -> mx.array:
-    """Along an axis."""
     return mx.softmax(x, axis=axis)
 
 
@@ -60,7 +58,6 @@ def rope(x: mx.array, *, offset: int = 0, dims: int = 0, base: float = 10000.0, 
 
 
 def concat(*arrays: mx.array, axis: int = 0) -> mx.array:
-    """One after the other."""
     return mx.concatenate(list(arrays), axis=axis)
 
 
@@ -70,7 +67,6 @@ def transpose(x: mx.array, *, axes: tuple[int, ...] = ()) -> mx.array:
 
 
 def reshape(x: mx.array, *, shape: tuple[int, ...]) -> mx.array:
-    """The same elements in another shape."""
     return mx.reshape(x, shape)
 
 
@@ -85,7 +81,6 @@ def argmax(x: mx.array, *, axis: int = -1) -> mx.array:
 
 
 def is_finite(x: mx.array) -> mx.array:
-    """Whether all elements are."""
     return mx.all(mx.isfinite(x))
 
 

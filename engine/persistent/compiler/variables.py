@@ -5,17 +5,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.persistent.dtypes import DTYPES, DType
-from engine.persistent.errors import (
-    DeclarationError,
-    DeviceError,
-    DimError,
-    DTypeError,
-    Place,
-    UnknownNameError,
-)
+from engine.persistent.errors import DeclarationError, DeviceError, DimError, DTypeError, Place, UnknownNameError
 from engine.persistent.language.graph import Arithmetic, Assign, Declaration, Expression, Graph, Name
 from engine.persistent.state.lane import MEMORY_BYTES
 from engine.persistent.state.table import MAX_DIM, Layout, Shape
@@ -140,19 +133,7 @@ def _with_init(declaration: Declaration, dtype: DType) -> Declaration:
         )
         given = str(declaration.init).lower()
         raise DTypeError(f"@init of {declaration.name} must be {allowed} for {dtype.name}, got {given}", declaration.at)
-    return Declaration(
-        declaration.section,
-        declaration.name,
-        declaration.dtype,
-        declaration.dims,
-        declaration.indices,
-        declaration.table,
-        declaration.auto_dim,
-        declaration.fixed,
-        init,
-        declaration.reference,
-        declaration.at,
-    )
+    return replace(declaration, init=init)
 
 
 def _check_attributes(declaration: Declaration) -> None:

@@ -128,7 +128,6 @@ class GraphBuilder:
         self._blocks.append(Block(name, body.statements()))
 
     def graph(self) -> Graph:
-        """What has been built."""
         return Graph(tuple(self._declarations), tuple(self._blocks))
 
     def _declare(self, declaration: Declaration) -> VariableRef:
@@ -143,7 +142,6 @@ class Body:
         self._statements: list[Statement] = []
 
     def statements(self) -> tuple[Statement, ...]:
-        """All so far."""
         return tuple(self._statements)
 
     def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
@@ -157,7 +155,6 @@ class Body:
         self._statements.append(Operation(name, tuple(map(_access, arguments)), given, to.name))
 
     def transfer(self, source: VariableRef | Access, to: VariableRef) -> None:
-        """``transfer source >> to``"""
         self._statements.append(Transfer(_access(source), to.name))
 
     @contextmanager
@@ -182,11 +179,9 @@ class Body:
         self._statements.append(Return())
 
     def read(self, source: VariableRef | Access, to: VariableRef) -> None:
-        """``cache.read source >> to``"""
         self._statements.append(Read(_access(source), to.name))
 
     def write(self, source: VariableRef | Access, to: VariableRef | Access) -> None:
-        """``cache.write source >> to``"""
         self._statements.append(Write(_access(source), _access(to)))
 
     def increment(self, scalar: VariableRef, amount: int = 1) -> None:
@@ -198,7 +193,6 @@ class Body:
         self._statements.append(Increment(scalar.name, -amount))
 
     def reset(self, what: VariableRef | Access) -> None:
-        """``cache.reset what``"""
         self._statements.append(Reset(_access(what)))
 
 

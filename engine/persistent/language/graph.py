@@ -11,56 +11,57 @@ from typing import TypeAlias
 
 from engine.persistent.errors import Place
 
-SECTIONS = ("dynamic", "volatile", "constant", "persistent")
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """`at` is its place in the text, if there is one."""
+
+    at: Place | None = field(default=None, compare=False, repr=False, kw_only=True)
 
 
 @dataclass(frozen=True, slots=True)
-class Name:
+class Name(_Placed):
     """A name in an expression: a size, a loop variable or an integer scalar."""
 
     text: str
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Arithmetic:
+class Arithmetic(_Placed):
     """Two integers and one of ``+ - * / %``; ``/`` rounds down."""
 
     operator: str
     left: Expression
     right: Expression
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 Expression: TypeAlias = int | Name | Arithmetic
 
 
 @dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(_Placed):
     """``start..stop``: `start` included, `stop` not; None for the ends."""
 
     start: Expression | None
     stop: Expression | None
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 Index: TypeAlias = Expression | Slice
 
 
 @dataclass(frozen=True, slots=True)
-class Access:
+class Access(_Placed):
     """A variable, or with `indices` some of it. ``K[]`` has indices, none of them; ``K`` has None."""
 
     name: str
     indices: tuple[Index, ...] | None = None
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 Value: TypeAlias = "Expression | float | str | tuple[Value, ...]"
 
 
 @dataclass(frozen=True, slots=True)
-class Declaration:
+class Declaration(_Placed):
     """A variable of a section, or one that `assign` declares, which is volatile.
 
     ``indices`` are the names in parentheses; those in ``auto_dim`` grow the tensor's own dimensions, the others are a
@@ -77,39 +78,35 @@ class Declaration:
     fixed: tuple[tuple[str, int], ...] = ()
     init: bool | int | float | None = None
     reference: str | None = None
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Assign:
+class Assign(_Placed):
     """``assign x: f32[D]``: a variable of this step."""
 
     declaration: Declaration
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Operation:
+class Operation(_Placed):
     """``op name(arguments, parameter=value) >> to``"""
 
     name: str
     arguments: tuple[Access, ...]
     parameters: tuple[tuple[str, Value], ...]
     to: str
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
+class Transfer(_Placed):
     """``transfer source >> to``"""
 
     source: Access
     to: str
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Loop:
+class Loop(_Placed):
     """``loop name (variable in start..stop) { body }``"""
 
     name: str
@@ -117,71 +114,62 @@ class Loop:
     start: Expression
     stop: Expression
     body: tuple[Statement, ...]
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Branch:
+class Branch(_Placed):
     """``branch condition then otherwise``, or ``branch then``. When that block returns, it goes on after this."""
 
     condition: str | None
     then: str
     otherwise: str | None = None
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Return:
+class Return(_Placed):
     """``return``: the end of the block."""
 
-    at: Place | None = field(default=None, compare=False, repr=False)
-
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(_Placed):
     """``cache.read access >> to``"""
 
     access: Access
     to: str
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Write:
+class Write(_Placed):
     """``cache.write source >> access``"""
 
     source: Access
     access: Access
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Increment:
+class Increment(_Placed):
     """``cache.increment amount name``; a decrement is an increment by less than 0."""
 
     name: str
     amount: int = 1
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 @dataclass(frozen=True, slots=True)
-class Reset:
+class Reset(_Placed):
     """``cache.reset access``"""
 
     access: Access
-    at: Place | None = field(default=None, compare=False, repr=False)
 
 
 Statement: TypeAlias = Assign | Operation | Transfer | Loop | Branch | Return | Read | Write | Increment | Reset
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class Block(_Placed):
     """Statements with a name; ``entry`` is where a step begins."""
 
     name: str
     body: tuple[Statement, ...]
-    at: Place | None = field(default=None, compare=False, repr=False)
 
     def statements(self) -> Iterator[Statement]:
         """All of them, those within loops too."""

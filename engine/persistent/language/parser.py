@@ -190,7 +190,7 @@ class _ToGraph(Transformer[Token, Any]):
 
     def word(self, meta: Any, children: list[Token]) -> Any:
         word = str(children[0])
-        return WORDS.get(word, Name(word, self._at(children[0])))
+        return WORDS.get(word, Name(word, at=self._at(children[0])))
 
     def negative(self, meta: Any, children: list[Token]) -> Any:
         text = str(children[0])
@@ -204,73 +204,73 @@ class _ToGraph(Transformer[Token, Any]):
         return tuple(child for child in children if child is not None)
 
     def name(self, meta: Any, children: list[Token]) -> Name:
-        return Name(str(children[0]), self._at(children[0]))
+        return Name(str(children[0]), at=self._at(children[0]))
 
     def minus(self, meta: Any, children: list[Expression]) -> Expression:
         (child,) = children
-        return -child if isinstance(child, int) else Arithmetic("-", 0, child, self._at(meta))
+        return -child if isinstance(child, int) else Arithmetic("-", 0, child, at=self._at(meta))
 
     def arithmetic(self, meta: Any, children: list[Any]) -> Arithmetic:
         left, operator, right = children
-        return Arithmetic(str(operator), left, right, self._at(meta))
+        return Arithmetic(str(operator), left, right, at=self._at(meta))
 
     def slice(self, meta: Any, children: list[Expression | None]) -> Slice:
         start, stop = children
-        return Slice(start, stop, self._at(meta))
+        return Slice(start, stop, at=self._at(meta))
 
     def brackets(self, meta: Any, children: list[Any]) -> tuple[Index, ...]:
         return tuple(child for child in children if child is not None)
 
     def access(self, meta: Any, children: list[Any]) -> Access:
-        return Access(str(children[0]), children[1], self._at(meta))
+        return Access(str(children[0]), children[1], at=self._at(meta))
 
     def parameter(self, meta: Any, children: list[Any]) -> tuple[str, Any]:
         return str(children[0]), children[1]
 
     def block(self, meta: Any, children: list[Any]) -> Block:
         name, *body = children
-        return Block(str(name), tuple(body), self._at(name))
+        return Block(str(name), tuple(body), at=self._at(name))
 
     def assign(self, meta: Any, children: list[Any]) -> Assign:
         name, (dtype, dims) = children
-        return Assign(Declaration("volatile", str(name), dtype, dims, at=self._at(name)), self._at(meta))
+        return Assign(Declaration("volatile", str(name), dtype, dims, at=self._at(name)), at=self._at(meta))
 
     def operation(self, meta: Any, children: list[Any]) -> Operation:
         name, *operands, to = children
         arguments = tuple(operand for operand in operands if isinstance(operand, Access))
         parameters = tuple(operand for operand in operands if isinstance(operand, tuple))
-        return Operation(str(name), arguments, parameters, str(to), self._at(meta))
+        return Operation(str(name), arguments, parameters, str(to), at=self._at(meta))
 
     def transfer(self, meta: Any, children: list[Any]) -> Transfer:
-        return Transfer(children[0], str(children[1]), self._at(meta))
+        return Transfer(children[0], str(children[1]), at=self._at(meta))
 
     def loop(self, meta: Any, children: list[Any]) -> Loop:
         name, variable, start, stop, *body = children
-        return Loop(str(name), str(variable), start, stop, tuple(body), self._at(meta))
+        return Loop(str(name), str(variable), start, stop, tuple(body), at=self._at(meta))
 
     def branch(self, meta: Any, children: list[Token | None]) -> Branch:
         first, then, otherwise = (None if child is None else str(child) for child in children)
         if then is None:
-            return Branch(None, str(first), None, self._at(meta))
-        return Branch(first, then, otherwise, self._at(meta))
+            return Branch(None, str(first), None, at=self._at(meta))
+        return Branch(first, then, otherwise, at=self._at(meta))
 
     def ending(self, meta: Any, children: list[Any]) -> Return:
-        return Return(self._at(meta))
+        return Return(at=self._at(meta))
 
     def read(self, meta: Any, children: list[Any]) -> Read:
-        return Read(children[0], str(children[1]), self._at(meta))
+        return Read(children[0], str(children[1]), at=self._at(meta))
 
     def write(self, meta: Any, children: list[Any]) -> Write:
-        return Write(children[0], children[1], self._at(meta))
+        return Write(children[0], children[1], at=self._at(meta))
 
     def increment(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), self._int(children[0]) if children[0] else 1, self._at(meta))
+        return Increment(str(children[1]), self._int(children[0]) if children[0] else 1, at=self._at(meta))
 
     def decrement(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), -self._int(children[0]) if children[0] else -1, self._at(meta))
+        return Increment(str(children[1]), -self._int(children[0]) if children[0] else -1, at=self._at(meta))
 
     def reset(self, meta: Any, children: list[Any]) -> Reset:
-        return Reset(children[0], self._at(meta))
+        return Reset(children[0], at=self._at(meta))
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:

@@ -34,7 +34,6 @@ class Lane:
         self._changed_in = -1  # the journal's step
 
     def written(self, index: int) -> bool:
-        """Whether there is an entry."""
         return index < len(self._written) and bool(self._written[index])
 
     def indices(self) -> list[int]:
@@ -57,7 +56,6 @@ class Lane:
         return mx.concatenate([self._array[start:], self._fill(stop - room)])
 
     def put(self, index: int, value: mx.array) -> None:
-        """Write an entry."""
         self._reserve(index + 1)
         journal = self._journal
         if journal.first((self, index)):

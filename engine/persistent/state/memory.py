@@ -24,7 +24,6 @@ class Scalar:
         return self._value if isinstance(self._value, mx.array) else self.layout.dtype.number(self._value)
 
     def index(self) -> int:
-        """The number, of an integer."""
         assert isinstance(self._value, int)
         return self._value
 

@@ -58,7 +58,6 @@ class Layout:
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it is one number."""
         return not self.names and not self.shape
 
     def limit(self, index: str) -> int | None:

@@ -26,7 +26,6 @@ class StoredLane:
     _runs: list[list[int]] | None = field(default_factory=list)  # None when it has to be found anew
 
     def enter(self, index: int, slot: int, digest: int, shape: Shape | None) -> None:
-        """An entry is stored in a slot."""
         runs = self._runs
         if runs and index not in self.slots and runs[-1][1:] == [index, slot]:
             runs[-1][1] += 1
@@ -37,7 +36,6 @@ class StoredLane:
             self.shapes[index] = shape
 
     def forget(self, index: int) -> None:
-        """An entry is not stored any more."""
         del self.slots[index], self.digests[index]
         self.shapes.pop(index, None)
         self._runs = None

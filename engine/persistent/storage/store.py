@@ -75,7 +75,6 @@ class PersistentStore:
         self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:
-        """Close the connections."""
         self.server.close()
 
     def instance(self, name: str, fingerprint: int) -> StoredInstance:

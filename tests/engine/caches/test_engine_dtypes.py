@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from block_pages import page_bodies
 from engine_models import letter_tokenizer, tiny_llama
 from servers import RunningServer
 
@@ -17,7 +18,7 @@ import redis
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, page_bodies
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

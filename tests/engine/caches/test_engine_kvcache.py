@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from block_pages import from_body, page_bodies, pages
 from engine_models import letter_tokenizer, tiny_llama
 
 # isort: split
@@ -16,8 +17,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 
 from engine.caches import DTYPES, FullLayer
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock, from_body, page_bodies
-from engine.spec import ModelCacheSpec, pages
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, KVBlock
+from engine.spec import ModelCacheSpec
 
 MODEL = tiny_llama()
 SPEC = ModelCacheSpec.probe(MODEL, letter_tokenizer(), model_id="tiny")

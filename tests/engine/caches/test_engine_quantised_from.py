@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 
@@ -43,7 +43,7 @@ def complete(
     pool: BlockPool, quantised_from: int, tokens: list[int], cache: Any = None
 ) -> tuple[CompletedGeneration, list[float]]:
     logprobs: list[float] = []
-    batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPECS[quantised_from], pool, prefill_chunk=64)
+    batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPECS[quantised_from], pool, SchedulerConfig(prefill_chunk=64))
     batch.submit(
         "alice",
         tokens,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from block_pages import page_bodies
 from engine_models import letter_tokenizer, tiny, tiny_llama
 
 # isort: split
@@ -11,9 +12,9 @@ import numpy as np
 import pytest
 from mlx_lm.models.cache import QuantizedKVCache
 
-from engine.batch_engine import BlockPoolBatchEngine, EngineClosedError
+from engine.batch_engine import BlockPoolBatchEngine, EngineClosedError, SchedulerConfig
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, page_bodies
+from engine.memory.blocks import AgentBlocks
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 
@@ -145,7 +146,7 @@ def test_a_drained_engine_finishes_what_runs_and_takes_no_more(batch: BlockPoolB
 
 
 def test_draining_finishes_what_waits_for_blocks_too(pool: BlockPool) -> None:
-    batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool, wait_for_blocks=True)
+    batch = BlockPoolBatchEngine(MODEL, TOKENIZER, SPEC, pool, SchedulerConfig(wait_for_blocks=True))
     pool.reconfigure(3)
     for agent in ("alice", "bob"):
         batch.submit(agent, PROMPT, max_tokens=10)

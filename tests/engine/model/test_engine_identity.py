@@ -30,7 +30,7 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.tuner.utils import linear_to_lora_layers
 
-from engine.batch_engine import CHANGED, BlockPoolBatchEngine, CompletedGeneration
+from engine.batch_engine import CHANGED, BlockPoolBatchEngine, CompletedGeneration, SchedulerConfig
 from engine.model.identity import Identity
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
@@ -376,7 +376,7 @@ def found(server: RunningServer, pool: BlockPool, model: Any) -> list[int]:
 
 def spec_and_batch(model: Any, pool: BlockPool, **options: Any) -> tuple[ModelCacheSpec, BlockPoolBatchEngine]:
     spec = ModelCacheSpec.probe(model, TOKENIZER, block_tokens=16)
-    return spec, BlockPoolBatchEngine(model, TOKENIZER, spec, pool, **options)
+    return spec, BlockPoolBatchEngine(model, TOKENIZER, spec, pool, SchedulerConfig(**options))
 
 
 def rescale(model: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from block_pages import pages
 from engine_models import letter_tokenizer, tiny, tiny_llama
 
 # isort: split
@@ -20,7 +21,7 @@ from mlx_lm.models.llama import Model
 
 from engine.caches import FullLayer, UnsupportedCacheError
 from engine.memory.prefix import ROOT, chain_hash, chain_hashes, common_prefix
-from engine.spec import ModelCacheSpec, ModelTag, pages
+from engine.spec import ModelCacheSpec, ModelTag
 from kvpage_server.page import DType, KVType, Plane
 
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from block_pages import page_bodies
 from engine_bench import EngineBench
 from engine_families import family
 from engine_models import letter_tokenizer
@@ -22,7 +23,7 @@ from transformers import PreTrainedTokenizerFast
 from engine.batch_engine import BlockPoolBatchEngine, CompletedGeneration, Token
 from engine.generation.answer_text import AnswerText
 from engine.generation.tokens import UnknownTokenError
-from engine.memory.blocks import AgentBlocks, page_bodies
+from engine.memory.blocks import AgentBlocks
 
 TOKENS = np.random.default_rng(9).integers(0, 96, 4096).tolist()
 PLAIN = TOKENS[500:800]  # to which the models answer with a visible letter a token

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
+from block_pages import page_bodies
 from engine_models import END, letter_tokenizer, tiny_llama
 
 # isort: split
@@ -23,7 +24,7 @@ from engine.batch_engine import (
     UnknownTokenError,
 )
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec
 

@@ -3,6 +3,7 @@ server is told of what is planned."""
 
 from __future__ import annotations
 
+from block_pages import page_bodies
 from engine_models import letter_tokenizer  # noqa: F401 - picks the BLAS before mlx is imported
 
 # isort: split
@@ -13,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.caches import ArraysLayer, FullLayer, Matrices
-from engine.memory.blocks import in_memory, page_bodies
+from engine.memory.blocks import in_memory
 from engine.spec import ModelCacheSpec
 from engine.tiers.server.manifest import BlockPlace, ContextManifest, block_names, block_shape
 from engine.tiers.server.restore_planner import Offer, Plan

@@ -19,6 +19,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from block_pages import page_bodies
 from engine_models import letter_tokenizer, tiny, tiny_llama
 
 # isort: split
@@ -31,7 +32,7 @@ from safetensors import safe_open
 
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cold import SafetensorsCacheAdapter

@@ -8,6 +8,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
+from block_pages import page_bodies, pages
 from engine_models import letter_tokenizer, tiny_llama
 from servers import RunningServer
 
@@ -19,10 +20,10 @@ import redis
 from mlx_lm.models.cache import make_prompt_cache, trim_prompt_cache
 
 from engine.memory import kvcache
-from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError, page_bodies
+from engine.memory.blocks import AgentBlocks, BlockError, IncompatibleBlocksError
 from engine.memory.prefix import chain_hashes
 from engine.pool import BlockPool
-from engine.spec import ModelCacheSpec, pages
+from engine.spec import ModelCacheSpec
 from engine.tiers.pages import PageTier, Saved
 from engine.tiers.server.manifest import _sealed, block_names, manifest_key
 from kvpage_server.page import PageKey
