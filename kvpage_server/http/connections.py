@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import h11
-from prometheus_client import Counter
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from engine.api.openai.errors import ApiError, invalid
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
 IDLE_SECONDS = 30  # between two requests; longer than clients keep a connection that they do not use
@@ -26,7 +25,19 @@ MAX_HEADERS_BYTES = 16_384
 MAX_HEADER_LINES = 512  # of headers
 MAX_CHUNK_LINES = 65_536  # of a body in chunks, two a chunk: each takes as long as kilobytes of a whole one
 BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # requests: one's headers are not complete
-HEALTH = ("/health", "/health/live", "/health/ready")
+
+
+class Unanswered(NamedTuple):
+    """Why a connection's request is not looked at; `retry_after` in seconds, None where that is no use."""
+
+    status: int
+    message: str
+    code: str
+    retry_after: int | None = None
+
+
+BOTH_LENGTHS = Unanswered(400, "a request has Content-Length or Transfer-Encoding, not both", "invalid_length")
+TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
 class Crowd:
@@ -37,8 +48,8 @@ class Crowd:
         always is one: a part of the places is not for requests, but for their health's."""
         self._limit = limit
         self._asked_limit = limit - max(1, limit // 16)
-        self._silent: dict[Connection, None] = {}  # the one that has been so for longest first
-        self._asked: set[Connection] = set()
+        self._silent: dict[HttpConnection, None] = {}  # the one that has been so for longest first
+        self._asked: set[HttpConnection] = set()
 
     def __len__(self) -> int:
         return len(self._silent) + len(self._asked)
@@ -48,23 +59,23 @@ class Crowd:
         """Whether there are more that are being answered than may be."""
         return len(self._asked) > self._asked_limit
 
-    def join(self, connection: Connection) -> None:
+    def join(self, connection: HttpConnection) -> None:
         """It has connected."""
         if len(self) >= self._limit and self._silent:
             next(iter(self._silent)).drop("crowded")
         self._silent[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         """It has gone."""
         self._silent.pop(connection, None)
         self._asked.discard(connection)
 
-    def asked(self, connection: Connection) -> None:
+    def asked(self, connection: HttpConnection) -> None:
         """It has sent a request."""
         self.leave(connection)
         self._asked.add(connection)
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: HttpConnection) -> None:
         """And has its answer."""
         if connection in self._asked:
             self._asked.remove(connection)
@@ -74,21 +85,32 @@ class Crowd:
 class Door:
     """Where connections come in."""
 
-    def __init__(self, connections: int, for_each: int, closed: Counter) -> None:
-        """At most so many, and of one address `for_each`; `closed` counts those that were, by reason."""
+    def __init__(
+        self,
+        connections: int,
+        for_each: int,
+        *,
+        closed: Callable[[str], object],
+        refused: Callable[[Unanswered], Response],
+        always: Collection[str],
+    ) -> None:
+        """At most so many, and of one address `for_each`. `closed` is told why one was closed, `refused` words what is
+        answered instead. What is `always` answered are paths, however many connections there are."""
         self.closed = closed
+        self.refused = refused
+        self.always = always
         self._everybody = Crowd(connections)
         self._for_each = for_each
         self._addresses: dict[str, Crowd] = {}
 
-    def join(self, connection: Connection, host: str) -> tuple[Crowd, Crowd]:
+    def join(self, connection: HttpConnection, host: str) -> tuple[Crowd, Crowd]:
         """The crowds that it belongs to now."""
         crowds = (self._everybody, self._addresses.setdefault(_address(host), Crowd(self._for_each)))
         for crowd in crowds:
             crowd.join(connection)
         return crowds
 
-    def leave(self, connection: Connection, host: str) -> None:
+    def leave(self, connection: HttpConnection, host: str) -> None:
         """It has gone."""
         address = _address(host)
         self._everybody.leave(connection)
@@ -110,7 +132,7 @@ def _address(host: str) -> str:
 class _Flow(FlowControl):
     """Reads on when what was read is parsed, and not before."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
@@ -119,7 +141,7 @@ class _Flow(FlowControl):
         self._connection.read_on()
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One of uvicorn's, with bounds."""
 
     def __init__(self, *args: Any, door: Door, **options: Any) -> None:
@@ -151,7 +173,7 @@ class Connection(H11Protocol):
 
     def drop(self, reason: str) -> None:
         """Close it at once; it is nobody's loss but its own."""
-        self._door.closed.labels(reason).inc()
+        self._door.closed(reason)
         for crowd in self._crowds:
             crowd.leave(self)
         self.transport.abort()
@@ -200,7 +222,7 @@ class Connection(H11Protocol):
         try:
             refusal = self._refusal(scope)
             if refusal:
-                response = refusal.response()
+                response = self._door.refused(refusal)
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
             else:
@@ -211,13 +233,13 @@ class Connection(H11Protocol):
                 for crowd in self._crowds:
                     crowd.answered(self)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> Unanswered | None:
         """Why it is not answered."""
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have understood the other
-            return invalid("a request has Content-Length or Transfer-Encoding, not both", code="invalid_length")
-        if any(crowd.full for crowd in self._crowds) and scope["path"] not in HEALTH:
-            return ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
+            return BOTH_LENGTHS
+        if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
+            return TOO_MANY
         return None
 
     def _be_patient(self) -> None:
