@@ -17,17 +17,22 @@ import uvloop
 
 import kvpage_server.commands.families  # noqa: F401  fills the command table
 from kvpage_server import __version__, core
+from kvpage_server.client import PageClientError
 from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.families.server.info import human
+from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
+from kvpage_server.gateway.rows import Rows
+from kvpage_server.gateway.upstream import Upstream
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
 from kvpage_server.page import unix_ms
 from kvpage_server.renewal import renew_when
+from kvpage_server.slot_map import MapError
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
 from kvpage_server.store.keyspace import Keyspace
@@ -38,6 +43,7 @@ from kvpage_server.system.plurals import how_many
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
 WATCH_EVERY = 1.0  # seconds
+COUNT_EVERY = 60.0  # seconds
 _SMALLEST_DISK = 16 * 1024**2  # bytes
 _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 
@@ -80,14 +86,23 @@ def main(arguments: list[str] | None = None) -> None:
             return
         log.start(config)
         defaults.enter(config)
-        server = Server(config, _open_store(config))
+        server = Server(config, _open_store(config), placing=_placing(config))
+        upstream = _upstream(config)
         _load_users(server)
         server.users.warn_of_absent()
         server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(serve(server))
-    except (ConfigError, UserFileError, certificates.CertificateError, ListenError, DiskError, DiskFull) as error:
+            runner.run(serve(server, upstream))
+    except (
+        ConfigError,
+        MapError,
+        UserFileError,
+        certificates.CertificateError,
+        ListenError,
+        DiskError,
+        DiskFull,
+    ) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
         sys.exit(f"kvpage-server: {error.filename or config.dir or 'dir'}: {error.strerror or error}")
@@ -104,11 +119,40 @@ def _check(config: Config) -> None:
         raise ConfigError(f"metrics-port: {lacks}")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
+    _placing(config)
+    _upstream(config)
+
+
+def _placing(config: Config) -> Placing | None:
+    """The map of slots, where there is one. Raises ConfigError, MapError, OSError."""
+    if not config.cluster_config:
+        if config.cluster_node:
+            raise ConfigError("cluster-node says which node of a map this server is, and cluster-config names none")
+        return None
+    if config.store == "cluster":
+        raise ConfigError("cluster-config maps keys to servers that keep them, and `store cluster` keeps none")
+    if not config.cluster_node:
+        raise ConfigError("cluster-node must say which node of the map this server is: an id or host:port")
+    return Placing(Path(config.cluster_config), config.cluster_node)
+
+
+def _upstream(config: Config) -> Upstream | None:
+    """The cluster that has the values, where this is a gateway. Raises ConfigError."""
+    if config.store != "cluster":
+        if config.cluster_nodes:
+            raise ConfigError(f"cluster-nodes are for `store cluster`, and store is {config.store}")
+        return None
+    if not config.cluster_nodes:
+        raise ConfigError("`store cluster` needs cluster-nodes: some of them as host:port,host:port, or a URL")
+    try:
+        return Upstream(config.cluster_nodes)
+    except (ValueError, PageClientError) as error:
+        raise ConfigError(f"cluster-nodes: {error}") from None
 
 
 def _open_store(config: Config) -> Keyspace:
     """The keyspace, with what is on disk. Raises DiskError, DiskFull."""
-    if config.store == "memory":
+    if config.store != "tiered":
         return Keyspace(maxmemory=config.maxmemory, policy=config.maxmemory_policy)
     if 0 < config.maxdisk < _SMALLEST_DISK:
         raise ConfigError(f"maxdisk must be 0 or at least {human(_SMALLEST_DISK)}, got {config.maxdisk} bytes")
@@ -138,7 +182,7 @@ def _load_users(server: Server) -> None:
         )
 
 
-async def serve(server: Server) -> None:
+async def serve(server: Server, upstream: Upstream | None) -> None:
     """Serve until a signal or SHUTDOWN says otherwise. Raises ListenError; DiskError when something is not on disk."""
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
@@ -153,13 +197,19 @@ async def serve(server: Server) -> None:
             scrub_rate=config.scrub_rate,
             moved=partial(_renew, server),
         )
+    if upstream is not None:
+        server.instead = Rows(upstream)
     listener = Listener(server, loop)
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
     keep_large_blocks_apart()
     _greet(server, addresses, list(map(name_of, http)))
-    told = (_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server))
+    told = [_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server)]
+    if server.placing is not None:
+        told.append(_count_elsewhere(server.placing, server.keyspace))
+    if upstream is not None:
+        told.append(upstream.begin())
     tasks = [asyncio.create_task(one) for one in told]
     companion = asyncio.create_task(Companion(listener, http).run()) if http else None
     pidfile = Path(server.config.pidfile) if server.config.pidfile else None
@@ -179,6 +229,8 @@ async def serve(server: Server) -> None:
         if companion is not None:
             await asyncio.wait([companion])
         lost = await tiered.close() if tiered is not None else ""
+        if upstream is not None:
+            await upstream.client.close()
         if pidfile:
             pidfile.unlink(missing_ok=True)
         if lost:
@@ -208,6 +260,18 @@ async def _sweep(keys: Keyspace) -> None:
     while True:
         swept = keys.sweep(unix_ms(), SWEEP_MOST)
         await asyncio.sleep(0 if swept == SWEEP_MOST else SWEEP_EVERY)
+
+
+async def _count_elsewhere(placing: Placing, keys: Keyspace) -> None:
+    """Keys that belong elsewhere only become fewer, until there is another map."""
+    counted, due = None, 0.0
+    while True:
+        if placing.map is not counted or (placing.keys_elsewhere and time.monotonic() > due):
+            counted = placing.map
+            for _ in placing.count(keys.listing):
+                await asyncio.sleep(0)
+            due = time.monotonic() + COUNT_EVERY
+        await asyncio.sleep(SWEEP_EVERY)
 
 
 async def _watch(watch: Watch) -> None:
@@ -259,13 +323,18 @@ def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
         logger.warning("  core    python, slower than the compiled one: %s (docs/operations.md)", core.REASON)
     else:
         logger.info("  core    %s", core.NAME)
-    logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
+    if config.store == "cluster":
+        logger.info("  store   a cluster; nothing is kept here")
+    else:
+        logger.info("  store   memory, %s, %s", limit, config.maxmemory_policy)
     if server.tiered is not None:
         path, most = (
             server.tiered.disk.path.absolute(),
             f"limit {human(config.maxdisk)}" if config.maxdisk else "no limit",
         )
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
+    if server.placing is not None:
+        logger.info("  cluster node %s of %s", server.placing.me.address, server.placing)
     logger.info("  access  %s", _access(server))
     if http:
         logger.info("  figures http://%s/metrics", http[0])

@@ -1,4 +1,4 @@
-"""SIGHUP to a service: its log file and its certificates are new ones."""
+"""SIGHUP to a service: its log file, its certificates and its map of slots are new ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,9 @@ import logging
 from copy import copy
 
 from kvpage_server.commands.context import Server
+from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, log
+from kvpage_server.slot_map import MapError
 
 logger = logging.getLogger("kvpage")
 
@@ -19,6 +21,8 @@ async def renew_when(told: asyncio.Event, server: Server) -> None:
         told.clear()
         _renew_log(server)
         await _renew_certificates(server)
+        if server.placing is not None:
+            await _renew_map(server.placing)
 
 
 def _renew_log(server: Server) -> None:
@@ -46,3 +50,15 @@ async def _renew_certificates(server: Server) -> None:
     if all(asked.words(name) == server.config.words(name) for name in certificates.PARAMETERS):  # no CONFIG SET since
         server.tls = found
         logger.info("SIGHUP: new connections get the certificates that are there now")
+
+
+async def _renew_map(placing: Placing) -> None:
+    """For commands to come. Keys that are another server's by now stay until they are evicted."""
+    try:
+        found = await asyncio.to_thread(placing.read_again)
+    except (MapError, OSError) as error:
+        logger.warning("SIGHUP: version %d of the map of slots stays in use; %s", placing.map.version, error)
+        return
+    if found is not None:
+        placing.use(*found)
+        logger.info("SIGHUP: this is %s of %s", placing.me.address, placing)

@@ -20,6 +20,7 @@ from redis.connection import ConnectionPool
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.cluster.calls import ClusterCalls
 from kvpage_server.client.cluster.peers import Peers, silent
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Timed
 from kvpage_server.client.cluster.store import several
@@ -67,6 +68,17 @@ class AsyncPageClient:
     def misses(self) -> Counter[str]:
         """How many pages and blocks were missed, by reason."""
         return self._calls.misses
+
+    @property
+    def cluster(self) -> ClusterCalls:
+        """What a cluster's nodes can be asked: plans for `carry_out`. Raises Unsupported where there is no cluster."""
+        if not isinstance(self._calls, ClusterCalls):
+            raise Unsupported("this is no cluster")
+        return self._calls
+
+    async def carry_out(self, plan: Timed[T], *, deadline: float | None = None) -> T:
+        """Do what a plan says, at all nodes that it asks at once."""
+        return await self._do(plan, deadline)
 
     async def close(self) -> None:
         """Close the connections."""

@@ -18,8 +18,10 @@ from kvpage_server.commands.notifying.channels import Channels
 from kvpage_server.commands.notifying.events import KeyEvents
 from kvpage_server.commands.notifying.recipient import Mode
 from kvpage_server.commands.notifying.tracking import Tracking
+from kvpage_server.commands.placing import Placing
 from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.table.keys import READ
+from kvpage_server.commands.table.spec import Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
@@ -74,6 +76,8 @@ class Server:
     config: Config
     keyspace: Keyspace
     tiered: DiskTier | None = field(init=False)  # the disk below memory, if there is one
+    placing: Placing | None = None  # which keys are here, where several servers have a static map of slots
+    instead: Callable[[Spec], Spec] | None = None  # the row of a command whose keys lie behind this server, not in it
     stop: Callable[[], None] = _nobody_listens
     run_id: str = field(default_factory=lambda: os.urandom(20).hex())
     started_ms: int = field(default_factory=unix_ms)
@@ -103,6 +107,11 @@ class Server:
         self.events = KeyEvents(self.keyspace, self.channels, tracking)
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
+
+    @property
+    def mode(self) -> str:
+        """As Redis calls it."""
+        return "cluster" if self.placing is not None else "standalone"
 
     def forget(self, client: Client) -> None:
         """A client is gone."""
@@ -319,6 +328,8 @@ class Client:
             and self.touches
             and self.tracking is None
             and self.server.pause is None
+            and self.server.placing is None
+            and self.server.instead is None
         )
 
     @property

@@ -22,7 +22,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table.keys import READ, WRITE, Uses
+from kvpage_server.commands.table.keys import READ, WRITE, Naming, Uses
 from kvpage_server.commands.table.needs import Needs, everything, nothing
 from kvpage_server.commands.table.spec import BY_WORD, CATEGORIES, FLAGS, SUBCOMMANDS, TABLE, Parts, Spec, subcommands
 from kvpage_server.commands.table.usage import arity as arity_of
@@ -78,12 +78,12 @@ def command(
             arity=arity or arity_of(name, usage),
             most=most,
             parts=parts,
-            flags=frozenset(given & FLAGS) | ({"movablekeys"} if uses and not keys[0] else set()),
+            flags=frozenset(given & FLAGS),
             stores="denyoom" in given,
             writes="write" in given,
             writes_keys="write" in given and keys[0] > 0,
             categories=_categories(given, group),
-            keys=keys,
+            keys=uses.places if isinstance(uses, Naming) else keys,
             uses=uses,
             access=access or _access(given),
             all_keys=_concerns_all_keys(given, group, uses),

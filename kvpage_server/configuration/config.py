@@ -257,7 +257,19 @@ class Config:
         "what keys that match a pattern may hold: a line each, or several on one; the first that matches counts",
         mutable=True,
     )
-    store: str = option(choice("memory", "tiered"), "tiered", "where values lie: in memory, or there and on disk")
+    store: str = option(
+        choice("memory", "tiered", "cluster"),
+        "tiered",
+        "where values lie: in memory, there and on disk, or in a Valkey or Redis Cluster behind this server",
+    )
+    cluster_nodes: str = option(
+        text,
+        "",
+        "for `store cluster`: some of its nodes, host:port,host:port or a URL with user and password",
+        hidden=True,
+    )
+    cluster_config: str = option(path, "", "a file with a map of slots that several servers share")
+    cluster_node: str = option(text, "", "which of its nodes this server is: an id or host:port")
     appendfsync: str = option(
         choice("always", "everysec", "no"),
         "everysec",

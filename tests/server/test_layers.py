@@ -34,10 +34,12 @@ MAY_KNOW = {
     "resp": "core",
     "store": "core page system",
     "configuration": "core glob store system",
-    "commands": "configuration core glob page patterns resp store system",
+    "slot_map": "",
+    "commands": "configuration core glob page patterns resp slot_map store system",
+    "gateway": "client commands core page resp store",
     "net": "commands configuration core resp system",
-    "renewal": "commands configuration",
-    "app": "commands configuration core net page renewal store system",
+    "renewal": "commands configuration slot_map",
+    "app": "client commands configuration core gateway net page renewal slot_map store system",
     "client": "core page",
     "snapshot": "client page system",
     "replay": "store system",
@@ -118,7 +120,7 @@ def test_nothing_that_the_core_is_given_has_a_command_a_user_or_a_policy() -> No
 def test_nothing_below_the_commands_spells_a_reply() -> None:
     """RESP's values and errors belong to who answers. The core frames bytes; it makes no reply."""
     spells = {room(module) for module, name in all_imports() if name.startswith("kvpage_server.resp")}
-    assert spells <= {"resp", "commands", "net"}
+    assert spells <= {"resp", "commands", "net", "gateway"}
     below = {*MAY_KNOW["commands"].split()} - {"core", "resp"}
     by_hand = {
         (module, node.lineno)

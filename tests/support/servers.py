@@ -150,9 +150,9 @@ NO_REDIS = "redis-server is not installed (Debian: apt-get install redis-server)
 
 
 @contextmanager
-def start_redis(*options: str) -> Iterator[RunningServer]:
+def start_redis(*options: str, port: int | None = None) -> Iterator[RunningServer]:
     """A redis-server that keeps nothing on disk."""
     assert REDIS_SERVER, NO_REDIS
-    port = free_port()
+    port = port or free_port()
     with _run([REDIS_SERVER, "--port", str(port), "--save", "", *options], port) as server:
         yield server

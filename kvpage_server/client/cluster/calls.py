@@ -56,9 +56,14 @@ class ClusterCalls:
         sized(pages, ttl)
         created = unix_ms()
         written = [commands.set_page(page, ttl, created) for page in pages]
+        yield from self.put_pages(written, [(page.key.req_id, page.key.page) for page in pages])(end)
+
+    @timed
+    def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
+        """Have commands write pages of these blocks. What lay there as a block is gone."""
         yield from self._all_ok(written, end)
-        names = dict.fromkeys((page.key.req_id, page.key.page) for page in pages)
-        yield from self._integers([simple(b"UNLINK", block_key(name), writes=True) for name in names], end)
+        blocks = map(block_key, dict.fromkeys(names))
+        yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
 
     @timed
     def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:

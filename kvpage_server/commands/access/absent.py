@@ -64,8 +64,7 @@ scripting slow: eval eval_ro evalsha evalsha_ro fcall fcall_ro function|dump fun
     function|list function|stats script|debug script|exists script|flush script|help script|kill script|load
 scripting slow write: function|delete function|flush function|load function|restore
 set slow write: sdiffstore sinterstore sunionstore
-slow: cluster cluster|countkeysinslot cluster|getkeysinslot cluster|help cluster|info cluster|keyslot cluster|links
-    cluster|myid cluster|myshardid cluster|nodes cluster|shards cluster|slots function memory|malloc-stats
+slow: cluster|countkeysinslot cluster|getkeysinslot cluster|links cluster|myshardid function memory|malloc-stats
     memory|purge script xgroup xinfo
 slow sortedset write: zdiffstore zinterstore zmpop zrangestore zremrangebylex zremrangebyrank zremrangebyscore
     zunionstore

@@ -66,6 +66,13 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
         raise refused(client, denial)
 
 
+def check_place(client: Client, spec: Spec, words: Command) -> None:
+    """Raises ReplyError when the command's keys are another server's, or of several."""
+    placing = client.server.placing
+    if placing is not None:
+        placing.check([placing.slot(spec, words[spec.words :])])
+
+
 def refused(client: Client, denial: Denial) -> ReplyError:
     """The error for a client that lacks a right. It is noted in the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.admission import admit, check_rights, have_room, queues, rejected, takes_memory
+from kvpage_server.commands.dispatch.admission import (
+    admit,
+    check_place,
+    check_rights,
+    have_room,
+    queues,
+    rejected,
+    takes_memory,
+)
 from kvpage_server.commands.dispatch.disk import prepare
 from kvpage_server.commands.dispatch.parts import after_rights, are_many_rights, begin, freed_after
 from kvpage_server.commands.dispatch.run import run, run_as_asked
@@ -27,9 +35,12 @@ def execute(client: Client, words: Command) -> Reply:
         server = client.server
         stores = spec.stores
         if not client.free:
+            if server.instead is not None:
+                spec = server.instead(spec)
             if are_many_rights(client, words):
                 return after_rights(client, spec, words)
             check_rights(client, spec, words)
+            check_place(client, spec, words)
             admit(client, spec)
             stores = takes_memory(client, spec)
         if stores and server.keyspace.memory.is_full:

@@ -10,7 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.admission import admit, check_rights, have_room, queues, refused, rejected
+from kvpage_server.commands.dispatch.admission import (
+    admit,
+    check_place,
+    check_rights,
+    have_room,
+    queues,
+    refused,
+    rejected,
+)
 from kvpage_server.commands.dispatch.disk import Postponed, prepare
 from kvpage_server.commands.dispatch.run import run_as_asked
 from kvpage_server.commands.queued import too_much_queued
@@ -31,6 +39,8 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
     if queues(client, spec):
         raise too_much_queued()
     if not client.free:
+        if client.server.instead is not None:
+            spec = client.server.instead(spec)
         admit(client, spec)
     if spec.parts is None:
         raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")
@@ -44,7 +54,8 @@ def are_many_rights(client: Client, words: Command) -> bool:
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """The reply to such a command. Rights are checked in steps; then the command runs at once. Raises Paused."""
+    """The reply to such a command. Rights are checked in steps; then it runs at once. Raises ReplyError, Paused."""
+    check_place(client, spec, words)
     admit(client, spec)
     client.last_command = spec.name
 
@@ -85,9 +96,14 @@ def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
 def _steps(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
     try:
         if not client.free:
+            placing, slots = client.server.placing, set[int | None]()
             for part in _divided(spec, parts, words):
                 check_rights(client, spec, part)
+                if placing is not None:
+                    slots.add(placing.slot(spec, part[spec.words :]))
                 yield ()
+            if placing is not None:
+                placing.check(slots)
         if parts.joined:
             yield from _joined(client, spec, parts, words)
         else:

@@ -49,6 +49,7 @@ _TITLES = {
     "transactions": "Transactions",
     "pubsub": "Publish and subscribe",
     "connection": "Connections",
+    "cluster": "A map of slots",
     "server": "Server",
 }
 _ORDER = list(EXAMPLES)  # of the commands that are described in full, those of the page and set groups

@@ -1,12 +1,14 @@
 """Which keys a command's arguments name, and what it does to them: what ACL checks, WATCH and COMMAND GETKEYS ask.
 
 A command whose keys stand in fixed places says so with `keys=` in its row of the table. The page family's keys are
-spelt from arguments; its rows say with `uses=` how, with one of the functions here.
+spelt from arguments; its rows say with `uses=` how, with one of the classes here. Clients of a cluster are told where
+the requests stand: the slot of a request whose name has braces is that of all its pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.core import Argument
@@ -22,29 +24,37 @@ Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
 Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # of a command's arguments and what its row says it does
 
 
-def pages(first: int, step: int = 0) -> Uses:
-    """Pages named by five arguments each: one at `first`, or one every `step` from there on."""
+@dataclass(frozen=True)
+class Naming:
+    """The request named by the argument at `first`, or by one every `step` from there on."""
 
-    def uses(args: Sequence[Argument], access: int) -> Iterator[Use]:
-        for start in _starts(args, first, step):
+    first: int
+    step: int = 0
+
+    @property
+    def places(self) -> tuple[int, int, int]:
+        """Where requests stand among a command's words: first, last, step."""
+        at = self.first + 1
+        return (at, -1, self.step) if self.step else (at, at, 1)
+
+    def _starts(self, args: Sequence[Argument]) -> range:
+        return range(self.first, len(args) if self.step else min(self.first + 1, len(args)), self.step or 1)
+
+
+class pages(Naming):
+    """Pages named by five arguments each."""
+
+    def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        for start in self._starts(args):
             yield b"kv:%b" % b":".join(plain_all(args[start : start + 5])), access
 
-    return uses
 
+class requests(Naming):
+    """Requests whole."""
 
-def requests(first: int, step: int = 0) -> Uses:
-    """Requests whole: the one named by the argument at `first`, or by one every `step` from there on."""
-
-    def uses(args: Sequence[Argument], access: int) -> Iterator[Use]:
-        named = dict.fromkeys(plain(args[start]) for start in _starts(args, first, step))
-        for req_id in named:
+    def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
+        for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):
             yield KeyPrefix(b"kv:%b:" % req_id), access
-
-    return uses
-
-
-def _starts(args: Sequence[Argument], first: int, step: int) -> range:
-    return range(first, len(args), step) if step else range(first, min(first + 1, len(args)))
 
 
 def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:

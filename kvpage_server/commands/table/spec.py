@@ -56,7 +56,7 @@ class Spec:
     writes: bool  # `write`
     writes_keys: bool  # and the keys stand in fixed places
     categories: frozenset[str]  # ACL categories
-    keys: tuple[int, int, int]  # first key, last key, step; zeros when it has none or they are spelt by `uses`
+    keys: tuple[int, int, int]  # first key, last key, step; of the page family the requests'; zeros when it has none
     uses: Uses | None  # for keys that are spelt from several arguments, or whose use depends on them
     access: int  # READ, WRITE or both: what it does to its keys
     all_keys: bool  # it concerns every key, or what only an administrator should see

@@ -184,7 +184,7 @@ def hello(client: Client, args: list[Argument]) -> Reply:
         "version": REDIS_VERSION,
         "proto": protocol,
         "id": client.id,
-        "mode": "standalone",
+        "mode": client.server.mode,
         "role": "master",
         "modules": [],
         "kvpage": __version__,

@@ -58,7 +58,7 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
     """OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
     page_size x head_dim elements."""
     req_id, page, ttl = request_name(args[0]), page_id(args[1]), integer_in("ttl", args[5], 0, MAX_TTL)
-    shape = _read_shape(*plain_all([*args[2:5], *args[6:-1]]))
+    shape = read_shape(*plain_all([*args[2:5], *args[6:-1]]))
     keyspace, body = client.keyspace, args[-1]
     slot = body if isinstance(body, Slot) else keyspace.slot_of(plain(body))
     if slot.size != shape.nbytes:
@@ -77,7 +77,7 @@ def kvblockset(client: Client, args: list[Argument]) -> Reply:
 
 
 @lru_cache(maxsize=256)  # the blocks of a model share theirs
-def _read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
+def read_shape(layers: bytes, heads: bytes, page_size: bytes, planes: bytes, *numbers: bytes) -> BlockShape:
     """The shape that KVBLOCKSET's arguments describe. Raises ReplyError saying what is wrong with it."""
     counts = (
         integer_in("layers", layers, 1, MAX_LAYER + 1),

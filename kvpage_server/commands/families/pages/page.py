@@ -72,7 +72,7 @@ def page_names(client: Client, args: Sequence[Argument], count: int) -> Steps[li
     return batches
 
 
-def _new_pages(client: Client, args: Sequence[Argument], first: int, most: int, now: int) -> NewPages:
+def new_pages(client: Client, args: Sequence[Argument], first: int, most: int, now: int) -> NewPages:
     """Some of the pages that arguments describe, ten each. Raises BadPage."""
     config = client.server.config
     strict, with_checksums = config.strict_page_shape, config.page_checksums
@@ -111,7 +111,7 @@ _page = partial(command, group="page")
 def kvpageset(client: Client, args: list[Argument]) -> Reply:
     """OK."""
     try:
-        page = _new_pages(client, args, 0, 1, unix_ms())
+        page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
     for _ in client.keyspace.admit_pages([page]):
@@ -163,7 +163,7 @@ def kvpagemset(client: Client, args: list[Argument]) -> Reply:
         now, read, at_once = unix_ms(), 0, _at_once(client)
         while read < count:
             try:
-                batches.append(_new_pages(client, args, 1 + read * PAGE_WORDS, at_once, now))
+                batches.append(new_pages(client, args, 1 + read * PAGE_WORDS, at_once, now))
             except BadPage as error:
                 raise ReplyError(f"ERR page {read + error.place + 1} of {count}: {error}") from None
             read += len(batches[-1])

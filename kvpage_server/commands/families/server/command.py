@@ -41,9 +41,6 @@ def _key_specs(spec: Spec) -> list[Any]:
     """Where the keys stand, in the form that Redis 7 tells it."""
     flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
     first, last, step = spec.keys
-    if spec.uses is not None and not first:
-        unknown = {"type": "unknown", "spec": {}}
-        return [{"flags": [*flags, simple("incomplete")], "begin_search": unknown, "find_keys": unknown}]
     if not first:
         return []
     found = {"lastkey": last - first if last > 0 else last, "keystep": step, "limit": 0}
@@ -184,7 +181,7 @@ def _uses(args: list[Argument]) -> list[Use]:
     spec = TABLE.get(name)
     if spec is None:
         raise ReplyError("ERR Invalid command specified")
-    if spec.uses is None and not spec.keys[0]:
+    if not spec.keys[0]:
         raise ReplyError("ERR The command has no key arguments")
     if not spec.fits(len(args)):
         raise ReplyError("ERR Invalid number of arguments specified for command")

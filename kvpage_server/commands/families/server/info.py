@@ -48,7 +48,7 @@ def _server(server: Server) -> Fields:
         "redis_git_sha1": "00000000",
         "redis_git_dirty": 0,
         "redis_build_id": 0,
-        "redis_mode": "standalone",
+        "redis_mode": server.mode,
         "kvpage_version": __version__,
         "page_core": core.NAME,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
@@ -269,7 +269,14 @@ def _latencystats(server: Server) -> Fields:
 
 
 def _cluster(server: Server) -> Fields:
-    return {"cluster_enabled": 0}
+    placing = server.placing
+    if placing is None:
+        return {"cluster_enabled": 0}
+    return {
+        "cluster_enabled": 1,
+        "cluster_map_version": placing.map.version,
+        "cluster_keys_elsewhere": placing.keys_elsewhere,
+    }
 
 
 def _keyspace(server: Server) -> Fields:

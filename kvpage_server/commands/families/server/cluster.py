@@ -1,0 +1,154 @@
+"""CLUSTER: the static map of slots that several servers share, as clients of a Redis Cluster ask for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.commands.arguments import plain
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.placing import Placing
+from kvpage_server.commands.registry import command, container
+from kvpage_server.core import Argument
+from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
+from kvpage_server.slot_map import SLOTS, MappedNode, slot_of
+
+_FLAGS = "stale"
+
+container("cluster", group="cluster", since="3.0.0", summary="A container for Redis Cluster's commands.")
+
+
+def _placing(client: Client) -> Placing:
+    placing = client.server.placing
+    if placing is None:
+        raise ReplyError("ERR This instance has cluster support disabled")
+    return placing
+
+
+@command(
+    "cluster|slots",
+    2,
+    _FLAGS,
+    group="cluster",
+    since="3.0.0",
+    complexity="O(N) with N ranges of slots",
+    reply="array of array",
+    summary="Returns which server has which slots.",
+)
+def cluster_slots(client: Client, args: list[Argument]) -> Reply:
+    """An array a range, in order: its first and last slot, and its server's host, port and id."""
+    ranges = [(span, node) for node in _placing(client).map.nodes for span in node.ranges]
+    ranges.sort(key=lambda pair: pair[0])
+    return [[*span, [node.host, node.port, node.id, []]] for span, node in ranges]
+
+
+@command(
+    "cluster|shards",
+    2,
+    _FLAGS,
+    group="cluster",
+    since="7.0.0",
+    complexity="O(N) with N servers",
+    reply="array of map",
+    summary="Describes the servers and their slots.",
+)
+def cluster_shards(client: Client, args: list[Argument]) -> Reply:
+    """A map a server: its slots as first, last, first, last, and `nodes`, which is that server alone."""
+    return [
+        {"slots": [slot for span in node.ranges for slot in span], "nodes": [_described(node)]}
+        for node in _placing(client).map.nodes
+    ]
+
+
+def _described(node: MappedNode) -> dict[str, Reply]:
+    return {
+        "id": node.id,
+        "port": node.port,
+        "ip": node.host,
+        "endpoint": node.host,
+        "role": "master",
+        "replication-offset": 0,
+        "health": "online",
+    }
+
+
+@command(
+    "cluster|nodes",
+    2,
+    _FLAGS,
+    group="cluster",
+    since="3.0.0",
+    complexity="O(N) with N servers",
+    reply="bulk",
+    summary="Describes the servers and their slots, a line each.",
+)
+def cluster_nodes(client: Client, args: list[Argument]) -> Reply:
+    """Lines as those of Redis's nodes.conf. All servers are masters, and none knows whether the others run."""
+    return Verbatim("".join(_lines(_placing(client))).encode())
+
+
+def _lines(placing: Placing) -> Iterator[str]:
+    for node in placing.map.nodes:
+        flags = "myself,master" if node is placing.me else "master"
+        slots = "".join(f" {first}-{last}" if first < last else f" {first}" for first, last in node.ranges)
+        yield f"{node.id} {node.host}:{node.port}@0 {flags} - 0 0 {placing.map.version} connected{slots}\n"
+
+
+@command(
+    "cluster|info",
+    2,
+    _FLAGS,
+    group="cluster",
+    since="3.0.0",
+    complexity="O(1)",
+    reply="bulk",
+    summary="Tells of the map of slots.",
+)
+def cluster_info(client: Client, args: list[Argument]) -> Reply:
+    """`name:value` lines. The epochs are the map's version; `cluster_map_digest` is equal where maps are."""
+    placing = _placing(client)
+    told = {
+        "cluster_state": "ok",
+        "cluster_slots_assigned": SLOTS,
+        "cluster_slots_ok": SLOTS,
+        "cluster_slots_pfail": 0,
+        "cluster_slots_fail": 0,
+        "cluster_known_nodes": len(placing.map.nodes),
+        "cluster_size": sum(bool(node.ranges) for node in placing.map.nodes),
+        "cluster_current_epoch": placing.map.version,
+        "cluster_my_epoch": placing.map.version,
+        "cluster_map_digest": placing.map.digest,
+        "cluster_keys_elsewhere": placing.keys_elsewhere,
+    }
+    return Verbatim("".join(f"{name}:{value}\r\n" for name, value in told.items()).encode())
+
+
+@command(
+    "cluster|myid",
+    2,
+    _FLAGS,
+    group="cluster",
+    since="3.0.0",
+    complexity="O(1)",
+    reply="bulk",
+    summary="Returns this server's id.",
+)
+def cluster_myid(client: Client, args: list[Argument]) -> Reply:
+    """The id that the map gives to it."""
+    return _placing(client).me.id
+
+
+@command(
+    "cluster|keyslot",
+    3,
+    _FLAGS,
+    group="cluster",
+    since="3.0.0",
+    usage="key",
+    complexity="O(N) with N bytes",
+    reply="integer",
+    summary="Returns the slot of a key.",
+)
+def cluster_keyslot(client: Client, args: list[Argument]) -> Reply:
+    """From what stands in its first braces, or from all of it."""
+    _placing(client)
+    return slot_of(plain(args[0]))

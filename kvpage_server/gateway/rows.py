@@ -1,0 +1,62 @@
+"""Which commands a gateway has: their rows as the store's, with what is done here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.table.needs import nothing
+from kvpage_server.commands.table.spec import TABLE, Spec
+from kvpage_server.core import Argument
+from kvpage_server.gateway.pages import PagesBehind
+from kvpage_server.gateway.strings import COUNTED, PASSED, StringsBehind
+from kvpage_server.gateway.upstream import Upstream
+from kvpage_server.resp.reply import Reply, ReplyError, Stream
+
+_Steps = Callable[[Client, list[Argument]], Iterator[Reply]]
+_OF_THE_STORE = frozenset({"page", "set", "string", "generic"})  # groups of commands that are about what it has
+_ALSO = frozenset({"dbsize", "flushall", "flushdb", "client|tracking", "save", "bgsave", "watch"})
+
+
+class Rows:
+    """Gives a command the row that it has in front of a cluster."""
+
+    def __init__(self, upstream: Upstream) -> None:
+        pages, strings = PagesBehind(upstream), StringsBehind(upstream)
+        done: dict[str, _Steps] = {
+            name: getattr(pages, name) for name in TABLE if TABLE[name].group == "page" and hasattr(pages, name)
+        }
+        for names, steps in (
+            (("get",), strings.get),
+            (("mget",), strings.mget),
+            (COUNTED, strings.counted),
+            (PASSED, strings.passed),
+        ):
+            done |= {name: partial(steps, TABLE[name]) for name in names if name in TABLE}
+        self._rows = {name: _row(TABLE[name], steps) for name, steps in done.items()}
+
+    def __call__(self, spec: Spec) -> Spec:
+        """Raises ReplyError for what a cluster can't do."""
+        row = self._rows.get(spec.name)
+        if row is None and (spec.group in _OF_THE_STORE or spec.keys[0] or spec.name in _ALSO):
+            shown = spec.name.replace("|", " ")
+            raise ReplyError(f"ERR '{shown}' can't be done before a cluster, whose nodes each know a part of the keys")
+        return row or spec
+
+
+def _row(spec: Spec, steps: _Steps) -> Spec:
+    """It waits for the cluster, so it can't be part of a transaction; a long one is done whole."""
+
+    def handler(client: Client, args: list[Argument]) -> Stream:
+        return Stream(None, steps(client, args), whole=spec.writes)
+
+    return replace(
+        spec,
+        handler=handler,
+        flags=spec.flags | {"no_multi"},
+        stores=False,
+        needs=nothing,
+        parts=replace(spec.parts, joined="") if spec.parts else None,
+    )

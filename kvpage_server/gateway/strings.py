@@ -1,0 +1,119 @@
+"""Strings and their keys, as a gateway does them: commands that may be done twice, since a cluster may have done the
+first try of one whose answer was lost.
+
+A page may lie in a block. So of a page's key is asked what the page commands ask, or else it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpage_server.client.cluster.block_value import block_key
+from kvpage_server.client.cluster.commands import simple
+from kvpage_server.commands.arguments import plain, plain_all
+from kvpage_server.commands.context import Client
+from kvpage_server.commands.steps import Steps
+from kvpage_server.commands.table.spec import Spec
+from kvpage_server.core import Argument
+from kvpage_server.gateway.plans import Plans, Value
+from kvpage_server.gateway.upstream import Upstream
+from kvpage_server.gateway.words import passed, spell, told
+from kvpage_server.page import PageError, PageKey
+from kvpage_server.resp.reply import OK, Reply, ReplyError
+
+_SETS = frozenset({"set", "setex", "psetex"})
+_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # a page has that of its block
+_OF_STRING = frozenset({"strlen", "getrange", "expire", "pexpire", "expireat", "pexpireat", "persist"})
+PASSED = _SETS | _OF_BLOCK | _OF_STRING
+COUNTED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b"TOUCH"}  # of several keys
+_ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options of SET
+
+
+def page_of(key: bytes) -> PageKey | None:
+    """The page whose key it is, if it is one's."""
+    try:
+        return PageKey.parse(key)
+    except PageError:
+        return None
+
+
+@dataclass(frozen=True)
+class StringsBehind:
+    """Each is given the command's row, a client and arguments, and returns the steps of its reply."""
+
+    upstream: Upstream
+
+    @property
+    def _plans(self) -> Plans:
+        return self.upstream.plans
+
+    def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """A string, or a page as a string."""
+        [value] = yield from self._values(plain_all(args))
+        yield value
+
+    def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """Several."""
+        keys = plain_all(args)
+        if all(map(page_of, keys)):
+            yield from self.upstream.fetch([PageKey.parse(key) for key in keys], self._plans.values, spell)
+        else:
+            yield (yield from self._values(keys))
+
+    def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """Of how many keys something is so, or was done."""
+        word, keys = COUNTED[spec.name], plain_all(args)
+        pages = [page for key in keys if (page := page_of(key))]
+        others = [key for key in keys if not page_of(key)]
+        count = 0
+        if pages and word == b"TOUCH":
+            raise _of_page(spec)
+        if pages and word == b"UNLINK":
+            count += yield from self.upstream.do(self._plans.calls.delete(pages))
+        elif pages:
+            count += sum((yield from self.upstream.do(self._plans.calls.mexists(pages))))
+        asked = [simple(word, key, writes=spec.writes) for key in others]
+        answers = yield from self.upstream.each(asked, self._plans.ask)
+        yield count + sum(answer for answer in answers if isinstance(answer, int))
+
+    def passed(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
+        """What a node says to a command as it came."""
+        if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
+            raise ReplyError(
+                "ERR before a cluster SET takes no NX, XX or GET: only what may be done twice is done here"
+            )
+        page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
+        if page and spec.name in _SETS:
+            written = [passed(words, writes=True)]
+            yield from self.upstream.do(self._plans.calls.put_pages(written, [(page.req_id, page.page)]))
+            yield OK
+        elif page and spec.name in _OF_BLOCK:
+            block = [words[0], block_key((page.req_id, page.page))]
+            asked = [passed(some, writes=False) for some in (words, block)]
+            alone, in_block = yield from self.upstream.do(self._plans.ask(asked))
+            yield told(in_block if alone in (-2, b"none") else alone)
+        elif page:
+            raise _of_page(spec)
+        else:
+            [answer] = yield from self.upstream.do(self._plans.ask([passed(words, writes=spec.writes)]))
+            yield told(answer)
+
+    def _values(self, keys: Sequence[bytes]) -> Steps[list[Reply]]:
+        """What lies under keys, pages among them."""
+        pages = {key: page for key in keys if (page := page_of(key))}
+        others = [key for key in dict.fromkeys(keys) if key not in pages]
+        found: dict[bytes, Value | None] = {}
+        values = yield from self.upstream.each([*pages.values()], self._plans.values)
+        found |= zip(pages, values, strict=True)
+        answers = yield from self.upstream.each([simple(b"GET", key) for key in others], self._plans.ask)
+        found |= {
+            key: (one,) if isinstance(one, memoryview) else None for key, one in zip(others, answers, strict=True)
+        }
+        return [spell(found[key]) for key in keys]
+
+
+def _of_page(spec: Spec) -> ReplyError:
+    return ReplyError(
+        f"ERR '{spec.name}' of a page can't be done before a cluster: it may lie in a block, which lives as one"
+    )

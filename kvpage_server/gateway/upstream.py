@@ -1,0 +1,147 @@
+"""The cluster behind a gateway: calls of the client as steps of commands, and what is told of it when it fails."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from typing import TypeVar
+
+from kvpage_server.client import AsyncPageClient, BadBuffer, DeadlineExceeded, Disconnected, PageClientError, Refused
+from kvpage_server.client.cluster.commands import simple
+from kvpage_server.client.cluster.plan import GONE, Timed
+from kvpage_server.client.cluster.topology import SCHEMES
+from kvpage_server.commands.steps import Steps
+from kvpage_server.gateway.plans import Plans, Value
+from kvpage_server.page import PageError
+from kvpage_server.resp.reply import Raw, Reply, ReplyError, Wait
+
+T = TypeVar("T")
+U = TypeVar("U")
+
+logger = logging.getLogger("kvpage")
+
+_CALLS = 64  # at once: each may use a connection to every node
+FIRST, MOST = 8, 256  # items of a batch that are asked for at once
+_AHEAD = 16 * 1024**2  # bytes of them, about
+_OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+
+
+def cluster_url(nodes: str) -> str:
+    """The URL that `cluster-nodes` means: itself, or that of the nodes it lists."""
+    return nodes if "://" in nodes else f"{next(iter(SCHEMES))}://{nodes}"
+
+
+class Upstream:
+    """To be used in one event loop."""
+
+    def __init__(self, nodes: str) -> None:
+        """`nodes` are what `cluster-nodes` says. Raises ValueError."""
+        self.client = AsyncPageClient(cluster_url(nodes))
+        self.plans = Plans(self.client.cluster)
+        self._turns = asyncio.Semaphore(_CALLS)
+        self._failing = ""  # with what it failed last, if it did
+
+    async def begin(self) -> None:
+        """Say whether it is there. If not, commands say so until it is."""
+        try:
+            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kvpage")])))
+        except ReplyError as error:
+            logger.warning("the cluster can't be used yet: %s", error)
+
+    def do(self, plan: Timed[T]) -> Steps[T]:
+        """Steps until a plan is carried out; what it gives. Raises ReplyError."""
+        return _waited_for(self._start(plan))
+
+    def each(self, items: Sequence[T], plan: Callable[[Sequence[T]], Timed[list[U]]]) -> Steps[list[U]]:
+        """Steps until a plan is carried out for all items, some at a time. Raises ReplyError."""
+        found: list[U] = []
+        for start in range(0, len(items), MOST):
+            found += yield from self.do(plan(items[start : start + MOST]))
+        return found
+
+    def fetch(
+        self,
+        items: Sequence[T],
+        plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
+        spell: Callable[[Value | None], Reply],
+    ) -> Iterator[Reply]:
+        """Steps that make an array of the values of all items. The next ones are fetched while these are sent.
+
+        Raises ReplyError as long as nothing was said. What can't be fetched then is missing."""
+        some = items[:FIRST]
+        task, at = self._start(plan(some)), len(some)
+        try:
+            while some:
+                try:
+                    found = yield from _waited_for(task)
+                except ReplyError:
+                    if at == len(some):
+                        raise
+                    found = [None] * len(some)
+                    self.plans.calls.misses[GONE] += len(some)
+                if at == len(some):
+                    yield Raw(b"*%d\r\n" % len(items))
+                size = sum(map(_size, found)) // len(found)
+                some = items[at : at + min(max(_AHEAD // max(size, 1), 1), MOST)]
+                at += len(some)
+                if some:
+                    task = self._start(plan(some))
+                for value in found:
+                    yield spell(value)
+        finally:
+            task.cancel()
+
+    def _start(self, plan: Timed[T]) -> asyncio.Task[T]:
+        return asyncio.get_running_loop().create_task(self._done(self.client.carry_out(plan)))
+
+    async def _done(self, work: Awaitable[T]) -> T:
+        """What it gives. Raises ReplyError."""
+        try:
+            async with self._turns:
+                found = await work
+        except (BadBuffer, PageError) as error:
+            raise ReplyError(f"ERR {error}") from None
+        except PageClientError as error:
+            refusal = _told(error)
+            self._note("" if _is_of_one_command(error) else str(refusal))
+            raise refusal from None
+        self._note("")
+        return found
+
+    def _note(self, failing: str) -> None:
+        """Log when it begins to fail, and when it does no more."""
+        if failing and not self._failing:
+            logger.warning("the cluster fails: %s", failing)
+        elif self._failing and not failing:
+            logger.warning("the cluster answers again")
+        self._failing = failing
+
+
+def _is_of_one_command(error: PageClientError) -> bool:
+    return isinstance(error, Refused) and error.code not in _OUR_RIGHTS
+
+
+def _told(error: PageClientError) -> ReplyError:
+    """What a client of the gateway is told."""
+    if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
+        return ReplyError(f"ERR the cluster lets this gateway not do that: {error}")
+    if isinstance(error, Refused):
+        return ReplyError(str(error))
+    if isinstance(error, Disconnected | DeadlineExceeded):
+        return ReplyError(f"CLUSTERDOWN {error}")
+    return ReplyError(f"ERR the cluster: {error}")
+
+
+def _size(value: Value | None) -> int:
+    return sum(map(len, value or ()))
+
+
+def _waited_for(task: asyncio.Task[T]) -> Steps[T]:
+    """Steps until a task is done, and what it gives or raises. It is cancelled when nobody waits any more."""
+    try:
+        while not task.done():
+            yield Wait(lambda then: task.add_done_callback(lambda _: then()))
+        return task.result()
+    finally:
+        task.cancel()

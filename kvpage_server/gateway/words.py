@@ -1,0 +1,79 @@
+"""Commands for a cluster's nodes made of a client's words, and replies of their answers, without a copy of either."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from kvpage_server.client.cluster.commands import Command
+from kvpage_server.client.cluster.plan import Failed
+from kvpage_server.client.cluster.receiving import Answer
+from kvpage_server.client.wire.exchange import Piece
+from kvpage_server.client.wire.words import word
+from kvpage_server.commands.arguments import WRONG_TYPE, plain
+from kvpage_server.core import Argument, Slot
+from kvpage_server.gateway.plans import NO_PAGE, Value
+from kvpage_server.page import FIELD_AT, HEADER_SIZE
+from kvpage_server.resp.reply import Reply, ReplyError, simple
+
+_TTL = slice(FIELD_AT["ttl"], FIELD_AT["ttl"] + 8)  # of a header
+
+
+@dataclass(frozen=True, slots=True)
+class Borrowed:
+    """Memory that a reply is sent from."""
+
+    view: memoryview
+
+    @property
+    def size(self) -> int:
+        """Bytes of it."""
+        return len(self.view)
+
+
+def spell(value: Value | None) -> Reply:
+    """A value as a bulk string."""
+    if value is None:
+        return None
+    if value is NO_PAGE:
+        return ReplyError(WRONG_TYPE)
+    return b"$%d\r\n" % sum(map(len, value)), *map(Borrowed, value), b"\r\n"
+
+
+def told(answer: Answer | Failed) -> Reply:
+    """What a node answered; null for a read that nobody did."""
+    if isinstance(answer, memoryview):
+        return spell((answer,))
+    if isinstance(answer, bytes):
+        return simple(answer.decode("utf-8", "replace"))
+    return None if isinstance(answer, Failed) else answer
+
+
+def passed(words: Sequence[Argument], *, writes: bool) -> Command:
+    """A command as it came. Its second word is its key."""
+
+    def pieces() -> Iterator[Piece]:
+        yield b"*%d\r\n" % len(words)
+        for one in words:
+            if isinstance(one, Slot):
+                yield b"$%d\r\n" % one.size
+                yield one.body
+                yield b"\r\n"
+            else:
+                yield word(one)
+
+    return Command(plain(words[1]), pieces, writes=writes)
+
+
+def set_page(key: bytes, slot: Slot) -> Command:
+    """Write a page that lies in a slot, with its header."""
+    ttl = int.from_bytes(slot.header[_TTL], "little")
+    count, ending = (5, b"\r\n" + word(b"EX") + word(ttl)) if ttl else (3, b"\r\n")
+
+    def pieces() -> Iterator[Piece]:
+        yield b"*%d\r\n%b%b$%d\r\n" % (count, word(b"SET"), word(key), HEADER_SIZE + slot.size)
+        yield bytes(slot.header)
+        yield slot.body
+        yield ending
+
+    return Command(key, pieces, writes=True)

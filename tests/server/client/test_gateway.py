@@ -1,0 +1,286 @@
+"""A gateway: the page commands and strings in front of a real Valkey Cluster, which has the values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import redis
+from page_batches import SHAPE, batch, block_body, same
+from servers import RunningServer, free_port, start_redis, start_server
+from test_page_client import (  # noqa: F401 - what is promised of one server holds through a gateway
+    test_a_block_in_several_pieces_arrives_as_one,
+    test_a_page_of_another_length_is_a_miss,
+    test_blocks_come_back_whole_or_not_at_all,
+    test_deleted_pages_are_gone,
+    test_nothing_asked_is_nothing_answered,
+    test_pages_come_back_as_they_were_written_into_the_caller_s_memory,
+    test_what_is_missing_is_a_miss_and_what_is_there_still_arrives,
+)
+from waiting import until
+
+from benchmarks import valkey_cluster
+from benchmarks.valkey_cluster import Cluster
+from kvpage_server.client import PageClient
+from kvpage_server.page import decode_page
+
+PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # what stands between the request and the body in KVPAGESET
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    """Three masters."""
+    with valkey_cluster.run(replicas=False) as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="module")
+def gateway(cluster: Cluster) -> Iterator[RunningServer]:
+    with start_server("--store", "cluster", "--cluster-nodes", cluster.addresses) as gateway:
+        yield gateway
+
+
+@pytest.fixture
+def client(cluster: Cluster, gateway: RunningServer) -> Iterator[Any]:
+    """A plain client of it, of an emptied cluster."""
+    for node in cluster.masters:
+        node.ask("FLUSHALL")
+    with gateway.client() as client:
+        yield client
+
+
+@pytest.fixture
+def pages(client: Any, gateway: RunningServer) -> Iterator[PageClient]:
+    with PageClient(gateway.url, deadline=30) as pages:
+        yield pages
+
+
+# -- the page commands -------------------------------------------------------------------------------------------------
+
+
+def test_a_page_is_written_and_read_by_its_command_and_as_a_string(client: Any, gateway: RunningServer) -> None:
+    ask = client.execute_command
+    assert ask("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, "BLOB_DATA") == b"OK"
+    assert ask("KVPAGEGET", "test_req_001", 5, 8, 42, 0) == b"BLOB_DATA"
+    assert ask("KVPAGEGET", "test_req_001", 5, 8, 43, 0) is None
+    assert ask("KVPAGEEXISTS", "test_req_001", 5, 8, 42, 0) == 1
+    assert client.ttl("kv:test_req_001:5:8:42:0") in (3599, 3600)
+    header, body = decode_page(client.get("kv:test_req_001:5:8:42:0"))
+    assert (bytes(body), header.ttl) == (b"BLOB_DATA", 3600)
+    with start_server("--store", "cluster", "--cluster-nodes", node_of(gateway)) as other, other.client() as second:
+        assert second.execute_command("KVPAGEGET", "test_req_001", 5, 8, 42, 0) == b"BLOB_DATA", "any number may run"
+
+
+def node_of(gateway: RunningServer) -> str:
+    """Some node of the cluster that a gateway stands before."""
+    words = gateway.process.args
+    assert isinstance(words, list)
+    return str(words[words.index("--cluster-nodes") + 1]).split(",")[1]
+
+
+def test_bodies_of_any_size_alone_and_in_batches(client: Any) -> None:
+    ask, noise = client.execute_command, np.random.default_rng(1)
+    bodies = [noise.bytes(size) for size in (0, 1, 511, 512, 513, 70_000, 3_000_001)]
+    words = [word for i, body in enumerate(bodies) for word in ("r", 0, 0, i, 0, 1, 2, 1, 0, body)]
+    assert ask("KVPAGEMSET", len(bodies), *words) == b"OK"
+    names = [word for i in range(len(bodies) + 1) for word in ("r", 0, 0, i, 0)]
+    assert ask("KVPAGEMGET", len(bodies) + 1, *names) == [*bodies, None]
+    assert ask("KVPAGEMEXISTS", len(bodies) + 1, *names) == [1] * len(bodies) + [0]
+    assert [ask("KVPAGEGET", "r", 0, 0, i, 0) for i in range(len(bodies))] == bodies
+
+
+def test_a_batch_of_very_many_pages_comes_in_order(client: Any) -> None:
+    ask, count = client.execute_command, 1500
+    for start in range(0, count, 500):
+        words = [w for i in range(start, start + 500) for w in ("many", 0, 0, i, 0, 1, 2, 1, 0, b"body %d" % i)]
+        assert ask("KVPAGEMSET", 500, *words) == b"OK"
+    names = [word for i in range(count) for word in ("many", 0, 0, i, 0)]
+    assert ask("KVPAGEMGET", count, *names) == [b"body %d" % i for i in range(count)]
+    assert ask("KVPAGEMEXISTS", count, *names) == [1] * count
+
+
+def test_one_bad_page_of_a_batch_refuses_all(client: Any) -> None:
+    good, bad = ("bad", 0, 0, 1, 0, 1, 2, 1, 0, b"x"), ("bad", 0, 0, 2, 0, 99, 2, 1, 0, b"x")
+    with pytest.raises(redis.ResponseError, match="page 2 of 2: dtype must be one of"):
+        client.execute_command("KVPAGEMSET", 2, *good, *bad)
+    assert client.execute_command("KVPAGEEXISTS", "bad", 0, 0, 1, 0) == 0
+
+
+def test_blocks_their_prefix_and_what_is_known_of_their_pages(client: Any, pages: PageClient) -> None:
+    ask, names = client.execute_command, [(b"{chat}%d" % i, i) for i in range(40)]
+    pages.mset_blocks(names, SHAPE, [block_body(i) for i in range(40)], ttl=100)
+    asked = [word for name in [*names, (b"{chat}40", 40)] for word in name]
+    assert ask("KVPAGEPREFIX", SHAPE.pages, 1000, 41, *asked) == 40
+    found = ask("KVBLOCKMGET", 41, *asked)
+    assert found == [*(block_body(i).tobytes() for i in range(40)), None]
+    assert ask("KVBLOCKGET", *names[3]) == block_body(3).tobytes()
+    assert [ask("KVBLOCKEXISTS", *name) for name in (names[0], (b"{chat}0", 1))] == [1, 0]
+    first = ask("KVPAGEGET", names[3][0], 0, 0, 3, 0)
+    assert block_body(3).tobytes().startswith(first)
+    stat = ask("KVPAGESTAT", names[3][0], 0, 0, 3, 0)
+    stat = stat if isinstance(stat, dict) else dict(zip(stat[::2], stat[1::2], strict=True))
+    assert stat[b"tier"] == b"cluster"
+    assert 0 < stat[b"ttl_left_ms"] <= 100_000
+    key = "kv:{chat}3:0:0:3:0"
+    assert client.exists(key, "kv:{chat}3:0:0:4:0") == 1
+    assert 0 < client.ttl(key) <= 100
+    assert decode_page(client.get(key))[1] == first
+    assert ask("KVPAGEDEL", names[3][0], 3) == SHAPE.pages
+    assert ask("KVBLOCKGET", *names[3]) is None
+
+
+def test_what_is_written_last_is_read_whichever_way_it_was_written(client: Any, pages: PageClient) -> None:
+    name, key = (b"{w}", 0), "kv:{w}:0:0:0:0"
+    blob = b""
+    for write in range(4):
+        if write % 2 == 0:
+            pages.mset_blocks([name], SHAPE, [block_body(write)])
+            first = client.execute_command("KVPAGEGET", "{w}", 0, 0, 0, 0)
+            assert block_body(write).tobytes().startswith(first)
+            blob = client.get(key)
+        else:
+            client.set(key, blob[:64] + blob[64:])
+            assert client.get(key) == blob
+            assert client.execute_command("KVBLOCKGET", *name) is None
+
+
+def test_a_page_client_has_its_pages_through_a_gateway(pages: PageClient) -> None:
+    written = batch(300)
+    pages.mset(written, ttl=60)
+    found = pages.mget([page.key for page in written])
+    assert all(page is not None and same(page.body, wanted) for page, wanted in zip(found, written, strict=True))
+    assert pages.delete([page.key for page in written]) == 300
+
+
+# -- strings -----------------------------------------------------------------------------------------------------------
+
+
+def test_strings_are_passed_on(client: Any) -> None:
+    big = np.random.default_rng(2).bytes(2_000_000)
+    assert client.set("a", big, ex=50)
+    assert client.get("a") == big
+    assert client.mget("a", "none", "a") == [big, None, big]
+    assert client.strlen("a") == len(big)
+    assert client.getrange("a", 0, 9) == big[:10]
+    assert client.type("a") == b"string"
+    assert 0 < client.ttl("a") <= 50
+    assert client.persist("a")
+    assert client.exists("a", "none") == 1
+    assert client.delete("a", "none") == 1
+    assert client.get("a") is None
+
+
+NOT_THERE = """KEYS *|SCAN 0|DBSIZE|FLUSHALL|INCR n|MSET a 1|WATCH a|KVPAGEINDEX r|KVPAGEPIN r|KVPAGEWHY r
+    SMEMBERS kv:r:index|CLIENT TRACKING ON"""
+
+
+@pytest.mark.parametrize("line", re.split(r"[|\n]", NOT_THERE))
+def test_what_a_cluster_can_t_do_is_refused(client: Any, line: str) -> None:
+    with pytest.raises(redis.ResponseError, match="can't be done before a cluster"):
+        client.execute_command(*line.split())
+
+
+def test_what_may_not_be_done_twice_is_refused(client: Any) -> None:
+    for words in (("SET", "a", "b", "NX"), ("SET", "a", "b", "GET")):
+        with pytest.raises(redis.ResponseError, match="takes no NX, XX or GET"):
+            client.execute_command(*words)
+    with pytest.raises(redis.ResponseError, match="not allowed inside a transaction"), client.pipeline() as pipe:
+        pipe.set("a", "b").execute()
+    with client.pipeline(transaction=False) as pipe:
+        assert pipe.set("a", "b").get("a").execute() == [True, b"b"]
+
+
+def test_a_string_under_a_page_s_key_is_no_page(client: Any) -> None:
+    client.set("kv:{s}:0:0:0:0", "plain")
+    with pytest.raises(redis.ResponseError, match="wrong kind of value"):
+        client.execute_command("KVPAGEGET", "{s}", 0, 0, 0, 0)
+    assert client.get("kv:{s}:0:0:0:0") == b"plain"
+
+
+def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:
+    options = ("--user", "tenant", "on", ">secret", "~kv:mine.*", "+@all")
+    with (
+        start_server("--store", "cluster", "--cluster-nodes", cluster.url, *options) as gateway,
+        gateway.client(username="tenant", password="secret") as client,
+    ):
+        assert client.execute_command("KVPAGESET", "mine.1", *PAGE, "body") == b"OK"
+        with pytest.raises(redis.ResponseError, match="No permissions to access a key"):
+            client.execute_command("KVPAGESET", "other.1", *PAGE, "body")
+
+
+# -- a cluster that fails ----------------------------------------------------------------------------------------------
+
+
+def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> None:
+    port = free_port()
+    options = ("--store", "cluster", "--cluster-nodes", f"127.0.0.1:{port}")
+    with start_server(*options) as gateway, gateway.client() as client:
+        with pytest.raises(redis.ResponseError, match="refused"):
+            client.execute_command("KVPAGEGET", "r", 0, 0, 0, 0)
+        assert "the cluster can't be used yet" in gateway.log
+        assert client.ping()
+        with start_redis("--cluster-enabled", "yes", port=port) as node, node.client() as alone:
+            with pytest.raises(redis.ResponseError, match="nobody serves slot"):
+                client.set("a", "1")
+            alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 16383)
+            until(lambda: _works(client), "it recovers")
+            assert "the cluster answers again" in gateway.log
+
+
+def _works(client: Any) -> bool:
+    try:
+        return bool(client.execute_command("KVPAGESET", "r", *PAGE, "body"))
+    except redis.RedisError:
+        return False
+
+
+def test_half_of_the_slots_have_nobody() -> None:
+    with start_redis("--cluster-enabled", "yes", "--cluster-require-full-coverage", "no") as node:
+        with node.client() as alone:
+            alone.execute_command("CLUSTER ADDSLOTSRANGE", 0, 8191)
+        nodes = f"127.0.0.1:{node.port}"
+        with start_server("--store", "cluster", "--cluster-nodes", nodes) as gateway, gateway.client() as client:
+            until(lambda: _sets(client, "{b}"), "its half")  # slot 3300
+            with pytest.raises(redis.ResponseError, match="nobody serves slot 15495"):
+                client.set("{a}", "1")  # slot 15495
+            words = [w for tag in ("{b}", "{a}") for w in (tag, 0, 0, 7, 0)]
+            client.execute_command("KVPAGESET", "{b}", *PAGE, "body")
+            assert client.execute_command("KVPAGEMGET", 2, *words) == [b"body", None]
+
+
+def _sets(client: Any, key: str) -> bool:
+    try:
+        return bool(client.set(key, "1"))
+    except redis.RedisError:
+        return False
+
+
+def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server: RunningServer) -> None:
+    with start_redis("--cluster-enabled", "yes", "--requirepass", "right") as node:
+        for nodes, why in (
+            (f"valkey-cluster://:wrong@127.0.0.1:{node.port}", "the cluster lets this gateway not do that: WRONGPASS"),
+            (f"127.0.0.1:{redis_server.port}", "cluster support disabled"),
+        ):
+            with start_server("--store", "cluster", "--cluster-nodes", nodes) as gateway, gateway.client() as client:
+                with pytest.raises(redis.RedisError, match=why):
+                    client.get("a")
+                assert client.ping()
+                assert "wrong" not in str(client.config_get("*"))
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        (("--store", "cluster"), "`store cluster` needs cluster-nodes"),
+        (("--cluster-nodes", "a:1"), "cluster-nodes are for `store cluster`, and store is memory"),
+        (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster-nodes: "),
+        (("--store", "cluster", "--cluster-nodes", "a:port"), "cluster-nodes: "),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], why: str, tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=re.escape(why)), start_server(*options):
+        pass
