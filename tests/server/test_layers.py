@@ -43,6 +43,7 @@ MAY_KNOW = {
     "replay": "store system",
     "bench": "client page system",
     "why": "system",
+    "observe": "page",
     "cli": "address bench configuration page replay snapshot system why",
 }
 ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "__init__"}  # the last has the version

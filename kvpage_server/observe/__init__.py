@@ -1,0 +1,1 @@
+"""What a running store says of itself, read over the Redis protocol into typed records. Knows no HTTP and no HTML."""

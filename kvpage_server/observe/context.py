@@ -1,0 +1,134 @@
+"""One agent's context as a row of blocks, and one block as its pages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from kvpage_server.observe.asking import Command, Reading, named, refused, text
+from kvpage_server.observe.whose import Agent, Block, Holdings
+from kvpage_server.page import DType
+
+MOST_BLOCKS = 2000
+MOST_BYTES = 64 << 20  # of a block whose norms are computed
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a block of a context lies, or why it does not."""
+
+    block: Block
+    agents: tuple[str, ...]  # who has it, the agent itself too
+    tier: str  # memory or disk; empty when it is not there
+    pinned: bool
+    lease: int  # milliseconds that eviction still spares it
+    why: str  # why it is missing; empty when it is there
+    why_at: int  # when it went, in unix milliseconds; 0 where that is not known
+    by: str  # which policy or quota it went for
+
+
+@dataclass(frozen=True, slots=True)
+class Pages:
+    """The pages of a block, as arrays of [layers, planes, heads]."""
+
+    name: bytes
+    page: int
+    tokens: int  # rows of a page
+    planes: tuple[int, ...]  # kv_type of each: 0 K, 1 V ...
+    dtypes: tuple[str, ...]  # of each
+    sizes: tuple[int, ...]  # bytes of a page, of each
+    layers: int
+    heads: int
+    norms: np.ndarray[Any, np.dtype[np.float32]] | None  # root of the mean square; None for what is not numbers
+
+
+def context_of(agent: Agent, holdings: Holdings) -> Reading[list[Place]]:
+    """Where the blocks of an agent's context lie, at most MOST_BLOCKS of them, first to last."""
+    blocks = agent.blocks[:MOST_BLOCKS]
+    commands: list[Command] = [[b"KVPAGEWHY", block.name] for block in blocks]
+    reasons = yield commands
+    indexes = yield [[b"KVPAGEINDEX", block.name] for block in blocks]
+    stats = yield [_stat(block.name, index) for block, index in zip(blocks, indexes, strict=True)]
+    return [
+        _place(block, holdings.owners.get(block.name, ()), reason, stat)
+        for block, reason, stat in zip(blocks, reasons, stats, strict=True)
+    ]
+
+
+def _stat(name: bytes, index: Any) -> Command:
+    """Ask for the block's first page."""
+    planes = [] if refused(index) or not index else named(index[0])["planes"]
+    page = named(index[0])["page"] if planes else 0
+    return [b"KVPAGESTAT", name, 0, 0, page, int(planes[0]) if planes else 0]
+
+
+def _place(block: Block, agents: tuple[str, ...], reason: Any, stat: Any) -> Place:
+    why = {} if refused(reason) else named(reason)
+    told = {} if refused(stat) or stat is None else named(stat)
+    missing = "" if block.there or why.get("reason") == b"stored" else text(why.get("cause") or why.get("reason", b""))
+    return Place(
+        block,
+        agents,
+        text(told["tier"]) if told else "",
+        bool(told.get("pinned")),
+        int(told.get("lease_left_ms", 0)),
+        missing,
+        int(why.get("at", 0)),
+        text(why.get("policy") or why.get("quota") or b""),
+    )
+
+
+def pages_of(name: bytes, page: int = 0) -> Reading[Pages | None]:
+    """A block's pages with their norms; None when it is not there complete, or too large to be read for that."""
+    (index,) = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"]]
+    parts = [] if refused(index) else [named(part) for part in index]
+    part = next((part for part in parts if part["page"] == page and part["complete"]), None)
+    if part is None or part["bytes"] > MOST_BYTES:
+        return None
+    planes = [int(plane) for plane in part["planes"]]
+    stats = yield [[b"KVPAGESTAT", name, 0, 0, page, plane] for plane in planes]
+    (body,) = yield [[b"KVBLOCKGET", name, page]]
+    if not isinstance(body, bytes) or any(refused(stat) or stat is None for stat in stats):
+        return None
+    told = [named(stat) for stat in stats]
+    dtypes = [DType(stat["dtype"]) for stat in told]
+    layers, heads = part["layers"], part["heads"]
+    sizes = tuple(stat["bytes"] for stat in told)
+    return Pages(
+        name,
+        page,
+        told[0]["page_size"],
+        tuple(planes),
+        tuple(dtype.name.lower() for dtype in dtypes),
+        sizes,
+        layers,
+        heads,
+        _norms(body, dtypes, sizes, layers, heads),
+    )
+
+
+_NUMPY = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: np.float64, DType.INT8: np.int8}
+
+
+def _norms(
+    body: bytes, dtypes: list[DType], sizes: tuple[int, ...], layers: int, heads: int
+) -> np.ndarray[Any, np.dtype[np.float32]] | None:
+    """The root of the mean square of each page's values: `body` has them by layer, plane, head."""
+    if len(body) != layers * heads * sum(sizes):
+        return None
+    rows = np.frombuffer(body, np.uint8).reshape(layers, -1)
+    found = np.full((layers, len(sizes), heads), np.nan, np.float32)
+    start = 0
+    for i, (dtype, size) in enumerate(zip(dtypes, sizes, strict=True)):
+        raw = np.ascontiguousarray(rows[:, start : start + size * heads])
+        start += size * heads
+        if dtype is DType.BFLOAT16:
+            values = (raw.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        elif dtype in _NUMPY:
+            values = raw.view(_NUMPY[dtype]).astype(np.float32)
+        else:
+            continue
+        found[:, i] = np.sqrt(np.mean(np.square(values.reshape(layers, heads, -1)), axis=2))
+    return found

@@ -1,0 +1,95 @@
+"""The last minutes: what happened in each second, from overviews that were taken one after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvpage_server.observe.overview import Overview
+
+MINUTES = 10
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """What happened between two overviews, a second; and what there was at its end. Rates are by second."""
+
+    at: float  # unix seconds
+    seconds: float  # how long it was
+    commands: float
+    bytes_in: float
+    bytes_out: float
+    hits: float
+    misses: float
+    evicted: float  # keys
+    expired: float  # keys
+    page_misses: Mapping[str, float]  # by reason, those alone that there were
+    p99: Mapping[str, float]  # seconds of a call, by family of commands, of those that were called
+    used: int  # bytes of memory
+    disk: int  # bytes on disk
+    waiting: int  # bytes for the disk
+    clients: int
+
+    @property
+    def hit_ratio(self) -> float | None:
+        """Reads that found something, of all; None when there was none."""
+        reads = self.hits + self.misses
+        return self.hits / reads if reads else None
+
+
+class History:
+    """Moments, the oldest first: those of the last ten minutes at one a second."""
+
+    def __init__(self, most: int = 60 * MINUTES) -> None:
+        self.moments: deque[Moment] = deque(maxlen=most)
+        self._last: Overview | None = None
+
+    def add(self, now: Overview) -> Moment | None:
+        """Take an overview; the moment that it ends. None for the first, and for that of a server that began anew."""
+        before, self._last = self._last, now
+        if before is None or now.at <= before.at:
+            return None
+        if before.server.pid != now.server.pid or now.traffic.commands < before.traffic.commands:
+            return None
+        moment = _between(before, now)
+        self.moments.append(moment)
+        return moment
+
+
+def _between(before: Overview, now: Overview) -> Moment:
+    seconds = now.at - before.at
+    old, new = before.traffic, now.traffic
+
+    def rate(was: int, count: int) -> float:
+        return max(count - was, 0) / seconds
+
+    missed = {reason: rate(before.misses.get(reason, 0), count) for reason, count in now.misses.items()}
+    return Moment(
+        at=now.at,
+        seconds=seconds,
+        commands=rate(old.commands, new.commands),
+        bytes_in=rate(old.bytes_in, new.bytes_in),
+        bytes_out=rate(old.bytes_out, new.bytes_out),
+        hits=rate(old.hits, new.hits),
+        misses=rate(old.misses, new.misses),
+        evicted=rate(old.evicted, new.evicted),
+        expired=rate(old.expired, new.expired),
+        page_misses={reason: each for reason, each in missed.items() if each},
+        p99=_slowest(before, now),
+        used=now.memory.used,
+        disk=now.disk.bytes if now.disk is not None else 0,
+        waiting=now.disk.waiting_bytes if now.disk is not None else 0,
+        clients=now.connections.now,
+    )
+
+
+def _slowest(before: Overview, now: Overview) -> dict[str, float]:
+    """Within how many seconds 99 of 100 calls of each family ended, of those between two overviews."""
+    found = {}
+    for name, calls in now.families.items():
+        was = before.families.get(name)
+        since = calls.since(was) if was is not None else calls
+        if since.count:
+            found[name] = since.percentile(0.99)
+    return found
