@@ -18,6 +18,7 @@ from engine.api.completions import chat, complete
 from engine.api.openai.errors import ApiError
 from engine.api.service import Service
 
+HEALTH = ("/health", "/health/live", "/health/ready")
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 

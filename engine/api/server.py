@@ -4,26 +4,25 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
-from typing import cast
 
-import uvicorn
 import uvloop
+from starlette.responses import Response
 
 from engine.api.answering import UNREAD_SECONDS
-from engine.api.app import make_app
+from engine.api.app import HEALTH, make_app
 from engine.api.auth import Tokens
-from engine.api.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Connection, Door
+from engine.api.openai.errors import ApiError
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.startup import CANNOT_OPEN, Engine, Options, model_name
+from kvpage_server.http.connections import Door, Refusal
+from kvpage_server.http.serving import HttpServer
 from kvpage_server.system import signals
 
 logger = logging.getLogger(__name__)
@@ -37,14 +36,6 @@ SWITCH_INTERVAL_SECONDS = 0.0002
 
 class ServeError(RuntimeError):
     """There is nothing to serve; the message says why."""
-
-
-class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves signals to us: it would end as killed by them."""
-
-    @contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
 
 
 def run(
@@ -67,26 +58,20 @@ def run(
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
     worker = EngineThread(lambda: Engine.open(options, tell))
     service = Service(worker, name or model_name(options.model), tokens, limits)
-    door = Door(limits.connections, limits.for_each, service.metrics.closed)
-    config = uvicorn.Config(
-        make_app(service),
-        http=cast("type[asyncio.Protocol]", partial(Connection, door=door)),
-        h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
-        timeout_keep_alive=IDLE_SECONDS,
-        log_level="warning",
-        access_log=False,
-        server_header=False,
-        date_header=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=math.ceil(grace + UNREAD_SECONDS),
+    door = Door(
+        limits.connections,
+        limits.for_each,
+        closed=lambda reason: service.metrics.closed.labels(reason).inc(),
+        refused=_refused,
+        always=HEALTH,
     )
+    server = HttpServer(make_app(service), door, grace=grace + UNREAD_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        return runner.run(_serve(_Uvicorn(config), service, worker, listener, grace))
+        return runner.run(_serve(server, service, worker, listener, grace))
 
 
 async def _serve(
-    server: uvicorn.Server, service: Service, worker: EngineThread, listener: socket.socket, grace: float
+    server: HttpServer, service: Service, worker: EngineThread, listener: socket.socket, grace: float
 ) -> int:
     stopping = asyncio.Event()
     signals.attend(asyncio.get_running_loop(), partial(_signalled, stopping), _nothing_to_renew)
@@ -111,6 +96,10 @@ async def _serve(
             os._exit(0)  # nothing is to be kept, and loading can't be interrupted
         await worker.stop()
     return int(failed)
+
+
+def _refused(refusal: Refusal) -> Response:
+    return ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after).response()
 
 
 async def _first_of(*waits: object) -> None:

@@ -44,9 +44,12 @@ MAY_KNOW = {
     "bench": "client page system",
     "why": "system",
     "observe": "page",
+    "http": "",
+    "monitor": "http observe system",
+    "web": "http monitor observe page system",
     "cli": "address bench configuration page replay snapshot system why",
 }
-ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "__init__"}  # the last has the version
+ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "http", "__init__"}  # the last has the version
 
 
 @cache

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import h11
-from prometheus_client import Counter
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
-
-from engine.api.openai.errors import ApiError, invalid
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
 IDLE_SECONDS = 30  # between two requests; longer than clients keep a connection that they do not use
@@ -26,7 +25,19 @@ MAX_HEADERS_BYTES = 16_384
 MAX_HEADER_LINES = 512  # of headers
 MAX_CHUNK_LINES = 65_536  # of a body in chunks, two a chunk: each takes as long as kilobytes of a whole one
 BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # requests: one's headers are not complete
-HEALTH = ("/health", "/health/live", "/health/ready")
+
+
+class Refusal(NamedTuple):
+    """Why a connection's request is not looked at; `retry_after` in seconds, None where that is no use."""
+
+    status: int
+    message: str
+    code: str
+    retry_after: int | None = None
+
+
+BOTH_LENGTHS = Refusal(400, "a request has Content-Length or Transfer-Encoding, not both", "invalid_length")
+TOO_MANY = Refusal(503, "too many connections", "too_many_connections", 1)
 
 
 class Crowd:
@@ -74,9 +85,20 @@ class Crowd:
 class Door:
     """Where connections come in."""
 
-    def __init__(self, connections: int, for_each: int, closed: Counter) -> None:
-        """At most so many, and of one address `for_each`; `closed` counts those that were, by reason."""
+    def __init__(
+        self,
+        connections: int,
+        for_each: int,
+        *,
+        closed: Callable[[str], object],
+        refused: Callable[[Refusal], Response],
+        always: Collection[str],
+    ) -> None:
+        """At most so many, and of one address `for_each`. `closed` is told why one was closed, `refused` words what is
+        answered instead. What is `always` answered are paths, however many connections there are."""
         self.closed = closed
+        self.refused = refused
+        self.always = always
         self._everybody = Crowd(connections)
         self._for_each = for_each
         self._addresses: dict[str, Crowd] = {}
@@ -151,7 +173,7 @@ class Connection(H11Protocol):
 
     def drop(self, reason: str) -> None:
         """Close it at once; it is nobody's loss but its own."""
-        self._door.closed.labels(reason).inc()
+        self._door.closed(reason)
         for crowd in self._crowds:
             crowd.leave(self)
         self.transport.abort()
@@ -200,7 +222,7 @@ class Connection(H11Protocol):
         try:
             refusal = self._refusal(scope)
             if refusal:
-                response = refusal.response()
+                response = self._door.refused(refusal)
                 response.headers["Connection"] = "close"
                 await response(scope, receive, send)
             else:
@@ -211,13 +233,13 @@ class Connection(H11Protocol):
                 for crowd in self._crowds:
                     crowd.answered(self)
 
-    def _refusal(self, scope: Scope) -> ApiError | None:
+    def _refusal(self, scope: Scope) -> Refusal | None:
         """Why it is not answered."""
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have understood the other
-            return invalid("a request has Content-Length or Transfer-Encoding, not both", code="invalid_length")
-        if any(crowd.full for crowd in self._crowds) and scope["path"] not in HEALTH:
-            return ApiError(503, "too many connections", code="too_many_connections", retry_after=1)
+            return BOTH_LENGTHS
+        if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
+            return TOO_MANY
         return None
 
     def _be_patient(self) -> None:

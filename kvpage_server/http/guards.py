@@ -1,0 +1,93 @@
+"""What every answer says to a browser, and which requests are turned away before anybody looks at them.
+
+A page elsewhere may have a browser ask us: by our address, or by a name of its own that it has pointed at us. So a
+request has to name this machine, and what comes from another site is answered only where it is a link that somebody has
+followed.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import socket
+from collections.abc import Collection
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+CSP = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "font-src 'self'; form-action 'self'; base-uri 'none'; frame-ancestors 'none'"
+)
+SAID = {
+    "Content-Security-Policy": CSP,
+    "Cross-Origin-Opener-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Referrer-Policy": "no-referrer",
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Cache-Control": "no-store",
+}
+_HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
+
+
+def own_names() -> frozenset[str]:
+    """What this machine is called, beside its addresses."""
+    return frozenset(name.lower() for name in ("localhost", socket.gethostname(), socket.getfqdn()))
+
+
+class Guards:
+    """Around an application. An answer that says a header itself keeps it."""
+
+    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
+        """`names` of this machine; its addresses are always right, whichever was asked."""
+        self._app = app
+        self._names = names
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        headers = Headers(scope=scope)
+
+        async def said(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                of_answer = MutableHeaders(scope=message)
+                for name, value in SAID.items():
+                    of_answer.setdefault(name, value)
+            await send(message)
+
+        refusal = self._refusal(scope["method"], headers)
+        return await (refusal or self._app)(scope, receive, said)
+
+    def _refusal(self, method: str, headers: Headers) -> PlainTextResponse | None:
+        if not _is_own(headers.getlist("host"), self._names):
+            return PlainTextResponse("the Host header names another machine\n", 421)
+        if not _is_from_here(method, headers):
+            return PlainTextResponse("requests of other sites are not answered\n", 403)
+        return None
+
+
+def _is_own(hosts: list[str], names: Collection[str]) -> bool:
+    found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
+    if found is None:
+        return False
+    name = found[1].strip("[]").rstrip(".").lower()
+    return name in names or name.endswith(".localhost") or _is_address(name)
+
+
+def _is_address(name: str) -> bool:
+    try:
+        ipaddress.ip_address(name)
+    except ValueError:
+        return False
+    return True
+
+
+def _is_from_here(method: str, headers: Headers) -> bool:
+    """Whether no other site has made the browser ask, or it is a link that somebody has followed."""
+    site = headers.get("sec-fetch-site", "none")
+    if site not in ("none", "same-origin"):
+        return method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+    origin = headers.get("origin")
+    return method in ("GET", "HEAD") or origin is None or origin.partition("://")[2] == headers["host"]

@@ -1,0 +1,41 @@
+"""uvicorn, with our connections, and without ways of its own to end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import cast
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from kvpage_server.http.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Connection, Door
+
+
+class HttpServer(uvicorn.Server):
+    """Leaves signals to us: it would end as killed by them."""
+
+    def __init__(self, app: ASGIApp, door: Door, *, grace: float) -> None:
+        """What is being answered when it is told to end has `grace` seconds to finish."""
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=cast("type[asyncio.Protocol]", partial(Connection, door=door)),
+                h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
+                timeout_keep_alive=IDLE_SECONDS,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                date_header=False,
+                lifespan="off",
+                ws="none",
+                timeout_graceful_shutdown=math.ceil(grace),
+            )
+        )
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
