@@ -23,8 +23,9 @@ from kvpage_server.commands.families.server.config import apply
 from kvpage_server.commands.families.server.info import human
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
+from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
-from kvpage_server.net.listener import Listener, ListenError
+from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
 from kvpage_server.page import unix_ms
 from kvpage_server.renewal import renew_when
 from kvpage_server.store.disk.file.database import Disk
@@ -99,6 +100,8 @@ def _usage() -> str:
 
 def _check(config: Config) -> None:
     """Raises what a start would, as far as that can be known without touching the store."""
+    if config.metrics_port and (lacks := missing()):
+        raise ConfigError(f"metrics-port: {lacks}")
     _load_users(Server(config, Keyspace()))
     certificates.load(config)
 
@@ -152,18 +155,20 @@ async def serve(server: Server) -> None:
         )
     listener = Listener(server, loop)
     addresses = listener.start()
+    http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
     keep_large_blocks_apart()
-    _greet(server, addresses)
+    _greet(server, addresses, list(map(name_of, http)))
     told = (_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server))
     tasks = [asyncio.create_task(one) for one in told]
+    companion = asyncio.create_task(Companion(listener, http).run()) if http else None
     pidfile = Path(server.config.pidfile) if server.config.pidfile else None
     if pidfile:
         _write_pid(pidfile)
     try:
         await stopping.wait()
     finally:
-        for task in tasks:
+        for task in [*tasks, *([companion] if companion else [])]:
             task.cancel()
         listener.stop()
         if tiered is not None:
@@ -171,6 +176,8 @@ async def serve(server: Server) -> None:
         for client in list(server.clients.values()):
             client.close()
         await asyncio.sleep(0)  # the sessions send what they have
+        if companion is not None:
+            await asyncio.wait([companion])
         lost = await tiered.close() if tiered is not None else ""
         if pidfile:
             pidfile.unlink(missing_ok=True)
@@ -233,7 +240,7 @@ def _calm_the_collector() -> None:
     gc.set_threshold(10_000, 5, 1_000_000)
 
 
-def _greet(server: Server, addresses: list[str]) -> None:
+def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
     config, users = server.config, server.users
     limit = f"limit {human(config.maxmemory)}" if config.maxmemory else "no limit"
     if "maxmemory" in config.chosen:
@@ -260,6 +267,8 @@ def _greet(server: Server, addresses: list[str]) -> None:
         )
         logger.info("  disk    %s, %s, appendfsync %s", path, most, config.appendfsync)
     logger.info("  access  %s", _access(server))
+    if http:
+        logger.info("  figures http://%s/metrics", http[0])
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):
         logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")

@@ -214,6 +214,10 @@ class Config:
     tls_auth_clients: str = option(
         choice("yes", "no", "optional"), "yes", "whether a client must show a certificate", mutable=True
     )
+    metrics_port: int = option(integer(0, 65535), 0, "port for /metrics and the pages of a browser, HTTP; 0 is none")
+    metrics_bind: list[str] = option(
+        words, ["127.0.0.1", "-::1"], "addresses for it; from another machine a user and a password are asked for"
+    )
     protected_mode: bool = option(yes_no, True, "as long as anybody may come in, only this machine may", mutable=True)
     requirepass: str = option(text, "", "password of the user `default`", mutable=True)
     user: list[list[str]] = option(lines, [], "a user and its rules, as ACL SETUSER takes them", hidden=True)

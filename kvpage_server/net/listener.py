@@ -7,8 +7,9 @@ import logging
 import os
 import socket
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
+from kvpage_server.commands.access.user import User
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
 from kvpage_server.net.session import Ends, Session
@@ -58,7 +59,7 @@ class Listener:
             if config.tls_port:
                 self._listen(config.tls_port, self._begin_tls)
             named = [
-                ("tls " if begin == self._begin_tls else "") + _name(sock) for sock, begin in self._sockets.items()
+                ("tls " if begin == self._begin_tls else "") + name_of(sock) for sock, begin in self._sockets.items()
             ]
             if config.unixsocket:
                 self._sockets[_open_unix(config.unixsocket, config.unixsocketperm, config.tcp_backlog)] = self._begin
@@ -71,21 +72,10 @@ class Listener:
 
     def _listen(self, port: int, begin: Accept) -> int:
         """Listen on every address; the port, which may have been any free one."""
-        opened = []
-        for entry in self._server.config.bind:
-            address = entry.removeprefix("-")
-            try:
-                sock = _open(address, port, self._server.config.tcp_backlog)
-            except OSError as error:
-                if entry.startswith("-"):
-                    continue
-                raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
-            port = sock.getsockname()[1]  # a free port is the same on every address
-            opened.append(sock)
-        if not opened:
-            raise ListenError(f"none of the addresses {' '.join(self._server.config.bind)} exists on this machine")
+        config = self._server.config
+        opened = open_all(config.bind, port, config.tcp_backlog)
         self._sockets |= dict.fromkeys(opened, begin)
-        return port
+        return int(opened[0].getsockname()[1])
 
     def stop(self) -> None:
         """Accept no more, and stop commands between their steps: they were not answered, so nothing was promised."""
@@ -123,18 +113,26 @@ class Listener:
                 return
             sock.setblocking(False)
             try:
-                if not self._turn_away(sock):
+                if not self._turn_away(sock, _is_local(sock)):
                     self._tune(sock)
                     self._sockets[listening](sock)
             except OSError:  # gone before it was greeted: its peer has no name any more
                 sock.close()
 
-    def _turn_away(self, sock: socket.socket) -> bool:
+    def take(self, sock: socket.socket, address: str, user: User | None) -> None:
+        """Begin a session over a socket that nobody has connected to, for `user`, or for who is at that address."""
+        sock.setblocking(False)
+        if not self._turn_away(sock, user is not None or _is_loopback(address)):
+            session = self._converse(sock, address, lambda session: SocketTransport(self._loop, sock, session))
+            session.client.touches = False  # to look at something is no use of it
+            session.client.become(user or session.client.user)
+
+    def _turn_away(self, sock: socket.socket, local: bool) -> bool:
         """Whether the connection was refused, and told why."""
         server = self._server
         if len(server.clients) + len(self._handshakes) >= server.config.maxclients:
             reason = _FULL
-        elif server.config.protected_mode and server.users.default.no_password and not _is_local(sock):
+        elif server.config.protected_mode and server.users.default.no_password and not local:
             reason = _PROTECTED
         else:
             return False
@@ -156,10 +154,10 @@ class Listener:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
 
     def _begin(self, sock: socket.socket) -> None:
-        self._converse(sock, _name(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
+        self._converse(sock, name_of(sock, peer=True), lambda session: SocketTransport(self._loop, sock, session))
 
     def _begin_tls(self, sock: socket.socket) -> None:
-        handshake = self._loop.create_task(self._shake_hands(sock, _name(sock, peer=True)))
+        handshake = self._loop.create_task(self._shake_hands(sock, name_of(sock, peer=True)))
         self._handshakes.add(handshake)
         handshake.add_done_callback(self._handshakes.discard)
 
@@ -175,8 +173,28 @@ class Listener:
 
     def _converse(self, sock: socket.socket, address: str, open_transport: Callable[[Session], Transport]) -> Session:
         """Begin a session with the peer at `address`. A socket whose peer is gone does not know it any more."""
-        ends = Ends(address, _name(sock), sock.fileno())
+        ends = Ends(address, name_of(sock), sock.fileno())
         return Session(self._server, self._loop, self._line, self._scratch, ends, open_transport)
+
+
+def open_all(addresses: Sequence[str], port: int, backlog: int) -> list[socket.socket]:
+    """Sockets that listen on a port of these addresses, of which one after '-' may be missing. Raises ListenError."""
+    opened: list[socket.socket] = []
+    for entry in addresses:
+        address = entry.removeprefix("-")
+        try:
+            sock = _open(address, port, backlog)
+        except OSError as error:
+            if entry.startswith("-"):
+                continue
+            for other in opened:
+                other.close()
+            raise ListenError(f"cannot listen on {address}:{port}: {error.strerror}") from error
+        port = sock.getsockname()[1]  # a free port is the same on every address
+        opened.append(sock)
+    if not opened:
+        raise ListenError(f"none of the addresses {' '.join(addresses)} exists on this machine")
+    return opened
 
 
 def _open(address: str, port: int, backlog: int) -> socket.socket:
@@ -232,11 +250,14 @@ def _remove_stale(path: str) -> None:
 def _is_local(sock: socket.socket) -> bool:
     if sock.family == socket.AF_UNIX:
         return True
-    host: str = sock.getpeername()[0]
-    return host == "::1" or host.startswith("127.")
+    return _is_loopback(name_of(sock, peer=True))
 
 
-def _name(sock: socket.socket, *, peer: bool = False) -> str:
+def _is_loopback(address: str) -> bool:
+    return address.startswith(("[::1]:", "127."))
+
+
+def name_of(sock: socket.socket, *, peer: bool = False) -> str:
     """An end of a connection, as CLIENT LIST shows it."""
     if sock.family == socket.AF_UNIX:
         return f"{os.fsdecode(sock.getsockname())}:0"

@@ -44,7 +44,7 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
             for start in range(0, len(commands), AT_ONCE):
                 pipeline = store.pipeline(transaction=False)
                 for command in commands[start : start + AT_ONCE]:
-                    pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+                    pipeline.execute_command(*command)
                 answers += await pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:

@@ -7,7 +7,7 @@ policy, quotas, leases, the expirer, ghosts, those who listen, and the tier belo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast
 
 from kvpage_server.core import Arena
@@ -55,10 +55,12 @@ class Counters:
     expired: int = 0
     evicted: int = 0
     writes: int = 0
+    evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and what there was no room in
 
     def reset(self) -> None:
         """Count from zero again."""
         self.hits = self.misses = self.expired = self.evicted = self.writes = 0
+        self.evictions.clear()
 
 
 class Contents:
@@ -250,8 +252,8 @@ class Contents:
             self.counters.expired += 1
             self.remove(key, "expired")
 
-    def evict(self, unit: Unit, quota: Quota | None = None) -> None:
-        """Remove a unit whole, for want of room: of memory or of the disk, or in its quota, if that is exceeded."""
+    def evict(self, unit: Unit, quota: Quota | None = None, *, room: str = "memory") -> None:
+        """Remove a unit whole, for want of `room`: memory or disk; or in its quota, if that is exceeded."""
         if quota is None:
             quota = self.evictor.quota_of(unit)
             quota = quota if quota is not None and quota.is_over else None
@@ -262,6 +264,8 @@ class Contents:
         else:
             self.remove(unit, "evicted")
         self.counters.evicted += keys
+        cause = self.evictor.policy, room if quota is None else "quota"
+        self.counters.evictions[cause] = self.counters.evictions.get(cause, 0) + keys
         if quota is not None:
             quota.evicted += keys
 

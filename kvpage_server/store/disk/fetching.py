@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
@@ -33,6 +34,7 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
+from kvpage_server.system.durations import Durations
 
 _COPIED = 64 * 1024  # bytes of the largest value that is lent as a copy: it costs less than more pieces
 _SIZE, _UNIT = attrgetter("size"), attrgetter("unit")
@@ -52,6 +54,7 @@ class Fetching:
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored) -> None:
         self.holds = Holds()
+        self.times = Durations()  # of what is fetched at once
         self._contents = contents
         self._memory = memory
         self._stored = stored
@@ -145,6 +148,7 @@ class Fetching:
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
         """Values were fetched, or lost, or could not be read: who waits may go on."""
         failing = ""
+        self.times.note(time.monotonic_ns() - job.began)
         for value, outcome in zip(job.values, outcomes, strict=True):
             del self._fetching[value]
             if isinstance(outcome, DiskError):
@@ -285,10 +289,11 @@ def _nothing() -> None:
 class _Job:
     """`values` that a thread fetches, and who waits for them."""
 
-    __slots__ = ("groups", "values")
+    __slots__ = ("began", "groups", "values")
 
     def __init__(self, values: Sequence[Cold]) -> None:
         self.values = values
+        self.began = time.monotonic_ns()
         self.groups: list[_Group] = []
 
 

@@ -132,7 +132,7 @@ class DiskLimit:
             usage.remove_unit(name)
             if stored.keeps_all or any(is_cold_named(self._contents, one) for one in names):
                 stored.counts.evicted += len(names)
-                self._contents.evict(unit)
+                self._contents.evict(unit, room="disk")
             else:
                 self._leave_to_memory(unit, names)
             if there <= aim:

@@ -6,13 +6,17 @@ import os
 import platform
 import resource
 import sys
+from collections import defaultdict
 from collections.abc import Callable
 
 from kvpage_server import __version__, core
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.families.pages.misses import REASONS
+from kvpage_server.commands.measure import CallCounts
+from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
+from kvpage_server.system.durations import within
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
 
@@ -109,6 +113,7 @@ def _memory(server: Server) -> Fields:
         "mem_allocator": "arena",
         "arena_used": keyspace.arena.used,
         "arena_held": keyspace.arena.held,
+        "arena_spare": keyspace.arena.spare,
     }
 
 
@@ -159,6 +164,8 @@ def _disk(tiered: DiskTier) -> Fields:
         "disk_quarantined": tiered.disk.quarantined,
         "scrubbed_bytes": tiered.scrubber.checked,
         "scrub_rounds": tiered.scrubber.rounds,
+        "disk_commit_times": behind.times.told(),
+        "disk_fetch_times": tiered.fetching.times.told(),
     }
 
 
@@ -233,6 +240,20 @@ def _commandstats(server: Server) -> Fields:
     }
 
 
+def _familystats(server: Server) -> Fields:
+    """The same by group of commands; `within` as `Durations` tells it."""
+    families: defaultdict[str, list[CallCounts]] = defaultdict(list)
+    for name, calls in server.stats.calls.items():
+        families[TABLE[name].group].append(calls)
+    return {
+        f"familystat_{group}": f"calls={sum(calls.count for calls in some)},"
+        f"usec={sum(calls.nanoseconds for calls in some) // 1000},"
+        f"failed_calls={sum(calls.failed for calls in some)},rejected_calls={sum(calls.rejected for calls in some)},"
+        f"within={within([*map(sum, zip(*(calls.histogram for calls in some), strict=True))])}"
+        for group, some in families.items()
+    }
+
+
 def _errorstats(server: Server) -> Fields:
     return {f"errorstat_{code}": f"count={count}" for code, count in server.stats.error_codes.items()}
 
@@ -267,6 +288,7 @@ def _kvpage(server: Server) -> Fields:
         "leased_or_pinned_bytes": guards.bytes,
         "blocks_remembered": len(ghosts),
         **misses,
+        **{f"evictions_{policy}_{room}": keys for (policy, room), keys in server.keyspace.counters.evictions.items()},
         **(_disk(server.tiered) if server.tiered is not None else {}),
     }
 
@@ -289,6 +311,7 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
     "cpu": _cpu,
     "modules": _modules,
     "commandstats": _commandstats,
+    "familystats": _familystats,
     "errorstats": _errorstats,
     "latencystats": _latencystats,
     "cluster": _cluster,
@@ -296,7 +319,7 @@ SECTIONS: dict[str, Callable[[Server], Fields]] = {
     "kvpage": _kvpage,
     "quotas": _quotas,
 }
-_DEFAULT = SECTIONS.keys() - {"commandstats", "latencystats"}
+_DEFAULT = SECTIONS.keys() - {"commandstats", "familystats", "latencystats"}
 
 # For users who may not read every key: nothing that depends on keys of others.
 _TENANT = {"server": _server, "memory": _maxmemory, "replication": _replication, "cluster": _cluster}

@@ -43,6 +43,7 @@ from kvpage_server.store.disk.file.change import Change
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskFull
 from kvpage_server.store.disk.file.writer import Batch, DiskWriter, Error
+from kvpage_server.system.durations import Durations
 
 LONGEST = 30.0  # seconds
 _SECOND = 0.9
@@ -137,6 +138,7 @@ class WriteBehind(Generic[T]):
         self.durable = 0  # changes that are on disk
         self.last_commit = unix_ms()
         self.commits = 0
+        self.times = Durations()  # of commits
         self.errors = 0
         self.failing = ""  # why the last commit failed; empty when it did not
         self._owner = owner
@@ -255,6 +257,7 @@ class WriteBehind(Generic[T]):
             return
         self._move(Event.COMMITTED)
         self._took = time.monotonic() - batch.began
+        self.times.note(int(1e9 * self._took))
         self._note(batch, chain(self._owner.note_stored(batch), batch.freed()))
 
     def _note(self, batch: Batch[T], steps: Iterator[None]) -> None:

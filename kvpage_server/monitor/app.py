@@ -1,0 +1,143 @@
+"""The routes that need no page: figures for Prometheus, whether it is alive, and logging in and out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import Counter
+from collections.abc import Sequence
+from urllib.parse import parse_qs
+
+import redis
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.routing import BaseRoute, Route
+
+from kvpage_server.http.guards import Guards, own_names
+from kvpage_server.monitor.exposition import exposition
+from kvpage_server.monitor.logins import (
+    COOKIE,
+    DEFAULT,
+    IDLE_SECONDS,
+    Login,
+    Logins,
+    address_of,
+    credentials,
+    is_from_here,
+)
+
+HEALTH = "/health"
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+MOST_BODY = 4096  # bytes of what is sent to log in
+BODY_SECONDS = 10.0
+ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
+
+
+class NotLoggedIn(Exception):
+    """Who asks has to log in first."""
+
+
+def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -> Starlette:
+    """The application. `closed` counts connections by why they were, `pages` is what there is beside the figures.
+
+    A page asks `login_of(request)` who looks. One at /login is shown to who has to log in: its form is sent back there.
+    """
+    app = Starlette(
+        routes=[
+            Route("/metrics", _metrics),
+            Route(HEALTH, _health),
+            Route("/login", _log_in, methods=["POST"]),
+            Route("/logout", _log_out, methods=["POST"]),
+            *pages,
+        ],
+        middleware=[Middleware(Guards, names=own_names())],
+        exception_handlers={
+            NotLoggedIn: _to_login,
+            redis.AuthenticationError: _to_login,
+            redis.RedisError: _no_answer,
+            ClientDisconnect: _gone,
+        },
+    )
+    app.state.logins, app.state.closed = logins, closed
+    return app
+
+
+async def login_of(request: Request) -> Login:
+    """Who looks. Raises NotLoggedIn, or RedisError without an answer of the store."""
+    logins: Logins = request.app.state.logins
+    login = await logins.of_request(request)
+    if login is None:
+        raise NotLoggedIn
+    return login
+
+
+async def _metrics(request: Request) -> Response:
+    """Everything to who is on this machine; to others what their user may see."""
+    logins: Logins = request.app.state.logins
+    told = credentials(request)
+    if told is not None:
+        try:
+            observer = (await logins.of_password(*told, address_of(request))).observer
+        except redis.AuthenticationError:
+            return PlainTextResponse("the store does not take this password\n", 401, ASK)
+    elif is_from_here(request):
+        observer = logins.figures
+    else:
+        return PlainTextResponse("from another machine, a user of the store and their password are needed\n", 401, ASK)
+    return Response(exposition(await observer.overview(), request.app.state.closed), media_type=EXPOSITION)
+
+
+async def _health(request: Request) -> Response:
+    return PlainTextResponse("ok\n")
+
+
+async def _log_in(request: Request) -> Response:
+    """With a form of `user` and `password`. To the first page, or back with what was wrong in the address."""
+    told = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
+    user, password = (told.get(name, [""])[0] for name in ("user", "password"))
+    logins: Logins = request.app.state.logins
+    try:
+        cookie = await logins.log_in(user or DEFAULT, password, address_of(request))
+    except redis.AuthenticationError:
+        return RedirectResponse("/login?wrong", 303)
+    answer = RedirectResponse("/", 303)
+    answer.set_cookie(COOKIE, cookie, max_age=int(IDLE_SECONDS), httponly=True, samesite="strict")
+    return answer
+
+
+async def _body(request: Request) -> str:
+    """What was sent, if it is no more than that, and in time."""
+    raw = b""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(BODY_SECONDS):
+            async for part in request.stream():
+                raw += part
+                if len(raw) > MOST_BODY:
+                    raise HTTPException(413, headers={"Connection": "close"})
+            return raw.decode("utf-8", "replace")
+    raise HTTPException(408, headers={"Connection": "close"})
+
+
+async def _log_out(request: Request) -> Response:
+    logins: Logins = request.app.state.logins
+    logins.log_out(request.cookies.get(COOKIE, ""))
+    answer = RedirectResponse("/login", 303)
+    answer.delete_cookie(COOKIE, httponly=True, samesite="strict")
+    return answer
+
+
+async def _to_login(request: Request, error: Exception) -> Response:
+    if request.headers.get("sec-fetch-mode", "navigate") == "navigate" and request.method == "GET":
+        return RedirectResponse("/login", 303)
+    return PlainTextResponse("log in first\n", 401)
+
+
+async def _no_answer(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("the store gives no answer\n", 503, {"Retry-After": "1"})
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("", 400)

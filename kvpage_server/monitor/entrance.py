@@ -1,0 +1,77 @@
+"""The way to the store: connections that the server takes from this process, and from nobody else, without a listener.
+
+A connection is one end of a pair of sockets, of which the server is handed the other. It belongs to the user that shows
+the figures, or to nobody until it has authenticated; then the server is told whose address it is for.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from typing import Any
+
+import redis.asyncio
+from redis.asyncio.connection import AbstractConnection
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
+
+from kvpage_server.system.handing import hand_over
+
+MONITOR = "monitor"  # what is said of a connection that is for figures alone
+ANSWER_SECONDS = 10.0  # that the store has
+
+
+class Entrance:
+    """The channel to the server."""
+
+    def __init__(self, channel: socket.socket) -> None:
+        self._channel = channel
+
+    def open(self, words: str) -> socket.socket:
+        """A new connection to the store. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        try:
+            hand_over(self._channel, theirs, words)
+            ours.setblocking(False)
+        except OSError:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        return ours
+
+    def store(self, words: str, user: str = "", password: str = "") -> redis.asyncio.Redis:
+        """A client of the store, with one connection. `words`: MONITOR, or the address of who asks."""
+        options: dict[str, Any] = {"username": user, "password": password} if user or password else {}
+        pool = redis.asyncio.BlockingConnectionPool(
+            connection_class=HandedConnection,
+            max_connections=1,
+            timeout=ANSWER_SECONDS,
+            entrance=self,
+            words=words,
+            protocol=3,
+            socket_timeout=ANSWER_SECONDS,
+            client_name="kvpage-monitor",
+            retry=Retry(NoBackoff(), 1),
+            **options,
+        )
+        return redis.asyncio.Redis(connection_pool=pool)
+
+
+class HandedConnection(AbstractConnection):
+    """A connection of redis-py's to the server at the other end of the channel."""
+
+    def __init__(self, *, entrance: Entrance, words: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._entrance = entrance
+        self._words = words
+
+    def repr_pieces(self) -> list[tuple[str, Any]]:
+        """What tells it from others."""
+        return [("words", self._words)]
+
+    async def _connect(self) -> None:
+        self._reader, self._writer = await asyncio.open_unix_connection(sock=self._entrance.open(self._words))
+
+    def _host_error(self) -> str:
+        return "the server"

@@ -1,0 +1,153 @@
+"""Who looks: users of the store's ACL, each by a connection of their own, so that they see what they may see.
+
+Everybody who knows the same name and password shares one connection, and one question a second. Where the server takes
+anybody from this machine without a password, so it is here.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import secrets
+import time
+from collections import OrderedDict
+from dataclasses import dataclass
+
+import redis
+from starlette.requests import Request
+
+from kvpage_server.monitor.entrance import MONITOR, Entrance
+from kvpage_server.observe.observer import Observer
+
+MOST_USERS = 64  # connections to the store
+MOST_SESSIONS = 1024  # browsers that are logged in
+IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
+CHECKED_SECONDS = 10.0  # that a password is believed for
+COOKIE = "kvpage"
+DEFAULT = "default"
+
+
+@dataclass(slots=True)
+class Login:
+    """A user of the store, and their eyes."""
+
+    user: str
+    observer: Observer
+    checked: float  # when the store took the password, in monotonic seconds
+
+
+@dataclass(slots=True)
+class _Session:
+    login: bytes  # the key of it
+    used: float  # monotonic seconds
+
+
+class Logins:
+    """Users by name and password, and browsers by their cookie. The least recently used go when there are too many."""
+
+    def __init__(self, entrance: Entrance) -> None:
+        self.figures = Observer(entrance.store(MONITOR))
+        self._entrance = entrance
+        self._logins: OrderedDict[bytes, Login] = OrderedDict()
+        self._sessions: OrderedDict[str, _Session] = OrderedDict()
+
+    async def log_in(self, user: str, password: str, address: str) -> str:
+        """A new cookie for who knows the password. Raises AuthenticationError, or RedisError without an answer."""
+        key = await self._enter(user, password, address)
+        cookie = secrets.token_urlsafe(32)
+        self._sessions[_digest(cookie)] = _Session(key, time.monotonic())
+        while len(self._sessions) > MOST_SESSIONS:
+            self._sessions.popitem(last=False)
+        return cookie
+
+    def log_out(self, cookie: str) -> None:
+        """Forget a browser."""
+        self._sessions.pop(_digest(cookie), None)
+
+    async def of_password(self, user: str, password: str, address: str) -> Login:
+        """Who says their password with each request. Raises as `log_in` does."""
+        return self._logins[await self._enter(user, password, address)]
+
+    async def of_request(self, request: Request) -> Login | None:
+        """Who a browser is logged in as. None when it has to log in first. Raises RedisError without an answer."""
+        known = self._by_cookie(request.cookies.get(COOKIE, ""))
+        if known is not None:
+            return known
+        try:
+            return await self.of_password(DEFAULT, "", address_of(request))
+        except redis.AuthenticationError:
+            return None
+
+    def _by_cookie(self, cookie: str) -> Login | None:
+        digest, now = _digest(cookie), time.monotonic()
+        session = self._sessions.get(digest)
+        if session is None:
+            return None
+        if now - session.used > IDLE_SECONDS or session.login not in self._logins:
+            del self._sessions[digest]
+            return None
+        session.used = now
+        self._sessions.move_to_end(digest)
+        self._logins.move_to_end(session.login)
+        return self._logins[session.login]
+
+    async def forget(self, login: Login) -> None:
+        """The store does not take the password any more."""
+        for key in [key for key, known in self._logins.items() if known is login]:
+            del self._logins[key]
+        await login.observer.close()
+
+    async def _enter(self, user: str, password: str, address: str) -> bytes:
+        """The key of a login whose password the store takes, or took a moment ago."""
+        key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
+        known = self._logins.get(key)
+        if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
+            self._logins.move_to_end(key)
+            return key
+        store = self._entrance.store(address, *((user, password) if password else ("", "")))
+        try:
+            await store.ping()
+        except redis.RedisError as error:
+            await store.aclose()
+            if isinstance(error, redis.AuthenticationError) and known is not None:
+                await self.forget(known)
+            raise
+        if known := self._logins.get(key):
+            known.checked = time.monotonic()
+            await store.aclose()
+            return key
+        self._logins[key] = Login(user, Observer(store), time.monotonic())
+        while len(self._logins) > MOST_USERS:
+            _, oldest = self._logins.popitem(last=False)
+            await oldest.observer.close()
+        return key
+
+
+def address_of(request: Request) -> str:
+    """Who asks, as the server writes addresses."""
+    host, port = request.client or ("", 0)
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def is_from_here(request: Request) -> bool:
+    """Whether somebody on this machine asks, and not a proxy for somebody else."""
+    host = request.client.host if request.client else ""
+    forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
+    return (host == "::1" or host.startswith("127.")) and not forwarded
+
+
+def credentials(request: Request) -> tuple[str, str] | None:
+    """User and password of HTTP's basic authentication; None for another, or none."""
+    scheme, _, told = request.headers.get("authorization", "").partition(" ")
+    if scheme.lower() != "basic":
+        return None
+    try:
+        user, colon, password = base64.b64decode(told.strip(), validate=True).decode().partition(":")
+    except (binascii.Error, UnicodeDecodeError):
+        return None
+    return (user or DEFAULT, password) if colon else None
+
+
+def _digest(cookie: str) -> str:
+    return hashlib.blake2b(cookie.encode("utf-8", "surrogateescape"), digest_size=16).hexdigest()

@@ -1,0 +1,55 @@
+"""The process: serves until the server that has started it is gone."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import sys
+from collections import Counter
+from collections.abc import Sequence
+
+import uvloop
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import BaseRoute
+
+from kvpage_server.http.connections import Door, Refusal
+from kvpage_server.http.serving import HttpServer
+from kvpage_server.monitor.app import HEALTH, make_app
+from kvpage_server.monitor.entrance import Entrance
+from kvpage_server.monitor.logins import Logins
+
+CONNECTIONS, FOR_EACH = 256, 64  # of everybody, of one address
+GRACE_SECONDS = 1.0
+
+
+def main(pages: Sequence[BaseRoute]) -> None:
+    """`sys.argv` has descriptors: of the channel to the server, and of the sockets to listen on.
+
+    Signals are for the server, which ends, and this process with it.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
+    logging.basicConfig(format="%(message)s", level=logging.WARNING)
+    channel, *listening = (socket.socket(fileno=int(word)) for word in sys.argv[1:])
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(channel, listening, pages))
+
+
+async def _serve(channel: socket.socket, listening: list[socket.socket], pages: Sequence[BaseRoute]) -> None:
+    closed: Counter[str] = Counter()
+    door = Door(CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH])
+    server = HttpServer(make_app(Logins(Entrance(channel)), closed, pages), door, grace=GRACE_SECONDS)
+    gone = asyncio.Event()
+    asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing: this is the end of it
+    serving = asyncio.create_task(server.serve(listening))
+    ended = asyncio.create_task(gone.wait())
+    await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
+    server.should_exit = True
+    await serving
+
+
+def _refused(refusal: Refusal) -> Response:
+    headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
+    return PlainTextResponse(f"{refusal.message}\n", refusal.status, headers)

@@ -1,0 +1,128 @@
+"""The process beside the server that answers HTTP: begun, listened to, begun anew when it has ended.
+
+It has the sockets that browsers and Prometheus connect to, and one end of a channel. Over that it hands the server
+sockets, each of which becomes a session: of the user that sees figures alone, or of who is at the address that it
+names, who then authenticates as anybody does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import logging
+import socket
+import sys
+import time
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Sequence
+
+from kvpage_server.commands.access.user import User
+from kvpage_server.net.listener import Listener
+from kvpage_server.system.handing import take_over
+
+PROGRAM = "kvpage_server.web"
+NEEDS = ("prometheus_client", "starlette", "uvicorn")
+MONITOR = "monitor"  # what is said of a socket whose session is for figures
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
+_STEADY = 60.0  # seconds after which it is not one that ends again and again
+_LAST_SECONDS = 5.0  # that it has to end
+
+log = logging.getLogger("kvpage")
+
+
+def missing() -> str:
+    """What has to be installed before it can be begun; empty when nothing is missing."""
+    absent = [name for name in NEEDS if importlib.util.find_spec(name) is None]
+    return f"{absent[0]} is not installed: pip install 'kvpage[web]'" if absent else ""
+
+
+class Companion:
+    """One process after the other."""
+
+    def __init__(self, listener: Listener, sockets: Sequence[socket.socket]) -> None:
+        """`sockets` listen, and are its own from now on."""
+        self._listener = listener
+        self._sockets = sockets
+        self._user = User(MONITOR.encode()).changed(
+            [b"on", b"nopass", b"%R~*", b"-@all", b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname"]
+        )
+
+    async def run(self) -> None:
+        """Until this is cancelled; then it has ended, and the sockets are closed."""
+        pause = _FIRST_PAUSE
+        try:
+            while True:
+                began = time.monotonic()
+                code: object
+                try:
+                    code = await self._live()
+                except OSError as error:
+                    code = error
+                pause = _FIRST_PAUSE if time.monotonic() - began > _STEADY else pause
+                log.error("the process that answers HTTP has ended with %s; the next one in %.0f s", code, pause)
+                await asyncio.sleep(pause)
+                pause = min(2 * pause, _LONGEST_PAUSE)
+        finally:
+            for sock in self._sockets:
+                sock.close()
+
+    async def _live(self) -> int:
+        """Begin a process and wait for its end; its exit code."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        loop = asyncio.get_running_loop()
+        descriptors = [sock.fileno() for sock in (theirs, *self._sockets)]
+        try:
+            process = await asyncio.create_subprocess_exec(
+                sys.executable,
+                *("-P", "-m", PROGRAM),
+                *map(str, descriptors),
+                pass_fds=descriptors,
+                stdin=DEVNULL,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                start_new_session=True,
+            )
+            theirs.close()
+            loop.add_reader(ours, self._take, ours)
+            try:
+                await _tell(process)
+                return await process.wait()
+            finally:
+                loop.remove_reader(ours)
+                ours.close()
+                await asyncio.shield(_end(process))
+        finally:
+            theirs.close()
+            ours.close()
+
+    def _take(self, channel: socket.socket) -> None:
+        """A socket has come, or the end of the process."""
+        try:
+            taken = take_over(channel)
+        except BlockingIOError:
+            return
+        except OSError:
+            taken = None
+        if taken is None:
+            asyncio.get_running_loop().remove_reader(channel)
+            return
+        sock, words = taken
+        self._listener.take(sock, words, self._user if words == MONITOR else None)
+
+
+async def _tell(process: Process) -> None:
+    """Have in the log what it says, until it has ended."""
+    assert process.stderr is not None
+    while said := await process.stderr.read(1 << 16):
+        for line in said.decode("utf-8", "backslashreplace").splitlines():
+            log.warning("http: %s", line)
+
+
+async def _end(process: Process) -> None:
+    """The channel is closed, so it ends; if it does not, at once."""
+    try:
+        await asyncio.wait_for(process.wait(), _LAST_SECONDS)
+    except TimeoutError:
+        process.kill()
+        await process.wait()

@@ -1,0 +1,33 @@
+"""How long things took, in counts of powers of two of nanoseconds: to count one costs as much as to add."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+BUCKETS = 64
+FIRST, LAST = 12, 34  # the powers that are told: 4 microseconds to 17 seconds
+
+
+class Durations:
+    """Work of one kind. `histogram[i]` counts what took at least 2**(i-1) and below 2**i nanoseconds."""
+
+    __slots__ = ("histogram", "nanoseconds")
+
+    def __init__(self) -> None:
+        self.nanoseconds = 0
+        self.histogram = [0] * BUCKETS
+
+    def note(self, nanoseconds: int) -> None:
+        """One piece of it is done."""
+        self.nanoseconds += nanoseconds
+        self.histogram[nanoseconds.bit_length()] += 1
+
+    def told(self) -> str:
+        """As INFO tells it."""
+        return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
+
+
+def within(histogram: Sequence[int]) -> str:
+    """How many took less than 2**FIRST nanoseconds, and so on up to 2**LAST."""
+    return "/".join(map(str, [*accumulate(histogram)][FIRST : LAST + 1]))

@@ -1,0 +1,1 @@
+"""What a browser is shown: of the store, by the process beside the server."""

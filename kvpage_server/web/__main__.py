@@ -1,0 +1,6 @@
+"""The process that answers HTTP, with its pages. `kvpage-server` starts it; by itself it is of no use."""
+
+from kvpage_server.monitor.process import main
+from kvpage_server.web.routes import ROUTES
+
+main(ROUTES)
