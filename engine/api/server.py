@@ -21,7 +21,7 @@ from engine.api.openai.errors import ApiError
 from engine.api.service import Limits, Service
 from engine.api.worker import EngineThread
 from engine.startup import CANNOT_OPEN, Engine, Options, model_name
-from kvpage_server.http.connections import Door, Refusal
+from kvpage_server.http.connections import Door, Unanswered
 from kvpage_server.http.serving import HttpServer
 from kvpage_server.system import signals
 
@@ -98,7 +98,7 @@ async def _serve(
     return int(failed)
 
 
-def _refused(refusal: Refusal) -> Response:
+def _refused(refusal: Unanswered) -> Response:
     return ApiError(refusal.status, refusal.message, None, refusal.code, refusal.retry_after).response()
 
 

@@ -27,7 +27,7 @@ MAX_CHUNK_LINES = 65_536  # of a body in chunks, two a chunk: each takes as long
 BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # requests: one's headers are not complete
 
 
-class Refusal(NamedTuple):
+class Unanswered(NamedTuple):
     """Why a connection's request is not looked at; `retry_after` in seconds, None where that is no use."""
 
     status: int
@@ -36,8 +36,8 @@ class Refusal(NamedTuple):
     retry_after: int | None = None
 
 
-BOTH_LENGTHS = Refusal(400, "a request has Content-Length or Transfer-Encoding, not both", "invalid_length")
-TOO_MANY = Refusal(503, "too many connections", "too_many_connections", 1)
+BOTH_LENGTHS = Unanswered(400, "a request has Content-Length or Transfer-Encoding, not both", "invalid_length")
+TOO_MANY = Unanswered(503, "too many connections", "too_many_connections", 1)
 
 
 class Crowd:
@@ -48,8 +48,8 @@ class Crowd:
         always is one: a part of the places is not for requests, but for their health's."""
         self._limit = limit
         self._asked_limit = limit - max(1, limit // 16)
-        self._silent: dict[Connection, None] = {}  # the one that has been so for longest first
-        self._asked: set[Connection] = set()
+        self._silent: dict[HttpConnection, None] = {}  # the one that has been so for longest first
+        self._asked: set[HttpConnection] = set()
 
     def __len__(self) -> int:
         return len(self._silent) + len(self._asked)
@@ -59,23 +59,23 @@ class Crowd:
         """Whether there are more that are being answered than may be."""
         return len(self._asked) > self._asked_limit
 
-    def join(self, connection: Connection) -> None:
+    def join(self, connection: HttpConnection) -> None:
         """It has connected."""
         if len(self) >= self._limit and self._silent:
             next(iter(self._silent)).drop("crowded")
         self._silent[connection] = None
 
-    def leave(self, connection: Connection) -> None:
+    def leave(self, connection: HttpConnection) -> None:
         """It has gone."""
         self._silent.pop(connection, None)
         self._asked.discard(connection)
 
-    def asked(self, connection: Connection) -> None:
+    def asked(self, connection: HttpConnection) -> None:
         """It has sent a request."""
         self.leave(connection)
         self._asked.add(connection)
 
-    def answered(self, connection: Connection) -> None:
+    def answered(self, connection: HttpConnection) -> None:
         """And has its answer."""
         if connection in self._asked:
             self._asked.remove(connection)
@@ -91,7 +91,7 @@ class Door:
         for_each: int,
         *,
         closed: Callable[[str], object],
-        refused: Callable[[Refusal], Response],
+        refused: Callable[[Unanswered], Response],
         always: Collection[str],
     ) -> None:
         """At most so many, and of one address `for_each`. `closed` is told why one was closed, `refused` words what is
@@ -103,14 +103,14 @@ class Door:
         self._for_each = for_each
         self._addresses: dict[str, Crowd] = {}
 
-    def join(self, connection: Connection, host: str) -> tuple[Crowd, Crowd]:
+    def join(self, connection: HttpConnection, host: str) -> tuple[Crowd, Crowd]:
         """The crowds that it belongs to now."""
         crowds = (self._everybody, self._addresses.setdefault(_address(host), Crowd(self._for_each)))
         for crowd in crowds:
             crowd.join(connection)
         return crowds
 
-    def leave(self, connection: Connection, host: str) -> None:
+    def leave(self, connection: HttpConnection, host: str) -> None:
         """It has gone."""
         address = _address(host)
         self._everybody.leave(connection)
@@ -132,7 +132,7 @@ def _address(host: str) -> str:
 class _Flow(FlowControl):
     """Reads on when what was read is parsed, and not before."""
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
         self._connection = connection
 
@@ -141,7 +141,7 @@ class _Flow(FlowControl):
         self._connection.read_on()
 
 
-class Connection(H11Protocol):
+class HttpConnection(H11Protocol):
     """One of uvicorn's, with bounds."""
 
     def __init__(self, *args: Any, door: Door, **options: Any) -> None:
@@ -233,7 +233,7 @@ class Connection(H11Protocol):
                 for crowd in self._crowds:
                     crowd.answered(self)
 
-    def _refusal(self, scope: Scope) -> Refusal | None:
+    def _refusal(self, scope: Scope) -> Unanswered | None:
         """Why it is not answered."""
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have understood the other

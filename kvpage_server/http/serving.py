@@ -12,7 +12,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from kvpage_server.http.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Connection, Door
+from kvpage_server.http.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Door, HttpConnection
 
 
 class HttpServer(uvicorn.Server):
@@ -23,7 +23,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
-                http=cast("type[asyncio.Protocol]", partial(Connection, door=door)),
+                http=cast("type[asyncio.Protocol]", partial(HttpConnection, door=door)),
                 h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
                 timeout_keep_alive=IDLE_SECONDS,
                 log_level="warning",

@@ -17,7 +17,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvpage_server.observe.overview import BOUNDS, Calls, Disk, Overview
+from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Overview
 
 MOST_LABELS = 100  # of quotas, and of codes of errors; the others are counted together
 OTHERS = "(others)"
@@ -131,7 +131,7 @@ def _quotas(overview: Overview) -> Iterator[Metric]:
     yield _counter("quota_evicted_keys", "Keys that went to keep a quota", "quota", _few(evicted))
 
 
-def _disk(disk: Disk) -> Iterator[Metric]:
+def _disk(disk: DiskFigures) -> Iterator[Metric]:
     yield _gauge("disk_values", "Values on disk", disk.values)
     yield _gauge("disk_used_bytes", "Their bytes", disk.bytes)
     yield _gauge("disk_file_bytes", "Bytes of the database's file", disk.file_bytes)
@@ -176,7 +176,7 @@ def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> M
     return family
 
 
-def _histogram(name: str, help: str, label: str, values: Mapping[str, Calls]) -> Metric:
+def _histogram(name: str, help: str, label: str, values: Mapping[str, CallFigures]) -> Metric:
     family = HistogramMetricFamily(f"kvpage_{name}", help, labels=_labels(label))
     for each, calls in values.items():
         if calls.within:
@@ -184,7 +184,7 @@ def _histogram(name: str, help: str, label: str, values: Mapping[str, Calls]) ->
     return family
 
 
-def _buckets(calls: Calls) -> Iterable[tuple[str, float]]:
+def _buckets(calls: CallFigures) -> Iterable[tuple[str, float]]:
     yield from ((str(bound), count) for bound, count in zip(BOUNDS, calls.within, strict=True))
     yield "+Inf", calls.count
 

@@ -14,7 +14,7 @@ import uvloop
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute
 
-from kvpage_server.http.connections import Door, Refusal
+from kvpage_server.http.connections import Door, Unanswered
 from kvpage_server.http.serving import HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.entrance import Entrance
@@ -50,6 +50,6 @@ async def _serve(channel: socket.socket, listening: list[socket.socket], pages: 
     await serving
 
 
-def _refused(refusal: Refusal) -> Response:
+def _refused(refusal: Unanswered) -> Response:
     headers = {} if refusal.retry_after is None else {"Retry-After": str(refusal.retry_after)}
     return PlainTextResponse(f"{refusal.message}\n", refusal.status, headers)

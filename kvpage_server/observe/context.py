@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from kvpage_server.observe.asking import Command, Reading, named, refused, text
-from kvpage_server.observe.whose import Agent, Block, Holdings
+from kvpage_server.observe.whose import Agent, ContextBlock, Holdings
 from kvpage_server.page import DType
 
 MOST_BLOCKS = 2000
@@ -16,10 +16,10 @@ MOST_BYTES = 64 << 20  # of a block whose norms are computed
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class BlockPlace:
     """Where a block of a context lies, or why it does not."""
 
-    block: Block
+    block: ContextBlock
     agents: tuple[str, ...]  # who has it, the agent itself too
     tier: str  # memory or disk; empty when it is not there
     pinned: bool
@@ -44,7 +44,7 @@ class Pages:
     norms: np.ndarray[Any, np.dtype[np.float32]] | None  # root of the mean square; None for what is not numbers
 
 
-def context_of(agent: Agent, holdings: Holdings) -> Reading[list[Place]]:
+def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
     """Where the blocks of an agent's context lie, at most MOST_BLOCKS of them, first to last."""
     blocks = agent.blocks[:MOST_BLOCKS]
     commands: list[Command] = [[b"KVPAGEWHY", block.name] for block in blocks]
@@ -64,11 +64,11 @@ def _stat(name: bytes, index: Any) -> Command:
     return [b"KVPAGESTAT", name, 0, 0, page, int(planes[0]) if planes else 0]
 
 
-def _place(block: Block, agents: tuple[str, ...], reason: Any, stat: Any) -> Place:
+def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
     why = {} if refused(reason) else named(reason)
     told = {} if refused(stat) or stat is None else named(stat)
     missing = "" if block.there or why.get("reason") == b"stored" else text(why.get("cause") or why.get("reason", b""))
-    return Place(
+    return BlockPlace(
         block,
         agents,
         text(told["tier"]) if told else "",

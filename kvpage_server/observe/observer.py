@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 import redis.asyncio
 
 from kvpage_server.observe.asking import Reading, ask_async
-from kvpage_server.observe.context import Pages, Place, context_of, pages_of
+from kvpage_server.observe.context import BlockPlace, Pages, context_of, pages_of
 from kvpage_server.observe.history import History
 from kvpage_server.observe.manifests import Manifest
 from kvpage_server.observe.overview import Overview, overview_of_store
@@ -64,7 +64,7 @@ class Observer:
                 last.until = began + max(HOLDINGS_SECONDS, took / HOLDINGS_SHARE)
             return last.value
 
-    async def agent(self, agent_id: str) -> list[tuple[Agent, list[Place]]]:
+    async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
         """An agent's contexts, one a model, each with where its blocks lie; empty when it is not known."""
         holdings = await self.holdings()
         found = [agent for agent in holdings.agents if agent.agent_id == agent_id]

@@ -23,7 +23,7 @@ class NotAStore(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Calls:
+class CallFigures:
     """Calls of a command or of a family of commands, or other work of which each piece takes a time.
 
     `within[i]` of them took no longer than BOUNDS[i] seconds; empty where that is not told.
@@ -35,9 +35,9 @@ class Calls:
     rejected: int = 0  # before they ran: not counted in `count`
     within: tuple[int, ...] = ()
 
-    def since(self, before: Calls) -> Calls:
+    def since(self, before: CallFigures) -> CallFigures:
         """Those that there were not yet in an earlier overview."""
-        return Calls(
+        return CallFigures(
             self.count - before.count,
             self.seconds - before.seconds,
             self.failed - before.failed,
@@ -53,7 +53,7 @@ class Calls:
 
 
 @dataclass(frozen=True, slots=True)
-class Server:
+class ServerFigures:
     """The process."""
 
     version: str = ""
@@ -64,7 +64,7 @@ class Server:
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
+class MemoryFigures:
     """Bytes. `used` is what counts against `limit` (0: none). `live`, `spare` and `fragmentation` together are what the
     arena holds: slots in use, chunks kept for the next values, and free slots between those in use."""
 
@@ -80,7 +80,7 @@ class Memory:
 
 
 @dataclass(frozen=True, slots=True)
-class Contents:
+class ContentFigures:
     """What is stored."""
 
     requests: int = 0
@@ -92,7 +92,7 @@ class Contents:
 
 
 @dataclass(frozen=True, slots=True)
-class Traffic:
+class TrafficFigures:
     """What went in and out."""
 
     commands: int = 0
@@ -113,7 +113,7 @@ class Traffic:
 
 
 @dataclass(frozen=True, slots=True)
-class Connections:
+class ConnectionFigures:
     """Who is connected."""
 
     now: int = 0
@@ -126,7 +126,7 @@ class Connections:
 
 
 @dataclass(frozen=True, slots=True)
-class Disk:
+class DiskFigures:
     """The tier below memory."""
 
     values: int = 0
@@ -145,12 +145,12 @@ class Disk:
     quarantined: int = 0
     scrubbed_bytes: int = 0
     scrub_rounds: int = 0
-    commits: Calls = Calls()
-    fetches: Calls = Calls()
+    commits: CallFigures = CallFigures()
+    fetches: CallFigures = CallFigures()
 
 
 @dataclass(frozen=True, slots=True)
-class Quota:
+class QuotaFigures:
     """What the keys of a pattern, a tenant's, hold."""
 
     pattern: str
@@ -160,7 +160,7 @@ class Quota:
 
 
 @dataclass(frozen=True, slots=True)
-class Eviction:
+class EvictionFigures:
     """Keys that went for want of room: under which policy, and of what there was none: memory, disk or quota."""
 
     policy: str
@@ -174,18 +174,18 @@ class Overview:
 
     at: float  # unix seconds, by the server's clock
     everything: bool  # whether the user may read every key, and so is told everything
-    server: Server
-    memory: Memory
-    contents: Contents
-    traffic: Traffic
-    connections: Connections
+    server: ServerFigures
+    memory: MemoryFigures
+    contents: ContentFigures
+    traffic: TrafficFigures
+    connections: ConnectionFigures
     misses: Mapping[str, int]  # reads of pages and blocks that found nothing, by reason: "never stored", "evicted" ...
-    evictions: tuple[Eviction, ...]
-    families: Mapping[str, Calls]  # by group of commands: "page", "string" ...; with histograms
-    commands: Mapping[str, Calls]  # by command, without histograms
+    evictions: tuple[EvictionFigures, ...]
+    families: Mapping[str, CallFigures]  # by group of commands: "page", "string" ...; with histograms
+    commands: Mapping[str, CallFigures]  # by command, without histograms
     errors: Mapping[str, int]  # error replies by code
-    quotas: tuple[Quota, ...]
-    disk: Disk | None  # None for a store in memory alone
+    quotas: tuple[QuotaFigures, ...]
+    disk: DiskFigures | None  # None for a store in memory alone
 
 
 def overview_of_store() -> Reading[Overview]:
@@ -215,14 +215,14 @@ def parse(info: str) -> Overview:
     return Overview(
         at=number("server_time_usec") / 1e6,
         everything="used_memory" in told,
-        server=Server(
+        server=ServerFigures(
             told["kvpage_version"],
             told.get("page_core", ""),
             number("uptime_in_seconds"),
             number("tcp_port"),
             number("process_id"),
         ),
-        memory=Memory(
+        memory=MemoryFigures(
             used=number("used_memory"),
             peak=number("used_memory_peak"),
             limit=number("maxmemory"),
@@ -233,7 +233,7 @@ def parse(info: str) -> Overview:
             in_flight=number("mem_clients_normal"),
             resident=number("used_memory_rss"),
         ),
-        contents=Contents(
+        contents=ContentFigures(
             number("requests"),
             number("blocks"),
             int(keys.get("keys", 0)),
@@ -241,7 +241,7 @@ def parse(info: str) -> Overview:
             number("leased_or_pinned"),
             number("leased_or_pinned_bytes"),
         ),
-        traffic=Traffic(
+        traffic=TrafficFigures(
             commands=number("total_commands_processed"),
             errors=number("total_error_replies"),
             bytes_in=number("total_net_input_bytes"),
@@ -252,7 +252,7 @@ def parse(info: str) -> Overview:
             evicted=number("evicted_keys"),
             commands_per_second=number("instantaneous_ops_per_sec"),
         ),
-        connections=Connections(
+        connections=ConnectionFigures(
             number("connected_clients"),
             number("maxclients"),
             number("total_connections_received"),
@@ -262,12 +262,14 @@ def parse(info: str) -> Overview:
             denied=numbers("acl_access_denied_"),
         ),
         misses={reason.replace("_", " "): count for reason, count in numbers("page_misses_").items()},
-        evictions=tuple(Eviction(*name.rpartition("_")[::2], count) for name, count in numbers("evictions_").items()),
+        evictions=tuple(
+            EvictionFigures(*name.rpartition("_")[::2], count) for name, count in numbers("evictions_").items()
+        ),
         families={name: _calls(found) for name, found in fields("familystat_").items()},
         commands={name: _calls(found) for name, found in fields("cmdstat_").items()},
         errors={name: int(found["count"]) for name, found in fields("errorstat_").items()},
         quotas=tuple(
-            Quota(found["pattern"], int(found["limit"]), int(found["bytes"]), int(found["evicted_keys"]))
+            QuotaFigures(found["pattern"], int(found["limit"]), int(found["bytes"]), int(found["evicted_keys"]))
             for found in fields("quota").values()
         ),
         disk=_disk(told) if "disk_values" in told else None,
@@ -289,8 +291,8 @@ def _fields(value: str) -> dict[str, str]:
     return found | ({"pattern": rest} if pattern else {})
 
 
-def _calls(found: Mapping[str, str]) -> Calls:
-    return Calls(
+def _calls(found: Mapping[str, str]) -> CallFigures:
+    return CallFigures(
         count=int(found.get("calls", 0)),
         seconds=int(found.get("usec", 0)) / 1e6,
         failed=int(found.get("failed_calls", 0)),
@@ -299,11 +301,11 @@ def _calls(found: Mapping[str, str]) -> Calls:
     )
 
 
-def _disk(told: Mapping[str, str]) -> Disk:
+def _disk(told: Mapping[str, str]) -> DiskFigures:
     def number(name: str) -> int:
         return int(told.get(name) or 0)
 
-    return Disk(
+    return DiskFigures(
         values=number("disk_values"),
         bytes=number("disk_bytes"),
         file_bytes=number("disk_file_bytes"),

@@ -28,7 +28,7 @@ Known = MutableMapping[bytes, tuple[bytes, Manifest]]  # by key: a manifest's di
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
+class LookLimits:
     """How much is looked at, of each."""
 
     agents: int = 2000
@@ -37,7 +37,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True)
-class Block:
+class ContextBlock:
     """A block of contexts: all pages of the same tokens."""
 
     name: bytes  # the request it lies under
@@ -58,7 +58,7 @@ class Agent:
     """An agent's context under one model."""
 
     manifest: Manifest
-    blocks: tuple[Block, ...]
+    blocks: tuple[ContextBlock, ...]
     bytes: int  # of all its blocks that are there
     own_bytes: int  # of those that no other agent has
     memory: int  # bytes that its blocks occupy in memory
@@ -117,7 +117,7 @@ class SharedPrefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class OtherRequest:
     """A request that no agent's manifest names: somebody else's pages, or blocks that were left behind."""
 
     req_id: bytes
@@ -133,7 +133,7 @@ class Holdings:
 
     agents: tuple[Agent, ...] = ()
     prefixes: tuple[SharedPrefix, ...] = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[OtherRequest, ...] = ()
     unreadable: tuple[bytes, ...] = ()  # manifests' keys
     cut: tuple[str, ...] = ()  # what there is more of than was looked at: "agents", "blocks", "requests"
     owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # who has which block
@@ -150,7 +150,7 @@ class _Looked:
     unreadable: list[bytes] = field(default_factory=list)
 
 
-def holdings_of_store(limits: Limits = Limits(), known: Known | None = None) -> Reading[Holdings]:
+def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
     """Look through the store. What is in `known` and has not changed is not read again; it is brought up to date."""
     known = {} if known is None else known
     looked = _Looked()
@@ -221,7 +221,7 @@ def _update(known: Known, keys: Sequence[bytes], looked: _Looked) -> Reading[dic
     return {key: seconds for key, seconds in zip(keys, idle, strict=True) if isinstance(seconds, int)}
 
 
-def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, Block]]:
+def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
     """The blocks that manifests name, the first of each before the later ones, so many at the most."""
     sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
     if len(sizes) > most:
@@ -231,10 +231,10 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
     return {name: _block(name, sizes[name], answer) for name, answer in zip(names, answers, strict=True)}
 
 
-def _block(name: bytes, tokens: int, answer: Any) -> Block:
+def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
     """What KVPAGEINDEX says of it: page 0 are the tokens, page 1 is the state after them."""
     parts = [] if refused(answer) else [named(part) for part in answer]
-    return Block(
+    return ContextBlock(
         name,
         tokens,
         sum(part["bytes"] for part in parts),
@@ -244,7 +244,7 @@ def _block(name: bytes, tokens: int, answer: Any) -> Block:
     )
 
 
-def _requests(blocks: Mapping[bytes, Block], most: int, looked: _Looked) -> Reading[list[Request]]:
+def _requests(blocks: Mapping[bytes, ContextBlock], most: int, looked: _Looked) -> Reading[list[OtherRequest]]:
     """Requests that are none of these blocks."""
     keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
@@ -257,7 +257,7 @@ def _requests(blocks: Mapping[bytes, Block], most: int, looked: _Looked) -> Read
         parts = [] if refused(answer) else [named(part) for part in answer]
         if parts:
             pages, size, memory = (sum(part[what] for part in parts) for what in ("pages", "bytes", "memory"))
-            found.append(Request(name, len(parts), pages, size, memory))
+            found.append(OtherRequest(name, len(parts), pages, size, memory))
     return found
 
 
@@ -270,9 +270,9 @@ def _owners(found: Iterable[Manifest]) -> dict[bytes, tuple[str, ...]]:
 
 
 def _agent(
-    manifest: Manifest, blocks: Mapping[bytes, Block], owners: Mapping[bytes, Sequence[str]], idle: int | None
+    manifest: Manifest, blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, Sequence[str]], idle: int | None
 ) -> Agent:
-    its = tuple(blocks.get(name, Block(name, manifest.tokens_in(i))) for i, name in enumerate(manifest.blocks))
+    its = tuple(blocks.get(name, ContextBlock(name, manifest.tokens_in(i))) for i, name in enumerate(manifest.blocks))
     return Agent(
         manifest,
         its,
@@ -284,7 +284,7 @@ def _agent(
 
 
 def _prefixes(
-    found: Sequence[Manifest], blocks: Mapping[bytes, Block], owners: Mapping[bytes, tuple[str, ...]]
+    found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
 ) -> list[SharedPrefix]:
     """What agents have in common: it ends at a block after which fewer of them go on together."""
     longest: Counter[bytes] = Counter()  # by block: how many agents have the next one that most of them have
@@ -300,7 +300,7 @@ def _prefixes(
 
 def _ends(
     manifest: Manifest,
-    blocks: Mapping[bytes, Block],
+    blocks: Mapping[bytes, ContextBlock],
     owners: Mapping[bytes, tuple[str, ...]],
     longest: Mapping[bytes, int],
 ) -> Iterator[SharedPrefix]:
