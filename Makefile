@@ -98,7 +98,7 @@ $(VENV)/bin/python:
 	PYTHON=$(PYTHON) conf/venv.sh $(VENV)
 
 $(VENV)/server.stamp: pyproject.toml $(CORE) $(VENV)/bin/python
-	conf/install.sh $(VENV)
+	conf/install.sh $(VENV) '[web]'
 	touch $@
 
 $(VENV)/engine.stamp: pyproject.toml $(CORE) $(VENV)/bin/python

@@ -131,11 +131,11 @@ def start_server(
 ) -> Iterator[RunningServer]:
     """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
-    Its store is in memory, if neither says otherwise. It must stop cleanly, unless it is `killed`, and have had no
-    internal error. Its log is a file of that `name`. `program` is what Python runs.
+    Its store is in memory, if neither says otherwise; HTTP it answers only where an option says so. It must stop
+    cleanly, unless it is `killed`, and have had no internal error. Its log is a file of that `name`. `program` is what Python runs.
     """
     port = port or free_port()
-    given = [str(file)] if file else ["--store", "memory"]
+    given = [str(file), "--metrics-port", "0"] if file else ["--store", "memory"]
     command = [sys.executable, *program, *given, "--port", str(port), *options]
     with _run(command, port, directory, name) as server:
         yield server

@@ -1,0 +1,254 @@
+"""The process beside the server: what /metrics says is what INFO says, whoever asks, and nobody gets more than that."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+
+import httpx
+import pytest
+from browsing import SeenServer, start_seen_server
+from servers import free_port, start_server
+from waiting import eventually, until
+
+BODY = bytes(8192)
+QUOTA = 'kv:a"\\{x},y=z.*'
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[SeenServer]:
+    users = ["--user", "admin on >open ~* &* +@all", "--user", "tenant on >sesame ~kv:tenant.* +@all"]
+    words = [word for line in (users[1], users[3]) for word in ("--user", *line.split())]
+    with start_seen_server("--requirepass", "secret", "--quota", QUOTA, "1mb", *words) as seen:
+        yield seen
+
+
+def work(seen: SeenServer) -> None:
+    with seen.server.client(password="secret") as client:
+        for page in range(4):
+            client.execute_command("KVPAGESET", "chat", 0, 0, page, 0, 1, 64, 64, 0, BODY)
+            client.execute_command("KVPAGEGET", "chat", 0, 0, page, 0)
+        client.execute_command("KVPAGEGET", "chat", 0, 0, 9, 0)
+        client.execute_command("KVPAGEDEL", "chat", 3)
+        client.execute_command("KVPAGEGET", "chat", 0, 0, 3, 0)
+
+
+def test_what_is_told_is_what_info_says(seen: SeenServer) -> None:
+    work(seen)
+    with seen.server.client(password="secret") as client:
+        info = client.info("everything")
+        told = seen.metrics()
+        while (after := client.info("everything"))["total_commands_processed"] > info["total_commands_processed"] + 2:
+            info, told = after, seen.metrics()
+    for name, field in {
+        "kvpage_memory_used_bytes": "used_memory",
+        "kvpage_blocks": "blocks",
+        "kvpage_requests": "requests",
+        "kvpage_received_bytes_total": "total_net_input_bytes",
+    }.items():
+        assert told[(name,)] == pytest.approx(info[field], abs=2000), name
+    assert told["kvpage_blocks",] == 3
+    assert told["kvpage_reads_total", "hit"] == info["keyspace_hits"]
+    assert told["kvpage_misses_total", "never stored"] == info["page_misses_never_stored"] == 1
+    assert told["kvpage_misses_total", "deleted"] == info["page_misses_deleted"] == 1
+    page = sum(info[f"cmdstat_{name}"]["calls"] for name in ("kvpageset", "kvpageget", "kvpagedel"))
+    assert told["kvpage_command_duration_seconds_count", "page"] == page
+    buckets = [told[key] for key in told if key[:2] == ("kvpage_command_duration_seconds_bucket", "page")]
+    assert buckets == sorted(buckets)
+    assert buckets[-1] == page
+    assert told["kvpage_memory_bytes", "live"] == info["arena_used"]
+    assert told["kvpage_quota_limit_bytes", QUOTA.replace("\\", "\\\\").replace('"', '\\"')] == 1024**2
+
+
+def test_what_goes_for_want_of_room_is_told_with_the_policy_and_the_room() -> None:
+    with start_seen_server("--maxmemory", "4mb", "--quota", "kv:small.*", "64kb") as seen:
+        with seen.server.client() as client:
+            for page in range(1000):
+                client.execute_command("KVPAGESET", "large", 0, 0, page, 0, 1, 64, 64, 0, BODY)
+            for page in range(20):
+                client.execute_command("KVPAGESET", "small.1", 0, 0, page, 0, 1, 64, 64, 0, BODY)
+        told = seen.metrics()
+    gone = {key[1:]: count for key, count in told.items() if key[0] == "kvpage_evicted_keys_total"}
+    assert gone.keys() == {("allkeys-prefix", "memory"), ("allkeys-prefix", "quota")}
+    assert gone["allkeys-prefix", "quota"] == told["kvpage_quota_evicted_keys_total", "kv:small.*"] > 0
+    assert sum(gone.values()) == 1020 - told["kvpage_keys",]
+
+
+def test_a_disk_tells_its_queue_and_how_long_it_takes() -> None:
+    with start_seen_server("--store", "tiered", "--appendfsync", "always") as seen:
+        with seen.server.client() as client:
+            client.execute_command("KVPAGESET", "chat", 0, 0, 0, 0, 1, 64, 64, 0, BODY)
+        told = seen.metrics()
+    assert told["kvpage_disk_commit_seconds_count",] >= 1
+    assert told["kvpage_disk_commit_seconds_sum",] > 0
+    assert told["kvpage_disk_values",] == 1
+    assert told["kvpage_disk_queue_bytes",] == 0
+
+
+# -- who may ask -------------------------------------------------------------------------------------------------------
+
+
+def test_from_another_machine_a_password_is_asked_for(seen: SeenServer) -> None:
+    with seen.browser(headers={"X-Forwarded-For": "192.0.2.1"}) as browser:
+        refused = browser.get("/metrics")
+        assert refused.status_code == 401
+        assert refused.headers["www-authenticate"].startswith("Basic")
+        assert browser.get("/metrics", auth=("admin", "wrong")).status_code == 401
+        assert "kvpage_blocks" in browser.get("/metrics", auth=("admin", "open")).text
+
+
+def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> None:
+    work(seen)
+    told = seen.metrics(auth=("tenant", "sesame"))
+    assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds"}
+
+
+def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:
+    with seen.server.client(password="secret") as client, seen.browser() as browser:
+        client.execute_command("ACL", "SETUSER", "brief", "on", ">first", "~*", "+@all")
+        assert browser.get("/metrics", auth=("brief", "first")).status_code == 200
+        client.execute_command("ACL", "DELUSER", "brief")
+        assert eventually(lambda: browser.get("/metrics", auth=("brief", "first")).status_code == 401)
+
+
+def test_who_logs_in_has_a_cookie_that_no_script_and_no_other_site_gets(seen: SeenServer) -> None:
+    with seen.browser() as browser:
+        wrong = browser.post("/login", data={"user": "admin", "password": "guess"})
+        assert (wrong.status_code, wrong.headers["location"]) == (303, "/login?wrong")
+        right = browser.post("/login", data={"user": "admin", "password": "open"})
+        assert (right.status_code, right.headers["location"]) == (303, "/")
+        cookie = right.headers["set-cookie"].lower()
+        assert "httponly" in cookie
+        assert "samesite=strict" in cookie
+        assert browser.post("/logout").status_code == 303
+
+
+def test_figures_are_asked_for_as_a_user_that_nobody_can_be(seen: SeenServer) -> None:
+    seen.metrics()
+    with seen.server.client(password="secret") as client:
+        assert "monitor" in {each["user"] for each in client.client_list()}
+        assert "monitor" not in client.acl_users()
+        assert not any(line.split()[1] == "monitor" for line in client.acl_list())
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "evil.example:80@127.0.0.1"}, 421),
+        ({"Host": "127.0.0.1.evil.example"}, 421),
+        ({"Host": ""}, 421),
+        ({"Host": "localhost:1"}, 200),
+        ({"Host": "[::1]"}, 200),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+    ],
+)
+def test_a_request_that_another_site_has_made_is_turned_away(
+    seen: SeenServer, headers: dict[str, str], status: int
+) -> None:
+    with seen.browser() as browser:
+        answer = browser.get("/metrics", headers=headers)
+    assert answer.status_code == status
+    assert "default-src 'none'" in answer.headers["content-security-policy"]
+    assert "unsafe" not in answer.headers["content-security-policy"]
+    assert answer.headers["x-content-type-options"] == "nosniff"
+
+
+def test_a_form_of_another_site_logs_nobody_in(seen: SeenServer) -> None:
+    with seen.browser() as browser:
+        for headers in ({"Origin": "https://evil.example"}, {"Origin": "null"}, {"Sec-Fetch-Site": "cross-site"}):
+            answer = browser.post("/login", data={"user": "admin", "password": "open"}, headers=headers)
+            assert answer.status_code == 403
+            assert "set-cookie" not in answer.headers
+
+
+def test_a_login_that_is_too_long_is_not_read(seen: SeenServer) -> None:
+    with seen.browser() as browser:
+        assert browser.post("/login", content=b"x" * 100_000).status_code == 413
+
+
+def test_those_who_say_nothing_take_no_place_from_others(seen: SeenServer) -> None:
+    with ExitStack() as stack:
+        silent = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", seen.http), timeout=60)) for _ in range(100)
+        ]
+        assert seen.metrics()["kvpage_uptime_seconds",] >= 0
+        silent[0].settimeout(60)
+        with suppress(ConnectionResetError):
+            assert silent[0].recv(1) == b""
+    assert seen.metrics()["kvpage_http_connections_closed_total", "crowded"] >= 30
+
+
+@pytest.mark.parametrize(
+    "noise", [b"\x16\x03\x01\x02\x00\x01\x00", b"PING\r\n\r\n", b"GET /metrics HTTP/1.1\r\n" * 600]
+)
+def test_noise_is_refused_and_the_next_is_answered(seen: SeenServer, noise: bytes) -> None:
+    with socket.create_connection(("127.0.0.1", seen.http), timeout=60) as sock:
+        sock.sendall(noise + b"\r\n\r\n")
+        with suppress(ConnectionResetError):
+            assert sock.recv(1000).startswith((b"HTTP/1.1 400", b""))
+    assert seen.answers()
+
+
+# -- its life ----------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_begun_anew_when_it_dies_and_ends_with_the_server() -> None:
+    with start_seen_server(killed=True) as seen:
+        first = seen.companion()
+        os.kill(first, signal.SIGKILL)
+        until(lambda: "the process that answers HTTP has ended" in seen.server.log)
+        until(seen.answers, "an answer of the next one")
+        second = seen.companion()
+        assert second != first
+        os.kill(second, signal.SIGTERM)  # it is for the server to end it
+        assert seen.answers()
+        seen.server.stop(signal.SIGKILL)
+        assert eventually(lambda: not _lives(second))
+
+
+def _lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_a_port_that_is_taken_is_said_before_anything_begins() -> None:
+    with start_server() as other:
+        command = [sys.executable, "-m", "kvpage_server.app", "--port", str(free_port()), "--store", "memory"]
+        said = subprocess.run(
+            [*command, "--metrics-port", str(other.port)], capture_output=True, text=True, timeout=100
+        )
+    assert said.returncode == 1
+    assert f"cannot listen on 127.0.0.1:{other.port}" in said.stderr
+
+
+def test_without_the_extra_it_is_refused_with_what_to_install() -> None:
+    program = (
+        "import sys; sys.modules['uvicorn'] = None; from kvpage_server.app import main; main(['--metrics-port', '1'])"
+    )
+    said = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    assert said.returncode == 1
+    assert said.stderr == "kvpage-server: metrics-port: uvicorn is not installed: pip install 'kvpage[web]'\n"
+
+
+def test_a_store_that_gives_no_answer_is_said_to_be_so(seen: SeenServer) -> None:
+    os.kill(seen.server.pid, signal.SIGSTOP)
+    try:
+        with seen.browser() as browser:
+            assert browser.get("/health").status_code == 200
+    finally:
+        os.kill(seen.server.pid, signal.SIGCONT)
+    assert httpx.get(f"{seen.url}/metrics", timeout=60).status_code == 200

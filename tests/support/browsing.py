@@ -1,0 +1,72 @@
+"""A kvpage-server that answers HTTP, and what asks it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from servers import RunningServer, free_port, start_server
+from waiting import until
+
+SAMPLE = re.compile(r"^(\w+)(?:\{(.*)\})? (\S+)$", re.MULTILINE)
+LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass
+class SeenServer:
+    """The server, and where it answers HTTP."""
+
+    server: RunningServer
+    http: int
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.http}"
+
+    def browser(self, **options: Any) -> httpx.Client:
+        """It keeps cookies, and follows no redirections."""
+        return httpx.Client(base_url=self.url, timeout=60, **options)
+
+    def metrics(self, **options: Any) -> dict[tuple[str, ...], float]:
+        """The samples of /metrics, by name and the values of their labels."""
+        with self.browser(**options) as browser:
+            answer = browser.get("/metrics")
+        assert answer.status_code == 200, answer.text
+        return samples(answer.text)
+
+    def companion(self) -> int:
+        """The process that answers."""
+        children = subprocess.run(
+            ["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True, check=False
+        ).stdout.split()
+        assert len(children) == 1, children
+        return int(children[0])
+
+    def answers(self) -> bool:
+        try:
+            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+        except httpx.TransportError:
+            return False
+
+
+def samples(text: str) -> dict[tuple[str, ...], float]:
+    """What an exposition says."""
+    return {
+        (name, *(value for _, value in LABEL.findall(labels or ""))): float(value)
+        for name, labels, value in SAMPLE.findall(text)
+    }
+
+
+@contextmanager
+def start_seen_server(*options: str, **how: Any) -> Iterator[SeenServer]:
+    """As `start_server`, with its process for HTTP."""
+    http = free_port()
+    with start_server("--metrics-port", str(http), *options, **how) as server:
+        seen = SeenServer(server, http)
+        until(seen.answers, "an answer over HTTP")
+        yield seen
