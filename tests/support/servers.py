@@ -132,7 +132,8 @@ def start_server(
     """A kvpage-server with a configuration `file` and `options` as on its command line, in a new `directory` or that.
 
     Its store is in memory, if neither says otherwise; HTTP it answers only where an option says so. It must stop
-    cleanly, unless it is `killed`, and have had no internal error. Its log is a file of that `name`. `program` is what Python runs.
+    cleanly, unless it is `killed`, and have had no internal error. Its log is a file of that `name`.
+    `program` is what Python runs.
     """
     port = port or free_port()
     given = [str(file), "--metrics-port", "0"] if file else ["--store", "memory"]
