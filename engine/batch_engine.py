@@ -59,18 +59,17 @@ CHANGED = "the model is not the one that was probed"
 class BlockPoolBatchEngine:
     """Runs prompts of many agents in one batch. One thread owns it, the model and all arrays.
 
-    Memory is promised at the door: `submit` reserves in `pool` every block that the answer may need and gives back
-    at its end what it did not use, so that what was admitted always completes and can always be kept.
+    `submit` reserves in `pool` every block that the answer may need, and unused blocks are freed at its end. So
+    an admitted prompt always completes, and its context can always be kept.
 
-    Prompts join and leave between steps. A step takes every answer on by a token and each prompt by at most
-    `prefill_chunk` tokens, so that a long prompt holds up the others' next tokens by no more than that.
+    Prompts join and leave between steps. A step adds a token to every answer and at most `prefill_chunk` tokens to
+    each prefill, so a long prompt delays the next tokens of the others by no more than a chunk.
 
-    Where layers carry a state (windows, recurrences), a context can be taken up at the end of an answer and at
-    checkpoints: blocks' ends, spread evenly over the prompt, as many as `state_budget` bytes a prompt allow.
+    Where layers carry a state (windows, recurrences), a context can be resumed at the end of an answer and at
+    checkpoints: ends of blocks, spread evenly over the prompt, as many as fit in `state_budget` bytes.
 
-    Where mlx-lm has no batches for a model, or wrong ones, prompts run in turns, a sequence at a time. A model whose
-    kind of cache nobody knows is run so too, and its contexts are not kept: `spec.refusal` says why, and every
-    completion's `not_kept`. It is the same for a model that is not, or no longer, the one that was probed.
+    A model that mlx-lm does not batch, or batches wrongly, runs its prompts one by one. So does a model with an unknown
+    kind of cache, or one that has changed since it was probed; their contexts are not kept, and `not_kept` says why.
     """
 
     def __init__(
@@ -92,22 +91,22 @@ class BlockPoolBatchEngine:
         self._uids = count()
         self._waiting: deque[Request] = deque()  # for blocks
         self._running: dict[int, Request] = {}  # by the runner's uid
-        self._completed: deque[CompletedGeneration] = deque()  # what a `step` that was left early has not handed out
+        self._completed: deque[CompletedGeneration] = deque()  # not yet handed out by `step`
         self._closed = False
 
     @property
     def pending(self) -> int:
-        """Prompts that were submitted and are not completed."""
+        """The number of prompts that are not complete."""
         return len(self._running) + len(self._waiting)
 
     @property
     def running(self) -> int:
-        """Those of them that the next step takes on."""
+        """How many of them are in the batch."""
         return len(self._running)
 
     @property
     def wanted(self) -> tuple[int, int] | None:
-        """Blocks and bytes that have to be free for the first of those that wait; None when none does."""
+        """Blocks and bytes that the first waiting prompt needs; None when none waits."""
         if not self._waiting:
             return None
         return self._block_manager.needed(self._waiting[0])
@@ -129,25 +128,22 @@ class BlockPoolBatchEngine:
         logprobs: int = 0,
         on_prompt: PromptReceiver | None = None,
     ) -> int:
-        """Queue `prompt`, the whole of it (text or token ids), and return the uid of its completion.
+        """Queue `prompt`, all of it as text or token ids, and return its uid.
 
-        The tokens that `cache` has in common with the prompt are not computed again; of a prompt that it holds
-        entirely, all but the last. Where layers carry a state, they are those up to the furthest that was kept.
-        `cache` stays the caller's, untouched, and may be freed at once.
-        The answer ends at the model's end of text, at `max_tokens`, where the model's context ends, or before the
-        first of the `stop` strings. `sampler` picks each token; without one, the likeliest.
+        Tokens at the start of the prompt that `cache` holds are not computed again, but for the prompt's last one.
+        Where layers carry a state, reuse ends where one was kept. `cache` stays the caller's and may be freed at once.
+        The answer ends at the model's end of text, at `max_tokens`, at the end of the model's context, or before the
+        first of the `stop` strings. `sampler` picks each token; the default is the likeliest.
 
-        `on_token` is called with each token as it comes; with `logprobs` above 0, it has its log-probability and those
-        of as many of the likeliest. `on_prompt` is called once, with the full blocks of the prompt up to its last token
-        but one, as soon as that is computed: the answer's context will share them. They are lent: who keeps them takes
-        a reference of its own in the pool. They may submit and cancel. What one of them raises, or the sampler, or
-        what a sampler gives that is no token, ends this answer alone, with the reason "error" and no context.
+        `on_token` is called with each token. With `logprobs`, a token has its log-probability and those of that many
+        likeliest tokens. `on_prompt` is called once with the full blocks of the prompt, as soon as they are computed;
+        to keep them, share them in the pool. Both may submit and cancel. An exception from a callback or the sampler,
+        or a sampled value that is no token, ends this answer alone, with the reason "error" and no context.
 
         Raises EmptyPromptError, PromptTooLongError, UnknownTokenError, BlockError for the agent's id,
-        IncompatibleBlocksError for another model's cache, ValueError for one that was freed, for max_tokens below 1,
-        an empty stop string or more logprobs than there are tokens, PoolExhaustedError when the blocks the answer may
-        need are not to be had (with `wait_for_blocks`, when the pool is too small for them), and EngineClosedError.
-        Nothing is then queued or allocated.
+        IncompatibleBlocksError for another model's cache, ValueError for a freed cache, max_tokens below 1, an empty
+        stop string or too many logprobs, PoolExhaustedError when the pool lacks the blocks that the answer may need
+        (with `wait_for_blocks`: when the whole pool is too small), and EngineClosedError. Then nothing is queued.
         """
         if self._closed:
             raise EngineClosedError("the engine was drained or shut down and takes no more prompts")
@@ -192,15 +188,14 @@ class BlockPoolBatchEngine:
     def check(
         self, agent_id: str, tokens: Sequence[int], *, max_tokens: int, stop: Sequence[str] = (), logprobs: int = 0
     ) -> None:
-        """Raise what `submit` would, whatever the cache and however full the pool: PoolExhaustedError only when the
-        answer may need more than the whole pool."""
+        """Raise what `submit` would without a cache and with an empty pool."""
         check_agent_id(agent_id)
         check_prompt(tokens, self.spec.vocab_size, self.spec.context)
         check_answer(max_tokens, stop, logprobs, self.spec.vocab_size)
         self._block_manager.check_fits(len(tokens), len(tokens) + self.spec.answer_tokens(len(tokens), max_tokens))
 
     def cancel(self, uid: int) -> None:
-        """Drop a prompt or an answer that isn't complete; its blocks are free at once.
+        """Drop a prompt or an unfinished answer, and free its blocks.
 
         Raises KeyError for a uid that isn't pending.
         """
@@ -216,10 +211,10 @@ class BlockPoolBatchEngine:
         raise KeyError(f"no request {uid} is pending")
 
     def model_changed(self) -> None:
-        """Say that the model was changed, and perhaps changed back, while answers run: they will not be kept.
+        """Report that the model was changed while answers run. Their contexts are not kept, and all weights are hashed
+        again.
 
-        Not needed for what can be seen: an attribute, array or layer that is another when a prompt is started, when
-        its blocks are published, or when its answer is complete. All weights are read anew, too.
+        Not needed for a change that is still there when a prompt starts, is published or completes: that is noticed.
         """
         self._watch.forget()
         for request in self._running.values():
@@ -228,8 +223,8 @@ class BlockPoolBatchEngine:
     def step(self) -> Iterator[CompletedGeneration]:
         """Run the batch and yield each generation as it completes, until none is left.
 
-        What is submitted between two of them joins the batch. What waits for blocks when nothing else is left to run
-        stays pending: go on with `step` once some are free.
+        Prompts submitted meanwhile join the batch. When all that is left waits for blocks, this ends; call `step` again
+        once blocks are free.
         """
         while True:
             while self._completed:
@@ -239,27 +234,27 @@ class BlockPoolBatchEngine:
                 return
 
     def step_once(self) -> list[CompletedGeneration]:
-        """Advance every prompt by a chunk and every answer by a token; what completed with it."""
+        """Advance every prompt by a chunk and every answer by a token; returns what is complete."""
         self._admit_waiting()
         if not self._running:
             return []
         try:
             prompts, responses = self._runner.step()
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to all whose step it was
+        except Exception as error:  # noqa: BLE001 - it goes to all requests of the step
             return self._begin_anew(error)
         ends = [self._alone(self._progress, prompt) for prompt in prompts]
         ends += [self._alone(self._advance, response) for response in responses]
         return [done for done in ends if done]
 
     def drain(self) -> Iterator[CompletedGeneration]:
-        """Take no more prompts, and finish those that were submitted, as `step` does."""
+        """Take no more prompts, and finish the pending ones as `step` does."""
         self._closed = True
         return self.step()
 
     def shutdown(self) -> None:
-        """Take no more prompts, and drop those that are not complete: their blocks are free at once.
+        """Take no more prompts, and drop the pending ones. Completed answers can still be had from `step`.
 
-        What has completed can still be had from `step`. May be called again.
+        May be called again.
         """
         self._closed = True
         for request in [*self._waiting, *self._running.values()]:
@@ -267,7 +262,7 @@ class BlockPoolBatchEngine:
         self._runner.close()
 
     def _admit_waiting(self) -> None:
-        """In their order: none overtakes another that needs more."""
+        """Admit waiting prompts in their order; a small one does not overtake a large one."""
         while self._waiting:
             try:
                 self._block_manager.reserve(self._waiting[0])
@@ -276,7 +271,7 @@ class BlockPoolBatchEngine:
             self._start(self._waiting.popleft())
 
     def _start(self, request: Request) -> None:
-        if not self._keeps(request):  # all of it is computed
+        if not self._keeps(request):  # nothing is reused
             self.pool.free((block.block_id for block in request.shared), request.agent_id)
             request.shared, request.tokens_reused, request.cache = (), 0, self._runner.cache(None, 0)
         uid = self._runner.insert(request)
@@ -284,31 +279,30 @@ class BlockPoolBatchEngine:
         request.started = time.perf_counter()
 
     def _alone(self, work: Callable[[Any], CompletedGeneration | None], response: Any) -> CompletedGeneration | None:
-        """Do something with what became of one request, its receivers and its sampler included: what that raises is the
-        end of its answer, and of no other."""
+        """Handle the response to one request. What its callbacks or its sampler raise ends this answer only."""
         try:
             return work(response)
-        except Exception as error:  # noqa: BLE001 - whatever it is, it goes to whoever asked
+        except Exception as error:  # noqa: BLE001 - it ends this answer
             if response.uid not in self._running:
                 return None
             self._runner.remove(response.uid)
             return self._failed(self._running.pop(response.uid), error)
 
     def _begin_anew(self, error: Exception) -> list[CompletedGeneration]:
-        """A step of the model has failed, and with it all that was in the batch: nobody knows how far that came."""
+        """After a failed step of the model, fail all requests in the batch: their caches may be half written."""
         log.error("a step of the model failed", exc_info=error)
         self._runner.restart()
         return [self._failed(self._running.pop(uid), error) for uid in list(self._running)]
 
     def _keeps(self, request: Request) -> bool:
-        """Whether all of it was computed by the model that was probed."""
+        """Whether its context may be kept: the model is still the one that was probed."""
         if not request.not_kept and not self._watch.same():
             request.not_kept = CHANGED
         return not request.not_kept
 
     def _progress(self, prompt: Any) -> CompletedGeneration | None:
-        """A prompt was taken on (mlx-lm's PromptProcessingBatch.Response): keep its state if it is at a checkpoint, and
-        tell if it is at its last token but one."""
+        """Handle progress of a prefill (mlx-lm's PromptProcessingBatch.Response): keep the state at a checkpoint, and
+        call `on_prompt` when all but the last token is computed."""
         request = self._running.get(prompt.uid)
         if not request or not prompt.end_of_segment:
             return None
@@ -316,11 +310,11 @@ class BlockPoolBatchEngine:
         if not computed and (request.checkpoints or self._has_more(request)):
             cache, tokens = self._runner.extract(prompt.uid)
             if len(tokens) in request.checkpoints:
-                with suppress(ValueError, RuntimeError, MemoryError):  # a checkpoint less
+                with suppress(ValueError, RuntimeError, MemoryError):  # one checkpoint less
                     request.states[len(tokens)] = kvcache.capture(self.spec, cache)
             computed = len(tokens) == len(request.prompt) - 1
             if computed and self._has_more(request):
-                # For want of memory they are made with the answer's last, or `not_kept` says why not.
+                # Without memory now, they are made at the end of the answer, or `not_kept` says why not.
                 with suppress(RuntimeError, MemoryError):
                     self._block_manager.make_full(request, cache, len(tokens))
         if not computed or not request.on_prompt:
@@ -330,12 +324,12 @@ class BlockPoolBatchEngine:
         return None
 
     def _has_more(self, request: Request) -> bool:
-        """Whether somebody waits for full blocks of the prompt that are not made yet."""
+        """Whether `on_prompt` is to get full blocks that are not made yet."""
         full = (len(request.prompt) - 1) // self.spec.block_tokens
         return request.on_prompt is not None and full > len(request.shared) and self._keeps(request)
 
     def _advance(self, response: Any) -> CompletedGeneration | None:
-        """Take one token (mlx-lm's GenerationBatch.Response) into its request; the completion if it was the last."""
+        """Add one token (mlx-lm's GenerationBatch.Response) to its request; the completion if it was the last."""
         request = self._running.get(response.uid)
         if not request:
             return None
@@ -364,7 +358,7 @@ class BlockPoolBatchEngine:
         if not not_kept:
             try:
                 blocks = self._block_manager.make_context(request, cache, tokens)
-            except Exception as error:  # noqa: BLE001 - no reason to lose the answer, or the others'
+            except Exception as error:  # noqa: BLE001 - the answer is not lost with its context
                 not_kept = str(error)
         if not blocks:
             self._block_manager.release(request)

@@ -1,4 +1,4 @@
-"""The block budget: how many blocks, and how many bytes of them, may live in memory at once, and who holds them."""
+"""The budget of blocks and bytes in memory, and who holds them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ UNLIMITED = sys.maxsize
 
 
 class PoolExhaustedError(RuntimeError):
-    """More was asked for than is free. Nothing was allocated."""
+    """Too few blocks or bytes are free. Nothing was allocated."""
 
 
 class LeakError(RuntimeError):
-    """Blocks are held that should not be; the message says which, by whom and for how long."""
+    """Blocks are still held; the message says how many, by whom and for how long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Reference:
 
 @dataclass(frozen=True, slots=True)
 class Holding:
-    """What one holder has. What it shares with others counts in full for each of them."""
+    """What one holder has. A shared block counts in full for each holder."""
 
     blocks: int
     nbytes: int
@@ -45,22 +45,21 @@ class _Block:
 
 
 class BlockPool:
-    """Hands out block ids, never more than `total_blocks`, nor more than `total_bytes` with them, at once. Thread-safe.
+    """Hands out ids of blocks, within limits of blocks and bytes. Thread-safe.
 
-    An id stands for the memory of one :class:`engine.memory.blocks.KVBlock`. Whoever holds a block holds one reference
-    on its id and frees it once; agents with a common prefix hold the same block by sharing its id. The id is free again
-    when its last holder has freed it.
+    An id stands for one :class:`engine.memory.blocks.KVBlock`. Each holder has one reference on the id and frees it
+    once. Agents with a common prefix share ids. An id is free again when its last reference is freed.
 
-    A block's bytes are what was promised for it when it was allocated, until `settle` says what it really takes.
+    A block counts the bytes reserved for it until `settle` says what it really takes.
     """
 
     def __init__(self, total_blocks: int = UNLIMITED, *, total_bytes: int = UNLIMITED) -> None:
         _check_limits(total_blocks, total_bytes)
         self.total_blocks = total_blocks
         self.total_bytes = total_bytes
-        self._blocks: dict[int, _Block] = {}  # those that are held
+        self._blocks: dict[int, _Block] = {}  # held blocks
         self._bytes = 0  # their sum
-        self._returned: list[int] = []  # ids that were held once; with those held, all below the sum of both counts
+        self._returned: list[int] = []  # freed ids; with the held ones, all ids handed out so far
         self._lock = threading.Lock()
 
     @property
@@ -69,17 +68,17 @@ class BlockPool:
 
     @property
     def used_bytes(self) -> int:
-        """What they take, or were promised."""
+        """Bytes that they take, or that are reserved for them."""
         return self._bytes
 
     @property
     def available_blocks(self) -> int:
-        """Blocks that `allocate` can still hand out, if they aren't too large."""
+        """Blocks that `allocate` can still hand out."""
         return max(0, self.total_blocks - len(self._blocks))
 
     @property
     def available_bytes(self) -> int:
-        """Bytes that `allocate` can still promise."""
+        """Bytes that `allocate` can still reserve."""
         return max(0, self.total_bytes - self._bytes)
 
     def allocate(self, count: int, agent_id: str = "", nbytes: int = 0) -> list[int]:
@@ -103,10 +102,10 @@ class BlockPool:
         return ids
 
     def settle(self, nbytes: Mapping[int, int]) -> None:
-        """Say what blocks really take, by id: what was promised for them together and isn't needed is free again.
+        """Set the real sizes of blocks, by id, in place of the bytes reserved for them.
 
-        Raises ValueError for an id that is not allocated, and PoolExhaustedError when they take more than they were
-        promised and as much is not free; nothing is then changed.
+        Raises ValueError for an id that is not allocated, and PoolExhaustedError when they need more bytes than are
+        reserved and free. Then nothing is changed.
         """
         if wrong := [block_id for block_id, size in nbytes.items() if size < 0]:
             raise ValueError(f"blocks {wrong} cannot take less than 0 bytes")
@@ -120,8 +119,7 @@ class BlockPool:
             self._bytes += more
 
     def share(self, block_ids: Iterable[int], agent_id: str = "") -> None:
-        """Take one more reference, `agent_id`'s, on each id. Raises ValueError, and takes none, if one of them is not
-        allocated."""
+        """Add a reference of `agent_id` on each id. Raises ValueError, and adds none, if an id is not allocated."""
         ids = list(block_ids)
         with self._lock:
             self._check_held(ids)
@@ -130,9 +128,9 @@ class BlockPool:
                 self._blocks[block_id].references.append(Reference(block_id, agent_id, now))
 
     def free(self, block_ids: Iterable[int], agent_id: str | None = None) -> None:
-        """Drop one reference on each id: of `agent_id`'s, or without a name the oldest.
+        """Drop one reference of `agent_id` on each id; without a name, the oldest reference.
 
-        Raises ValueError, and drops none, if one has too few: a double free.
+        Raises ValueError, and drops none, for a double free.
         """
         drops = Counter(block_ids)
         with self._lock:
@@ -147,10 +145,10 @@ class BlockPool:
                     self._returned.append(block_id)
 
     def reconfigure(self, total_blocks: int | None = None, total_bytes: int | None = None) -> None:
-        """Give the pool another size; None leaves a limit as it is.
+        """Change the limits; None leaves a limit as it is.
 
-        It grows at once. When more is held than it may now have, holders keep what they have, and nothing is handed
-        out until enough was freed. Raises ValueError, and changes nothing, for a limit below 1.
+        If more is held than the new limits allow, holders keep it, and nothing is handed out until enough is freed.
+        Raises ValueError, and changes nothing, for a limit below 1.
         """
         with self._lock:
             blocks = self.total_blocks if total_blocks is None else total_blocks
@@ -159,7 +157,7 @@ class BlockPool:
             self.total_blocks, self.total_bytes = blocks, nbytes
 
     def references(self, older_than: float = 0.0) -> list[Reference]:
-        """Every reference that has been held for at least `older_than` seconds, the oldest first."""
+        """All references older than so many seconds, the oldest first."""
         before = time.monotonic() - older_than
         with self._lock:
             held = [reference for block in self._blocks.values() for reference in block.references]
@@ -180,7 +178,7 @@ class BlockPool:
         return holdings
 
     def check_empty(self) -> None:
-        """Raise LeakError, which says who holds what and since when, unless all blocks are free."""
+        """Raise LeakError unless all blocks are free."""
         if holdings := self.holdings():
             now = time.monotonic()
             held = "; ".join(

@@ -1,4 +1,4 @@
-"""What a model's cache looks like, learnt by running a few tokens, and the fingerprint that names it."""
+"""The layout of a model's cache, found by running a few tokens, and its fingerprint."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ModelCacheSpec:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes that every token takes in all layers."""
+        """Bytes of a token in all layers."""
         return _nbytes(self.token_shapes(1))
 
     def state_nbytes(self, end: int) -> int:

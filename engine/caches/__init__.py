@@ -1,8 +1,7 @@
-"""mlx-lm's kinds of cache, a codec each: what a layer keeps in which arrays, and how it is cut and put together.
+"""A codec for each of mlx-lm's kinds of cache: its arrays, and how it is cut into blocks and restored.
 
-A kind keeps either a row a token, so that every prefix can be cut out of it (:class:`TokenLayer`), or a state that is
-good at the one position where it was taken (:class:`StateLayer`). A CacheList is what its parts are. A kind without a
-codec is refused by its name.
+A kind keeps either a row for each token, so that every prefix can be cut out (:class:`TokenLayer`), or a state that is
+valid only where it was taken (:class:`StateLayer`). A CacheList is taken apart. A kind without a codec is refused.
 
 May lie here: a codec a file, and what codecs share. May not come in: models, blocks' ids, or anything above.
 """
@@ -31,7 +30,7 @@ def describe(index: int, cache: Any) -> Layer:
     Raises UnsupportedCacheError, which names the layer and its kind, for a cache that is not understood.
     """
     for codec in CODECS:
-        if type(cache) is codec.KIND:  # a subclass may hold what its parent does not
+        if type(cache) is codec.KIND:  # a subclass may hold more
             try:
                 return codec.describe(cache)
             except UnsupportedCacheError as error:

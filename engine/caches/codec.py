@@ -1,8 +1,8 @@
-"""What a codec is: the contract that every kind of cache is kept by.
+"""The interface of a codec, which stores and restores one kind of cache.
 
 To add a kind, write a module beside this one with a frozen dataclass that derives from :class:`TokenLayer` or
-:class:`StateLayer`, and add the class to CODECS in ``engine.caches``. Nothing else has to know of it: names, files,
-pages and restoring follow from what the codec says. Its fields are part of a model's fingerprint.
+:class:`StateLayer`, and add the class to CODECS in ``engine.caches``. Nothing else changes: names, files, pages and
+restoring follow from the codec. Its fields are part of a model's fingerprint.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from kvpage_server.page import Plane
 
 
 class CacheCodec(ABC):
-    """Of one cache of one layer: which arrays it keeps, in planes of pages. It keeps no cache itself."""
+    """Describes one cache of one layer: which arrays it has, in planes of pages. It holds no cache."""
 
     __slots__ = ()
-    KIND: ClassVar[type]  # mlx-lm's class, exactly: a subclass may keep what its parent does not
+    KIND: ClassVar[type]  # exactly mlx-lm's class: a subclass may hold more
     RECURRENT: ClassVar[bool] = False  # carried from token to token, rounding and all, without an offset
     planes: tuple[Plane, ...]  # () for a layer that keeps nothing
 
@@ -36,16 +36,16 @@ class CacheCodec(ABC):
 
     @abstractmethod
     def matrices(self, tokens: int, /) -> tuple[Matrices, ...]:
-        """The shapes of what is kept, a plane each: of so many tokens, or of the state after so many."""
+        """The shapes of its planes: for so many tokens, or for the state after so many."""
 
     @property
     def packed(self) -> tuple[int, int] | None:
-        """Bits a value and values a group, where keys and values are quantised."""
+        """Bits of a value and values in a group, if it is quantised."""
         return None
 
 
 class TokenLayer(CacheCodec):
-    """A row a token: every prefix can be cut out."""
+    """Keeps a row for each token, so every prefix can be cut out."""
 
     __slots__ = ()
 
@@ -59,7 +59,7 @@ class TokenLayer(CacheCodec):
 
 
 class StateLayer(CacheCodec):
-    """A state that is good at the one position where it was taken."""
+    """Carries a state, which is valid only at the position where it was taken."""
 
     __slots__ = ()
 
@@ -67,7 +67,7 @@ class StateLayer(CacheCodec):
     def capture(self, cache: Any) -> tuple[mx.array, ...]:
         """A copy of the state of a cache that holds one sequence, an array a plane.
 
-        Raises CacheStateError for one that holds something else than its kind does after as many tokens.
+        Raises CacheStateError for a cache that does not hold what its kind does after as many tokens.
         """
 
     @abstractmethod

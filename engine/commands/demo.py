@@ -18,7 +18,7 @@ def add_to(commands: Any) -> None:
 
 
 def run_demo(args: argparse.Namespace) -> int:
-    """Show a conversation move; 1 when it did not go as promised."""
+    """Run the demonstration; 1 if a promise is not kept."""
     from engine.demo import processes, story  # imports MLX
 
     if not Path(args.model).is_dir():

@@ -1,4 +1,4 @@
-"""The processes of the demonstration: a page server, and engines that share nothing else. All are gone at the end."""
+"""The processes of the demonstration: a page server, and engines that share only that server."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from engine.demo.turn import Messages, Turn, ask, save
 
 START_SECONDS = 30.0  # for the store
 STOP_SECONDS = 10.0
-# OpenBLAS's threads wait for one another at every multiplication: on a busy machine they would measure what else runs.
+# OpenBLAS's threads wait for one another: on a busy machine, several would measure the other load.
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
 MODEL = "smollm2"  # what it is called by its clients
 TETHERED = str(Path(__file__).with_name("tethered.py"))
 
 
 class ProcessError(RuntimeError):
-    """A process of the demonstration failed; the message has its last words."""
+    """A process of the demonstration failed; the message has the last line of its stderr."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ class Process:
         return self.popen.poll() is not None
 
     def failure(self) -> ProcessError:
-        """What to raise when it does not do its work."""
+        """The error to raise when it fails."""
         self.log.seek(0)
         lines = self.log.read().strip().splitlines() or ["it said nothing"]
         return ProcessError(f"{self.name}: {lines[-1]}")
@@ -50,10 +50,10 @@ class Process:
 
 @contextmanager
 def _running(name: str, *command: str) -> Iterator[Process]:
-    """Python with these arguments, stopped when the block is left, however that happens.
+    """Run Python with these arguments, and stop it at the end of the block.
 
-    It has a session of its own, so that Ctrl-C reaches this process alone, and this one stops it. Should this process
-    be killed without a chance to, its input ends, and it goes by itself.
+    The process has its own session, so that Ctrl-C reaches only this one, which then stops it. If this process is
+    killed, the other's stdin ends, and it exits by itself.
     """
     with (
         TemporaryFile("w+") as log,
@@ -78,7 +78,7 @@ def _running(name: str, *command: str) -> Iterator[Process]:
 
 @contextmanager
 def running_store() -> Iterator[str]:
-    """A page server, empty, on a free port; its URL. Raises ProcessError when it does not start."""
+    """Run an empty page server on a free port; its URL. Raises ProcessError if it does not start."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory"]
@@ -114,7 +114,7 @@ class EngineProcess:
 
     @cached_property
     def url(self) -> str:
-        """Where it answers; waits until it does. Raises ProcessError when it could not load the model, or is gone."""
+        """Its URL; waits until it serves. Raises ProcessError if it could not load the model, or has ended."""
         stdout = self.process.popen.stdout
         assert stdout
         _, served, url = stdout.readline().partition(" is served on ")
@@ -123,13 +123,13 @@ class EngineProcess:
         return url.strip()
 
     def answer(self, messages: Messages) -> Turn:
-        """What it says to a conversation. Raises ProcessError likewise."""
+        """Its answer to a conversation. Raises ProcessError."""
         url = self.url
         with self._failing():
             return ask(url, self.model, messages)
 
     def save(self) -> None:
-        """Return when what it remembers is in the store, so that another can go on: it writes behind its answers."""
+        """Wait until its contexts are in the store, so that another engine can continue."""
         url = self.url
         with self._failing():
             save(url)
@@ -145,7 +145,7 @@ class EngineProcess:
 
 @contextmanager
 def running_engine(name: str, model: str, store: str | None = None) -> Iterator[EngineProcess]:
-    """An engine that keeps its contexts in `store`, or in its own memory alone."""
+    """Run an engine that keeps its contexts in `store`, or only in its memory."""
     options = ["--model", model, "--port", "0", "--name", MODEL, *(["--store", store] if store else [])]
     with _running(name, "-P", TETHERED, "engine.cli", "serve", *options) as process:
         yield EngineProcess(process, MODEL)

@@ -1,6 +1,6 @@
 """A conversation of three turns about a handbook, at two engines in turn; one of them is restarted in between.
 
-For comparison the whole conversation is had again with an engine that is never stopped and has no store.
+For comparison, an engine that is never stopped and has no store answers the same conversation.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class Outcome:
 
     @property
     def reused(self) -> float:
-        """The least part of a prompt but the first, its new question included, that was not computed again."""
+        """The smallest share of a later prompt that was not computed."""
         return min(map(share_reused, self.moved[1:]))
 
     @property
     def sooner(self) -> float:
-        """How many times sooner than the first turn's, whose prompt is shorter, the last turn's first token came."""
+        """How many times sooner the last turn's first token came than the first turn's, whose prompt is shorter."""
         return self.moved[0].first_token / self.moved[-1].first_token
 
     @property
@@ -48,7 +48,7 @@ class Outcome:
         return [turn.text for turn in self.moved] == [turn.text for turn in self.uninterrupted]
 
     def promises(self) -> dict[str, bool]:
-        """What was promised, as it turned out, and whether that is what was promised."""
+        """Each result as a sentence, and whether it keeps the promise."""
         reasons = ", ".join(turn.why for turn in self.moved[1:] if turn.why)
         said = f"; the store: {reasons}" if reasons and self.reused < REUSED else ""
         return {
@@ -62,12 +62,12 @@ class Outcome:
 
 
 def share_reused(turn: Turn) -> float:
-    """The part of the prompt that was not computed."""
+    """The share of the prompt that was not computed."""
     return turn.tokens_reused / turn.prompt_tokens
 
 
 def run(model: str, console: Console) -> Outcome:
-    """Have the conversations, telling `console` as they go. Raises ProcessError."""
+    """Run both conversations, and report to `console`. Raises ProcessError."""
     handbook = files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")
     opening = [{"role": "system", "content": f"Answer from this handbook.\n\n{handbook}"}]
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""One question to an engine that serves, and what its client saw of the answer."""
+"""Asks a serving engine one question, and measures the answer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from urllib.request import Request, urlopen
 
 AGENT = "keeper"
 MAX_TOKENS = 24
-ANSWER_SECONDS = 300.0  # without a word
+ANSWER_SECONDS = 300.0  # without a byte
 
 Messages = Sequence[dict[str, str]]
 
@@ -25,7 +25,7 @@ class Turn:
     tokens_reused: int  # of the prompt
     tier: str  # where they were found
     first_token: float  # seconds from the question to the first of the answer, as the client sees it
-    why: str | None = None  # the reason, when less was found
+    why: str | None = None  # reason, when less was found
 
 
 def ask(url: str, model: str, messages: Messages) -> Turn:
@@ -57,6 +57,6 @@ def ask(url: str, model: str, messages: Messages) -> Turn:
 
 
 def save(url: str) -> None:
-    """Return when another engine can go on. Raises OSError likewise."""
+    """Wait until the context is saved. Raises OSError."""
     with urlopen(Request(f"{url}/v1/agents/{AGENT}/save", method="POST"), timeout=ANSWER_SECONDS):
         pass

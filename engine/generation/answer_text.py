@@ -1,4 +1,4 @@
-"""The text of an answer while it comes: what of it can be read already, and whether it has said where to stop."""
+"""The text of an answer as its tokens come, up to a stop string."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Any
 
 
 class AnswerText:
-    """Text from tokens. What has been read is never taken back: half a character, and what may turn out to be the
-    beginning of a stop string, is held back until it is known what it is."""
+    """Text from tokens. What has been read is never taken back: half a character, and a possible beginning of a stop
+    string, are held back."""
 
     def __init__(self, detokenizer: Any, stop: Sequence[str]) -> None:
         """`detokenizer`: one of mlx-lm's, fresh; the text ends before the first of the `stop` strings."""

@@ -1,9 +1,9 @@
-"""The first token of a context that comes back, in one pass over the model.
+"""Answers a short question after a restored context in one pass over the model.
 
-mlx-lm computes all of a prompt but its last token, and then that one: two passes, each of which reads all weights. For
-a long prompt that is nothing. A context that comes back has a question of some tokens after it, and half of the time
-to its first token would be the second pass. So such a question runs through the model whole, its last row is sampled,
-and the batch goes on from there; but not with a model that answers otherwise then, which `probe` has tried.
+mlx-lm computes all of a prompt but its last token, then that token: two passes, each of which reads all weights. After
+a restored context the question is short, and the second pass would be half of the time to the first token. So the whole
+question runs in one pass, its last row is sampled, and the batch goes on from there. A model that gives other results
+in one pass, which `probe` tries, takes two.
 """
 
 from __future__ import annotations

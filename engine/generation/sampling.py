@@ -47,12 +47,12 @@ class SamplerError(ValueError):
 
 
 class Guarded:
-    """A caller's sampler, in a batch with others: what it raises, or gives that is no token, is kept until its own
-    answer is told, and the batch goes on with a token that nobody will see."""
+    """A caller's sampler, guarded: an exception, or a value that is no token, is kept and raised by `check`. The batch
+    goes on meanwhile with a token that is not used."""
 
     def __init__(self, sampler: Sampler) -> None:
         self._sampler = sampler
-        self._drawn: deque[mx.array | Exception] = deque()  # a token ahead of what was told, two at most
+        self._drawn: deque[mx.array | Exception] = deque()  # sampled but not yet checked, two at most
 
     def __call__(self, logprobs: mx.array) -> mx.array:
         """Token ids ``[1]`` from log-probabilities ``[1, vocabulary]``; always ones that the model has."""
@@ -67,7 +67,7 @@ class Guarded:
         return mx.clip(drawn, 0, logprobs.shape[-1] - 1)
 
     def check(self, token: int) -> None:
-        """Raise what became of the next token that is told, which was `token` in the batch."""
+        """Raise the error of the next token, if there was one; the batch has used `token`."""
         drawn = self._drawn.popleft()
         if isinstance(drawn, Exception):
             raise drawn

@@ -1,9 +1,8 @@
-"""Prompts whose caches cannot be merged into a batch, each in a batch of its own, in turns.
+"""Runs prompts whose caches cannot be batched, in turns.
 
-What mlx-lm's BatchGenerator is to the others, with the same methods: `next` takes every answer on by a token and one
-prompt by a chunk, the prompts in turn. So a long prompt holds up nobody's next token by more than a chunk, and a short
-prompt waits for no more chunks than there are prompts before it. The steps of the model are those of mlx-lm's
-generate_step.
+Has the methods of mlx-lm's BatchGenerator. `next` adds a token to every answer and a chunk to one prompt, in rotation.
+So a long prompt delays the others by no more than a chunk, and a short prompt waits for one chunk of each prompt before
+it. The steps of the model are those of mlx-lm's generate_step.
 """
 
 from __future__ import annotations

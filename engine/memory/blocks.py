@@ -18,11 +18,11 @@ Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, hea
 
 
 class BlockError(ValueError):
-    """Blocks that contradict themselves: counts, shapes or ids that cannot be."""
+    """Blocks with impossible counts, shapes or ids."""
 
 
 class IncompatibleBlocksError(BlockError):
-    """Sound blocks, but of another model, dtype or block size."""
+    """Blocks of another model, dtype or block size."""
 
 
 def is_agent_id(name: str) -> bool:
@@ -44,8 +44,8 @@ class KVBlock:
     """`tokens` consecutive tokens in every layer. Never changed once made, so that holders can share it.
 
     ``layers[i]`` has an array ``[heads, tokens, head_dim]`` for each plane in which layer i keeps a row a token: keys
-    (rotated to their position), then values; it is empty for a layer that doesn't. What those layers carry on instead
-    is ``state``, taken after the block's last token; None when it wasn't taken there.
+    (after rotary embedding), then values. It is empty for a layer that carries a state instead. ``state`` has the
+    states after the block's last token; None if they were not taken there.
     """
 
     block_id: int  # in the BlockPool
@@ -134,9 +134,9 @@ class AgentBlocks:
         return list(accumulate(block.tokens for block in self.blocks))
 
     def reusable(self, spec: ModelCacheSpec, limit: int) -> int:
-        """How many of its tokens, at most `limit`, a cache can be reconstructed with.
+        """How many of its first tokens, at most `limit`, a cache can be reconstructed with.
 
-        Any number where all layers keep a row a token; else those at which a block's state was taken.
+        Any number where all layers keep a row a token; otherwise only up to a block whose state was taken.
         """
         if not spec.has_state:
             return min(limit, len(self))
@@ -144,11 +144,11 @@ class AgentBlocks:
         return max((end for block, end in restorable if block.state and end <= limit), default=0)
 
     def reusable_for(self, spec: ModelCacheSpec, prompt: Sequence[int]) -> int:
-        """How many tokens of `prompt` need not be computed with these blocks: one at least is fed to the model."""
+        """How many tokens of `prompt` need not be computed with these blocks; at least one is left."""
         return self.reusable(spec, min(common_prefix(self.tokens, prompt), len(prompt) - 1))
 
     def validate(self, spec: ModelCacheSpec) -> None:
-        """Raise IncompatibleBlocksError unless a model with `spec` can go on from these blocks."""
+        """Raise IncompatibleBlocksError unless a model with `spec` can continue from these blocks."""
         if self.fingerprint != spec.fingerprint:
             raise IncompatibleBlocksError(
                 f"the blocks of agent {self.agent_id!r} have the fingerprint {self.fingerprint:016x}, "

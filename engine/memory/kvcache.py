@@ -21,7 +21,7 @@ def empty(spec: ModelCacheSpec) -> Cache:
 
 
 def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
-    """`cache`, as the model makes it, with the layers quantised that `spec` has so."""
+    """`cache`, as the model makes it, with those layers quantised that are so in `spec`."""
     return assemble(
         spec.nesting,
         (
@@ -34,11 +34,10 @@ def quantised(spec: ModelCacheSpec, cache: Sequence[Any]) -> Cache:
 
 
 def reconstruct(spec: ModelCacheSpec, blocks: Sequence[KVBlock], tokens: int) -> Cache:
-    """Caches, one a layer, that hold the first `tokens` tokens of `blocks`.
+    """Caches, one a layer, with the first `tokens` tokens of `blocks`.
 
-    Lazy: builds a graph that writes each block once into one buffer a plane, evaluated with the model's first step.
-    The blocks stay as they are. Raises BlockError when they hold fewer tokens, or for a model whose layers carry a
-    state, when it was not taken at `tokens`.
+    Lazy: each block is copied once, in the model's first step. Raises BlockError if the blocks hold fewer tokens or,
+    where layers carry a state, if none was taken at `tokens`.
     """
     held = sum(block.tokens for block in blocks)
     if not 0 < tokens <= held:
@@ -63,7 +62,7 @@ def _state_at(blocks: Sequence[KVBlock], tokens: int) -> Arrays:
 
 
 def capture(spec: ModelCacheSpec, cache: Sequence[Any]) -> Arrays:
-    """Copies, evaluated, of what the layers of `cache`, which holds one sequence, carry on from its last token."""
+    """Copies, evaluated, of the states in `cache`, which holds one sequence, after its last token."""
     state = tuple(
         layer.capture(held) if isinstance(layer, StateLayer) else ()
         for layer, held in zip(spec.layers, parts(cache), strict=True)
@@ -111,7 +110,7 @@ def extract(
 
 
 def cut(spec: ModelCacheSpec, cache: Sequence[Any], edges: Sequence[int]) -> list[Arrays]:
-    """Copies of what the layers keep of the tokens between every two neighbours of `edges`. Lazy."""
+    """Lazy copies of the rows between each two neighbours of `edges`."""
     held = [
         layer.arrays(part) if isinstance(layer, TokenLayer) else ()
         for layer, part in zip(spec.layers, parts(cache), strict=True)

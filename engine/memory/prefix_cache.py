@@ -1,4 +1,4 @@
-"""Prompts that begin alike: full blocks in memory under their chain hashes, for every agent whose prompt has them."""
+"""Shared prefixes: full blocks in memory by chain hash, for every agent whose prompt begins with them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ HOLDER = "shared prefixes"  # no agent can have this name
 
 
 class SharedPrefixCache:
-    """Full blocks by their chain hash, one for each, at most `max_bytes` of them.
+    """Full blocks by their chain hash, at most `max_bytes`.
 
-    Each is held by a reference in the pool, under HOLDER, so that a system prompt outlives the agents that brought it.
-    The least recently used go first, and of a prompt its last blocks before its first: a use of a block is one of all
-    before it, from the last to the first.
+    Each has a reference in the pool, under HOLDER, so that a system prompt outlives the agents that brought it. The
+    least recently used go first. A use of a block counts for all blocks before it, so a prompt loses its last blocks
+    first.
 
     Not thread-safe: its owner has a lock.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, max_bytes: int) -> None:
-        self.hits = 0  # prompts of which it had a beginning
+        self.hits = 0  # prompts whose prefix it had
         self.nbytes = 0
         self._spec = spec
         self._pool = pool
@@ -41,9 +41,9 @@ class SharedPrefixCache:
         return chain_hashes(self._spec.fingerprint, tokens, self._spec.block_tokens, root_of(agent_id))
 
     def find(self, agent_id: str, tokens: Sequence[int]) -> AgentBlocks | None:
-        """The longest beginning of `tokens`, of at most all but one of them, that is here.
+        """The longest prefix of `tokens` in the cache, without their last one.
 
-        Its blocks are shared with the caller, under `agent_id`. Where layers carry a state it ends where one was kept.
+        Its blocks are shared with the caller, under `agent_id`. Where layers carry a state, it ends where one was kept.
         """
         names = self.names(agent_id, tokens[:-1])
         found = [self._blocks[name] for name in takewhile(self._blocks.__contains__, names)]
@@ -58,10 +58,10 @@ class SharedPrefixCache:
         return AgentBlocks(agent_id, tuple(tokens[:held]), tuple(found), self._spec.fingerprint)
 
     def adopt(self, context: AgentBlocks) -> AgentBlocks:
-        """Take in the full blocks of `context`; the same context, with the blocks that were here before in place of
-        its own. Its blocks are shared with the caller, under its agent's name, beside what the caller holds already.
+        """Add the full blocks of `context`. Returns the context with known blocks in place of its own.
 
-        Raises ValueError when blocks of `context` were freed.
+        The returned blocks are shared with the caller, under the agent's name, in addition to what the caller holds.
+        Raises ValueError if blocks of `context` were freed.
         """
         names = self.names(context.agent_id, context.tokens)
         blocks = list(context.blocks)
@@ -78,14 +78,14 @@ class SharedPrefixCache:
         return replace(context, blocks=tuple(blocks))
 
     def evict(self) -> bool:
-        """Let go of the block that was not used for longest; whether there was one."""
+        """Drop the least recently used block; whether there was one."""
         if self._blocks:
             self._drop(next(iter(self._blocks)))
             return True
         return False
 
     def forget(self, names: Iterable[str]) -> None:
-        """Let go of those of these blocks that nobody else holds."""
+        """Drop those of these blocks that nobody else holds."""
         wanted = {self._blocks[name].block_id: name for name in names if name in self._blocks}
         others = {found.block_id for found in self._pool.references() if found.agent_id != HOLDER}
         for block_id in wanted.keys() - others:
@@ -96,7 +96,7 @@ class SharedPrefixCache:
             pass
 
     def _put(self, name: str, block: KVBlock) -> None:
-        """In place of the one that is here, if it's another."""
+        """Add a block in place of another one of this name."""
         known = self._blocks.get(name)
         if known is block:
             return

@@ -1,12 +1,10 @@
-"""What a model computes with, as a digest, and whether it is still that.
+"""A digest of everything that a model computes with, and whether the model has changed since.
 
-Weights are not all of it: a LoRA layer's scale, a rope's base and a window's length are plain attributes, and what is
-done with them is code. So the digest is of every object that the model refers to, by its path: classes with the source
-of their modules, attributes, arrays and functions. Models with equal digests compute the same. An object of which that
-cannot be known is refused by its path.
+Weights are not all: a LoRA layer's scale, a rope's base and a window's length are plain attributes, and code uses them.
+So the digest covers every object that the model refers to: classes with the source of their modules, attributes, arrays
+and functions. Models with equal digests compute the same. An object that cannot be identified is refused by its path.
 
-What only training looks at is left out: which parameters are frozen, and, where a module's class never asks, whether it
-is in training.
+What matters only in training is left out: which parameters are frozen and, where no class asks for it, training mode.
 """
 
 from __future__ import annotations
@@ -35,18 +33,18 @@ CONTAINERS = (list, tuple, dict, OrderedDict, set, frozenset)
 COMPILED = type(nn.silu)  # what mx.compile makes of a function
 FOREIGN = (types.BuiltinFunctionType, type(mx.exp))  # functions in other languages than Python
 
-Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]  # what an object refers to now, and what it did
+Holder = tuple[Callable[[], Iterable[Any]], tuple[Any, ...]]  # what an object refers to now, and what it referred to
 
 
 class UnknownIdentityError(ValueError):
-    """Something in a model that cannot be told from another; the message says where and what."""
+    """A model has an object that cannot be identified; the message says where and what."""
 
 
 class Identity:
-    """Of a model, as it was when this was made."""
+    """The identity of a model at the time when this was made."""
 
     def __init__(self, model: nn.Module, before: Identity | None = None) -> None:
-        """`before`, of the same model: arrays that it has seen are not read again.
+        """`before` is an earlier identity of the same model: arrays that it knows are not read again.
 
         Raises UnknownIdentityError.
         """
@@ -60,9 +58,9 @@ class Identity:
         self._arrays: dict[int, _Array] = walk.arrays
 
     def holds(self) -> bool:
-        """Whether the model refers to the very same objects as it did, and MLX has written to none of its arrays.
+        """Whether the model refers to the same objects as before, and MLX has written to none of its arrays.
 
-        Takes about a microsecond an object. What another library writes through its view of an array is not noticed.
+        Takes about a microsecond for each object. Writes of another library to an array's memory are not noticed.
         """
         return all(_same(now(), then) for now, then in self._holders) and all(
             array.holds() for array in self._arrays.values()
@@ -75,10 +73,10 @@ def _same(now: Iterable[Any], then: tuple[Any, ...]) -> bool:
 
 
 class _Array:
-    """An array as it was.
+    """An array and its digest.
 
-    MLX writes in place to memory that one array alone refers to. A second one keeps it from that, so that an array
-    that was written to has another address.
+    MLX writes in place only if one array alone refers to the memory. A second reference is kept here, so that a written
+    array has another address.
     """
 
     def __init__(self, array: Any) -> None:
@@ -92,12 +90,12 @@ class _Array:
         self.digest = digest.digest()
 
     def holds(self) -> bool:
-        """Whether it is still that; False when that cannot be seen."""
+        """Whether it is unchanged; False if unknown."""
         return not self.array.size or (self._address is not None and _address(self.array) == self._address)
 
 
 def _address(array: Any) -> int | None:
-    """Of its memory; None when that is not one piece, and for an array without any."""
+    """The address of its memory; None if it has none, or not in one piece."""
     view = memoryview(array)
     if strides := view.strides if not view.c_contiguous else None:
         view = memoryview(array.transpose(sorted(range(array.ndim), key=lambda axis: -strides[axis])))
@@ -105,13 +103,13 @@ def _address(array: Any) -> int | None:
 
 
 class _Walk:
-    """Feeds a hash with all that an object consists of, each thing once, with its kind and its length before it."""
+    """Hashes all that an object consists of: each part once, with its kind and length before it."""
 
     def __init__(self, known: dict[int, _Array]) -> None:
         self._known = known  # by id
         self._hash = hashlib.blake2b(digest_size=16)
         self._seen: dict[int, int] = {}  # the order of what was fed, by id
-        self._alive: list[Any] = []  # so that no id is given twice
+        self._alive: list[Any] = []  # so that no id is used twice
         self._sources = Sources()
         self.holders: list[Holder] = []
         self.arrays: dict[int, _Array] = {}
@@ -122,7 +120,7 @@ class _Walk:
         return self._hash.hexdigest()
 
     def feed(self, path: str, value: Any) -> None:
-        """All of `value`, which lies at `path`."""
+        """Hash `value`, which lies at `path`."""
         kind = type(value)
         if kind in SCALARS:
             self._put(kind.__name__, (value.hex() if kind is float else repr(value)).encode())
@@ -197,7 +195,7 @@ class _Walk:
         self._put(type(value).__name__, str(len(value)).encode())
         if isinstance(value, dict):
             self._hold(lambda: (*value, *value.values()))
-            for key, held in value.items():  # in their order, which may be the one they are used in
+            for key, held in value.items():  # in order, which may matter
                 self.feed(path, key)
                 self.feed(f"{path}.{key}", held)
         elif isinstance(value, (set, frozenset)):
@@ -210,7 +208,7 @@ class _Walk:
                 self.feed(f"{path}.{i}", element)
 
     def _apart(self, path: str, element: Any) -> bytes:
-        """A digest of its own for what has no order."""
+        """The digest of an element of a set, which has no order."""
         walk = _Walk(self._known)
         walk.feed(path, element)
         self.holders += walk.holders
@@ -218,7 +216,7 @@ class _Walk:
         return walk.digest().encode()
 
     def _class(self, path: str, cls: type) -> None:
-        """By its name and its module's source; where a function has made it, also by what its members close over."""
+        """By name and its module's source; a class made in a function also by the closures of its members."""
         for base in cls.__mro__:
             self._put("class", f"{base.__module__}.{base.__qualname__}".encode())
             if base.__module__ == "builtins":
@@ -232,7 +230,7 @@ class _Walk:
                     self.feed(f"{path}.{name}", (name, functions))
 
     def _function(self, path: str, function: types.FunctionType) -> None:
-        """By its name and its module's source, if it is found there; else by its code and what that refers to."""
+        """By name and its module's source, if it is found there; else by its code and closure."""
         self._put("function", f"{function.__module__}.{function.__qualname__}".encode())
         self._source(path, function.__globals__)
         if found(function) is function:
@@ -241,13 +239,13 @@ class _Walk:
         self.feed(path, _closed_over(function))
 
     def _code(self, path: str, code: types.CodeType) -> None:
-        """Of this version of Python: others compile to other code."""
+        """With the version of Python, which determines the bytecode."""
         self._put("code", repr((sys.version_info[:2], code.co_name, code.co_names, code.co_freevars)).encode())
         self._put("bytes", code.co_code)
         self.feed(path, code.co_consts)
 
     def _compiled(self, path: str, function: Any) -> None:
-        """What mx.compile has made: it refers to the function that was compiled, and says so to nobody else."""
+        """A function made by mx.compile: only the garbage collector knows the compiled one."""
         self._put("compiled")
         of = [value for value in gc.get_referents(function) if callable(value) and value is not type(function)]
         if len(of) != 1:
@@ -255,13 +253,13 @@ class _Walk:
         self.feed(path, of[0])
 
     def _foreign(self, path: str, function: Any) -> None:
-        """By its name, if it is found under that."""
+        """By its name, if it is found under that name."""
         if found(function) is not function:
             raise _unknown(path, function)
         self._put("foreign", f"{function.__module__}.{function.__name__}".encode())
 
     def _instance(self, path: str, value: Any) -> None:
-        """What pickle would write of it, which refuses what does not say all of itself."""
+        """By what pickle would write of it; an object that cannot be pickled is refused."""
         try:
             reduced = value.__reduce_ex__(4)
         except Exception as error:
@@ -301,13 +299,13 @@ def _content(cell: types.CellType) -> Any:
 
 
 def _functions(member: Any) -> tuple[types.FunctionType, ...]:
-    """Those that a member of a class is, or is made of."""
+    """The functions of a member of a class."""
     parts = (member, *(getattr(member, name, None) for name in ("__func__", "fget", "fset", "fdel")))
     return tuple(part for part in parts if isinstance(part, types.FunctionType))
 
 
 def _asks_for_training(cls: type) -> bool:
-    """Whether it, or what it is derived from, mentions the attribute."""
+    """Whether it, or a base class, mentions the attribute."""
     bases = (base for base in cls.__mro__ if base not in (nn.Module, dict, object))
     return any(_mentions(f.__code__) for base in bases for member in vars(base).values() for f in _functions(member))
 

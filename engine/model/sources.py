@@ -1,4 +1,4 @@
-"""The source of the modules that a model's code is from."""
+"""The source of the modules that a model's code comes from."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-ALWAYS = ("mlx", "mlx_lm")  # packages of which every module counts that another uses
+ALWAYS = ("mlx", "mlx_lm")  # packages whose used modules always count
 
 
 class SourceError(ValueError):
@@ -18,7 +18,7 @@ class SourceError(ValueError):
 
 
 class Sources:
-    """The sources of modules, and of those that they use of MLX, mlx-lm and their own package."""
+    """Digests of modules, and of what they use of MLX, mlx-lm and their own package."""
 
     def __init__(self) -> None:
         self._digests: dict[str, bytes] = {}  # by the module's name
@@ -42,7 +42,7 @@ class Sources:
 
 @functools.cache
 def _digest(name: str, file: str | None) -> bytes:
-    """Empty for what has a version instead: Python's library, and MLX's core, which is no Python."""
+    """Empty for Python's library and MLX's core, which count by their version."""
     top = name.partition(".")[0]
     if top in sys.stdlib_module_names - {"__main__"} or name == "mlx.core" or name.startswith("mlx.core."):
         return b""
@@ -57,7 +57,7 @@ def _digest(name: str, file: str | None) -> bytes:
 def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
     """Namespaces of the modules whose names, classes and functions are in the namespace `used`.
 
-    Not those of its submodules by their own names: a package comes to have them when anybody imports them.
+    A package's submodules by their own names do not count: they appear when anybody imports them.
     """
     for key, value in list(used.items()):
         module = isinstance(value, types.ModuleType)
@@ -69,7 +69,7 @@ def _uses(used: dict[str, Any], packages: set[str]) -> Iterator[dict[str, Any]]:
 
 
 def found(value: Any) -> Any:
-    """What lies where a class or function says that it is from; None when there is nothing."""
+    """The object under the module and name that a class or function gives for itself; None if there is none."""
     within: Any = sys.modules.get(value.__module__ or "")
     for name in value.__qualname__.split("."):
         within = vars(within).get(name) if hasattr(within, "__dict__") else None
@@ -77,7 +77,7 @@ def found(value: Any) -> Any:
 
 
 def namespace(cls: type) -> dict[str, Any] | None:
-    """Of the module that a class is from, which need not be among the imported ones."""
+    """The namespace of a class's module, also of one that is not in sys.modules."""
     if module := sys.modules.get(cls.__module__):
         return vars(module)
     functions = (member for member in vars(cls).values() if isinstance(member, types.FunctionType))

@@ -1,12 +1,11 @@
-"""What a model says in a batch, and of a question in one pass, against what it says alone, token after token: tried.
+"""Tries whether a model gives the same results in a batch, and for a question in one pass, as alone and token by token.
 
-Prompts of different lengths are padded to be computed together. What layers carry from token to token must not see the
-padding, and some models let it in. Some compute several tokens after a context otherwise than one after the other: by
-another mask, by another formula. Nothing tells these models from the others but trying. Both are tried at the beginning
-of a context and, where layers look back so far and no further, beyond that.
+Prompts of different lengths are padded to run in one batch, and some models let the padding into their state. Some
+models compute several tokens after a context by another mask or formula than one token. Only a trial tells. Both are
+tried at the beginning of a context and, where layers have windows, beyond the window.
 
-A trial costs some thirty steps of the model, most of them of one token, and twice that where there are windows. A far
-context is made up and not computed: rows like those of a short one, as many as a window has.
+A trial takes about thirty steps of the model, most of one token, and twice that where there are windows. A long context
+is not computed but made up, of rows like those of a short one.
 """
 
 from __future__ import annotations
@@ -24,27 +23,27 @@ from mlx_lm.models.cache import CacheList
 from engine.caches import FullLayer, Layer, Nesting, TokenLayer, WindowLayer, assemble, parts
 from engine.generation.unbatched import Sampler, logprobs_after
 
-_LENGTHS = (16, 15, 5, 9)  # of prompts: ragged by one, by many; the last joins the others while they answer
-_COMPARED = (5, 2, 2, 2)  # tokens of their answers; of the first, some after the last has joined
-_BEGIN = (9, -4, None, 1)  # where each begins, seen from the end of a window; None: with nothing before it
+_LENGTHS = (16, 15, 5, 9)  # of prompts, which differ by one and by many; the last joins late
+_COMPARED = (5, 2, 2, 2)  # tokens of their answers; some of the first come after the last has joined
+_BEGIN = (9, -4, None, 1)  # where each begins, relative to the end of a window; None: no context
 _QUESTION = 6  # tokens
 _FOLLOWING = 2  # tokens of its answer that are compared
-_INDEXED = 4096  # tokens of context: where a layer keeps an index beside its keys, attention leaves some of them out
+_INDEXED = 4096  # tokens of context, from which on sparse attention leaves some out
 _LIMITS = {
     mx.bfloat16: 4e-2,
     mx.float16: 1e-2,
     mx.float32: 1e-4,
-}  # of `_error`: above rounding, below what padding does
+}  # of `_error`: above rounding, below the effect of padding
 
 _NOT_MADE_FOR_IT = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 
-Start = Callable[[], list[Any]]  # caches to go on from, new ones each time
+Start = Callable[[], list[Any]]  # makes new caches to continue from
 
 
 class Trial:
-    """A model with caches of `layers`, nested so, and `computed`, those of a few tokens, to be gone on from.
+    """A model with caches of `layers`, nested as in `nesting`. `computed` are its caches after a few tokens.
 
-    `vocabulary` is how many tokens there are.
+    `vocabulary` is the number of tokens.
     """
 
     def __init__(
@@ -66,17 +65,17 @@ class Trial:
         self._computed = computed
 
     def batches(self) -> bool:
-        """Whether mlx-lm's batches say what each prompt says alone."""
+        """Whether mlx-lm's batches give the same results as each prompt alone."""
         begun: list[list[Start]] = [[self._fresh for _ in _LENGTHS]]
         if self._sees_so_far:
             begun.append([self._fresh if at is None else partial(self._begun, at) for at in _BEGIN])
         return all(self._batches(starts) for starts in begun)
 
     def resumes(self) -> bool:
-        """Whether a question in one pass is answered as in two, its last token by itself.
+        """Whether a question in one pass gives the same result as in two, its last token apart.
 
-        A recurrence carries its rounding on, and what is nothing at the first token is another word at the sixth. So
-        where there is one the two have to agree as closely as in float32.
+        A recurrence carries its rounding on, and a small error at the first token can be another word at the sixth. So
+        with recurrent layers the two must agree as closely as in float32.
         """
         recurrent = any(layer.RECURRENT for layer in self._layers)
         limit = _LIMITS[mx.float32] if recurrent else self._limit
@@ -104,7 +103,7 @@ class Trial:
         for start, prompt, answer, together in zip(starts, self._prompts, self._answers, found, strict=True):
             following = [[token] for token in answer[: len(together) - 1]]
             alone = self._said(start(), [prompt[:-1], prompt[-1:], *following])
-            if not _error(together, alone[1:]) <= self._limit:  # or it is not a number
+            if not _error(together, alone[1:]) <= self._limit:  # also for nan
                 return False
         return True
 
@@ -142,8 +141,7 @@ class Trial:
         return assemble(self._nesting, (layer.empty() for layer in self._layers))
 
     def _begun(self, at: int | None) -> list[Any]:
-        """Caches that hold something: what was computed, or, `at` so many tokens from where layers see no further,
-        something like it."""
+        """Caches with content: the computed one or, with `at`, one made up, `at` tokens from the end of a window."""
         held = zip(self._layers, parts(self._computed), strict=True)
         return assemble(self._nesting, (self._grown(i, layer, cache, at) for i, (layer, cache) in enumerate(held)))
 
@@ -164,18 +162,18 @@ class Trial:
 
 
 def _tokens(seed: int, count: int, vocabulary: int) -> list[int]:
-    """From all over the vocabulary."""
+    """Tokens from all over the vocabulary."""
     return [(7919 * (64 * seed + i) + 104729 * i * i) % vocabulary for i in range(1, count + 1)]
 
 
 def _limit(model: nn.Module) -> float:
-    """That of the coarsest numbers in it."""
+    """The limit for its coarsest dtype."""
     dtypes = {array.dtype for _, array in tree_flatten(model.parameters())}
     return next((limit for dtype, limit in _LIMITS.items() if dtype in dtypes), _LIMITS[mx.float32])
 
 
 def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
-    """Keeps the log-probabilities, and says the tokens of `answer` whatever they are."""
+    """A sampler that records the log-probabilities and returns the tokens of `answer`."""
 
     def sample(logprobs: mx.array) -> mx.array:
         seen.append(logprobs[0].astype(mx.float32))
@@ -185,7 +183,7 @@ def _recorder(seen: list[mx.array], answer: Sequence[int]) -> Sampler:
 
 
 def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
-    """``[heads, count, dim]``: `rows` again and again, and no two of them the same."""
+    """``[heads, count, dim]``: `rows` repeated, with noise so that no two are the same."""
     again = mx.concatenate([rows] * -(-count // rows.shape[1]), axis=1)[:, :count]
     if count <= rows.shape[1]:
         return again
@@ -194,8 +192,8 @@ def _longer(rows: mx.array, count: int, seed: int) -> mx.array:
 
 
 def _error(found: mx.array, right: mx.array) -> float:
-    """How far log-probabilities lie from the right ones, in their standard deviations; the root of the mean square."""
-    finite = mx.isfinite(right)  # some models never say some tokens
+    """The root mean square error of log-probabilities, in standard deviations of the right ones."""
+    finite = mx.isfinite(right)  # some models exclude some tokens
     count = finite.sum()
     mean = mx.where(finite, right, 0).sum() / count
     variance = mx.where(finite, right - mean, 0).square().sum() / count

@@ -1,7 +1,7 @@
-"""The limit of open files, kept.
+"""Keeps the limit of open files.
 
-Importing mlx_lm sets it to 2048, and the hard limit to 4096, for good: only root could raise that again. A server with
-many clients needs what it was given.
+Importing mlx_lm sets it to 2048, and the hard limit to 4096, which only root could raise again. A server with many
+clients needs more.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from __future__ import annotations
 import importlib
 import resource
 
-OTHERS = 256  # files and sockets that are no client's
+OTHERS = 256  # files and sockets besides those of clients
 
 
 def room_for(connections: int) -> int:
-    """Raise the limit for so many connections; for how many there is room."""
+    """Raise the limit for so many connections; returns how many it allows."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = connections + OTHERS
     allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)

@@ -1,4 +1,4 @@
-"""What is kept of prompts and answers: blocks, which the pool promises at the door and which are made on the way."""
+"""The blocks of prompts and answers: reserved at submit, made while they run."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from engine.spec import ModelCacheSpec
 
 
 class BlockManager:
-    """Reserves in `pool` every block that an answer may need, makes them from its cache, and gives back the others."""
+    """Reserves the blocks that an answer may need, makes them from its cache, and frees the rest."""
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, state_budget: int) -> None:
-        """`state_budget` in bytes, for what the layers of a prompt carry at its checkpoints."""
+        """`state_budget`: bytes of the states at the checkpoints of a prompt."""
         self.spec = spec
         self.pool = pool
         self._state_budget = state_budget
 
     def checkpoints(self, start: int, tokens: int) -> list[int]:
-        """Where between `start` and the last token of a prompt to keep what the layers carry."""
+        """The positions in a prompt, from `start`, at which to keep the state."""
         if not self.spec.has_state:
             return []
         size = self.spec.block_tokens
@@ -31,7 +31,7 @@ class BlockManager:
         return [ends[(i + 1) * len(ends) // count - 1] for i in range(count)]
 
     def needed(self, request: Request) -> tuple[int, int]:
-        """The blocks that its context may need beside the shared ones, and their bytes."""
+        """The blocks that its context may need besides the shared ones, and their bytes."""
         return self._needed(request.capacity, len(request.shared), len(request.checkpoints))
 
     def check_fits(self, tokens: int, capacity: int) -> None:
@@ -46,13 +46,13 @@ class BlockManager:
                 raise PoolExhaustedError(f"{needed} {what} needed, the pool has {total} in all: make it larger")
 
     def reserve(self, request: Request) -> None:
-        """Have the pool promise what it needs. Raises PoolExhaustedError."""
+        """Reserve what it needs in the pool. Raises PoolExhaustedError."""
         blocks, nbytes = self.needed(request)
         request.reserved = self.pool.allocate(blocks, request.agent_id, nbytes)
         request.promised = nbytes
 
     def make_full(self, request: Request, cache: Cache, tokens: int) -> None:
-        """Make the full blocks of the first `tokens` of a prompt, which `cache` holds; the answer will share them."""
+        """Make the full blocks of the first `tokens` of a prompt from `cache`. The answer will share them."""
         kept = len(request.shared)
         needed = tokens // self.spec.block_tokens - kept
         ids, others = request.reserved[:needed], request.reserved[needed:]
@@ -64,10 +64,7 @@ class BlockManager:
         request.shared, request.reserved = (*request.shared, *made), others
 
     def make_context(self, request: Request, cache: Cache, tokens: Sequence[int]) -> AgentBlocks:
-        """The context after an answer: the blocks it shares with the one before it, and new ones from there on.
-
-        The new ones are made in blocks reserved at submit, before anything of the old is let go.
-        """
+        """The context after an answer: its shared blocks, and new ones in the blocks reserved at submit."""
         kept = len(request.shared)
         needed = self.spec.blocks_for(len(tokens)) - kept
         ids, surplus = request.reserved[:needed], request.reserved[needed:]

@@ -1,4 +1,4 @@
-"""What can be set of how the batch engine runs prompts."""
+"""The settings of the batch engine."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from dataclasses import dataclass
 class SchedulerConfig:
     """How prompts are run."""
 
-    prefill_chunk: int = 512  # tokens of a prompt computed between two tokens of an answer
-    state_budget: int = 64 << 20  # bytes, for what the layers of a prompt carry at its checkpoints
-    wait_for_blocks: bool = False  # a prompt for which the pool has no room now, but could have, waits its turn
+    prefill_chunk: int = 512  # tokens of a prompt in one step
+    state_budget: int = 64 << 20  # bytes of states kept at the checkpoints of one prompt
+    wait_for_blocks: bool = False  # a prompt waits while the pool is full, instead of an error
 
     def __post_init__(self) -> None:
         if self.prefill_chunk < 1:

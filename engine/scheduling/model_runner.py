@@ -1,4 +1,4 @@
-"""The model, run: prompts in, tokens out, in mlx-lm's batches where they are right."""
+"""Runs the model, in mlx-lm's batches where they are right."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.spec import ModelCacheSpec
 
 
 class ModelRunner:
-    """Runs requests by uids of its own, a step at a time. A step that fails leaves nobody running: see `restart`."""
+    """Runs requests, under uids of its own, step by step. After a failed step call `restart`."""
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec, stop_tokens: Any, prefill_chunk: int) -> None:
         self._model = model
@@ -30,7 +30,7 @@ class ModelRunner:
         self._generator = self._new_generator()
 
     def insert(self, request: Request) -> int:
-        """Take up a request, in segments that end at its checkpoints; its uid here."""
+        """Add a request, in segments that end at its checkpoints; returns its uid."""
         ends = [request.tokens_reused, *request.checkpoints, len(request.prompt)]
         (uid,) = self._generator.insert_segments(
             [[list(request.prompt[start:end]) for start, end in pairwise(ends)]],
@@ -42,7 +42,7 @@ class ModelRunner:
         return int(uid)
 
     def step(self) -> tuple[list[Any], list[Any]]:
-        """Every prompt a chunk further, every answer a token: mlx-lm's responses for each."""
+        """Advance every prompt by a chunk and every answer by a token; mlx-lm's responses for both."""
         prompts, tokens = self._generator.next()
         return prompts, tokens
 
@@ -55,17 +55,17 @@ class ModelRunner:
         self._generator.remove([uid])
 
     def restart(self) -> None:
-        """Forget all requests, as after a step that failed: nobody knows how far it came."""
+        """Drop all requests, as after a failed step, which leaves caches half written."""
         with suppress(Exception):
             self._generator.close()
         self._generator = self._new_generator()
 
     def close(self) -> None:
-        """Give back what mlx-lm holds."""
+        """Free what mlx-lm holds."""
         self._generator.close()
 
     def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:
-        """One that holds the first `tokens` tokens of `blocks`; an empty one for none."""
+        """A cache with the first `tokens` tokens of `blocks`, or an empty one."""
         if blocks and tokens:
             return kvcache.reconstruct(self._spec, blocks.blocks, tokens)
         if self._spec.refusal or self._spec.quantised_from:

@@ -1,4 +1,4 @@
-"""Whether a model is still the one that was probed."""
+"""Notices when a model is no longer the one that was probed."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ log = logging.getLogger(__name__)
 
 
 class ModelWatch:
-    """Asked often: the model's objects are compared one by one, and it is hashed again only when one is another."""
+    """Compares the model's objects one by one, and hashes it again only when one has changed."""
 
     def __init__(self, model: nn.Module, spec: ModelCacheSpec) -> None:
         self._model = model
         self._spec = spec
-        self._identity: Identity | None = None  # as it was looked at last; None when it could not be known
+        self._identity: Identity | None = None  # as seen last; None if unknown
         self._same = not spec.refusal
         if not spec.refusal:
             self._look()
 
     def same(self) -> bool:
-        """Whether the model computes what the one of the spec did; False when that cannot be known."""
+        """Whether the model computes the same as the probed one; False if unknown."""
         if not self._spec.refusal and not (self._identity and self._identity.holds()):
             self._look()
         return self._same
 
     def forget(self) -> None:
-        """Read all of the model again before it is believed."""
+        """Hash all of the model again at the next question."""
         self._identity = None
 
     def _look(self) -> None:

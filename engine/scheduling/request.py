@@ -1,4 +1,4 @@
-"""What the engine is asked for and what it answers."""
+"""Requests to the batch engine, and its answers."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class Token:
 
     uid: int
     token: int
-    text: str  # what became readable with it: "" while a character or a stop string may be half said
-    ends_text: bool  # the model's end of text, which isn't part of the answer; its text was held back until now
+    text: str  # text completed by it; "" within a character or a possible stop string
+    ends_text: bool  # the model's end of text, which is not part of the answer
     logprob: float | None = None  # natural logarithm; None unless asked for
     top: tuple[tuple[int, float], ...] = ()  # the likeliest tokens and their logprobs, the likeliest first
 
@@ -43,20 +43,20 @@ class CompletedGeneration:
     uid: int
     agent_id: str
     text: str
-    tokens: tuple[int, ...]  # what was generated, the end-of-text token left out
+    tokens: tuple[int, ...]  # without the end-of-text token
     finish_reason: str  # "stop" or "length"; "error" when `error` was raised
-    blocks: AgentBlocks  # prompt and answer with its end-of-text token; the receiver's to free; empty when not kept
+    blocks: AgentBlocks  # prompt and answer with end of text; the receiver frees them; empty when not kept
     prompt_tokens: int
     tokens_reused: int  # of the prompt, taken from `cache`
     time_to_first_token: float  # seconds since submit
-    prefill_seconds: float  # of them, those since it was admitted to the batch
-    not_kept: str | None = None  # why there is no context to go on from
-    error: Exception | None = None  # what a receiver, the sampler or the model raised, which ended the answer
+    prefill_seconds: float  # of these, since it joined the batch
+    not_kept: str | None = None  # why its context is not kept
+    error: Exception | None = None  # raised by a callback, the sampler or the model
 
 
 @dataclass(slots=True)
 class Request:
-    """A submitted prompt. Until it is finished it holds a reference on the blocks in `shared` and in `reserved`."""
+    """A submitted prompt. It holds a reference on the blocks in `shared` and `reserved` until it is finished."""
 
     uid: int
     agent_id: str
@@ -64,25 +64,25 @@ class Request:
     tokens_reused: int
     max_tokens: int
     cache: Cache  # with the tokens that are reused
-    shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result will go on using
-    checkpoints: Sequence[int]  # positions in the prompt at which to keep what the layers carry
+    shared: tuple[KVBlock, ...]  # full blocks of the caller's cache that the result shares
+    checkpoints: Sequence[int]  # positions in the prompt at which to keep the state
     sampler: Sampler | None
     text: AnswerText
     submitted: float  # time.perf_counter(), as the following
     on_token: TokenReceiver | None
-    on_prompt: PromptReceiver | None  # None also when it was called
-    logprobs: int  # of how many tokens they are asked for
-    reserved: list[int] = field(default_factory=list)  # ids for the blocks to be made
+    on_prompt: PromptReceiver | None  # None once it was called
+    logprobs: int  # number of likeliest tokens asked for
+    reserved: list[int] = field(default_factory=list)  # ids of the blocks to be made
     promised: int = 0  # bytes, for all of them
     started: float = 0.0
     tokens: list[int] = field(default_factory=list)  # the answer
     first_token: float = 0.0
-    states: dict[int, Arrays] = field(default_factory=dict)  # what the layers carried at the checkpoints passed
-    not_kept: str | None = None  # why there will be no context to go on from
+    states: dict[int, Arrays] = field(default_factory=dict)  # states at the checkpoints passed
+    not_kept: str | None = None  # why its context will not be kept
 
     @property
     def capacity(self) -> int:
-        """Tokens that its context may come to have."""
+        """The most tokens that its context can have."""
         return len(self.prompt) + self.max_tokens
 
     @property
@@ -91,19 +91,19 @@ class Request:
         return [*(block.block_id for block in self.shared), *self.reserved]
 
     def full_blocks(self, spec: ModelCacheSpec) -> AgentBlocks:
-        """Those of its prompt that are made."""
+        """The full blocks of its prompt made so far."""
         tokens = tuple(self.prompt[: len(self.shared) * spec.block_tokens])
         return AgentBlocks(self.agent_id, tokens, self.shared, spec.fingerprint)
 
     def add(self, token: int, *, ends: bool) -> None:
-        """Take the next token; one that `ends` the text is not part of it."""
+        """Add a token; one that `ends` the text is not part of it."""
         self.first_token = self.first_token or time.perf_counter()
         if not ends:
             self.tokens.append(token)
             self.text.add(token)
 
     def told(self, response: Any, *, ends_text: bool) -> Token:
-        """What its receiver is told of a token (mlx-lm's GenerationBatch.Response) that was added."""
+        """What `on_token` gets for an added token (mlx-lm's GenerationBatch.Response)."""
         text = self.text.read()
         if not self.logprobs:
             return Token(self.uid, response.token, text, ends_text)
@@ -120,7 +120,7 @@ class Request:
         not_kept: str | None,
         error: Exception | None = None,
     ) -> CompletedGeneration:
-        """What is handed out at its end."""
+        """Its completion."""
         return CompletedGeneration(
             uid=self.uid,
             agent_id=self.agent_id,

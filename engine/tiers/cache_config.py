@@ -1,4 +1,4 @@
-"""What can be set of what agents remember."""
+"""The limits of what agents remember."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ MAX_PREFIX_BYTES = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """How much of what agents remember is kept in memory, and how long a load takes. None: what the pool suggests."""
+    """Limits of the contexts in memory and of a load. None stands for a share of the pool."""
 
     max_hot_agents: int = MAX_HOT_AGENTS  # contexts in memory
-    hot_bytes: int | None = None  # of them; half of the pool
-    queue_bytes: int | None = None  # evicted and waiting to be written; a quarter of the pool, a GiB at most
-    prefix_bytes: int | None = None  # full blocks kept for others; an eighth of the pool, a GiB at most
-    restore_within: float = RESTORE_SECONDS  # seconds; what has not come then is for the engine to compute
+    hot_bytes: int | None = None  # of their blocks; default: half of the pool
+    queue_bytes: int | None = None  # evicted and not yet written; default: a quarter of the pool, a GiB at most
+    prefix_bytes: int | None = None  # shared full blocks; default: an eighth of the pool, a GiB at most
+    restore_within: float = RESTORE_SECONDS  # seconds of a load; the engine computes what has not arrived
 
     def __post_init__(self) -> None:
         if not self.restore_within > 0:
@@ -31,7 +31,7 @@ class CacheConfig:
                 raise ValueError(f"a limit is at least 0, got {limit}")
 
     def sizes(self, spec: ModelCacheSpec, pool: BlockPool) -> tuple[int, int, int]:
-        """`hot_bytes`, `queue_bytes` and `prefix_bytes`, with nothing left open."""
+        """`hot_bytes`, `queue_bytes` and `prefix_bytes`, with the defaults of this pool."""
         block_nbytes = spec.block_tokens * spec.token_nbytes + spec.state_nbytes(spec.block_tokens)
         capacity = min(pool.total_bytes, pool.total_blocks * block_nbytes)
         return (

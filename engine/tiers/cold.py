@@ -17,9 +17,9 @@ with what they are in the metadata, all of it text:
     kv_bits and kv_group_size ("" unless quantised); as JSON model_tag (n_layers, n_kv_heads, head_dim, block_tokens),
     layers (the kind of each), tokens (their ids) and states (the positions at which one was taken)
 
-A file appears whole or not at all: it is written beside its place, flushed to the disk, renamed, and the directory
-flushed. It is believed when agent, model, geometry and every tensor's shape are what they must be, before a byte of
-them is looked at, and when the digest over all of it is right.
+A file appears whole or not at all: it is written under another name, flushed, renamed, and the directory flushed. It is
+used if agent, model, geometry and all shapes are right, which is checked before a tensor is read, and if the digest of
+the whole file is right.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ _STRIP_COLUMNS = 16  # columns that are transposed at once: their cache lines st
 
 
 class _Place(NamedTuple):
-    """What a tensor of the file is in memory."""
+    """The array in memory that a tensor of the file holds."""
 
     layer: int
     number: int  # of the array in its layer
@@ -102,21 +102,21 @@ class _Place(NamedTuple):
 
 
 class _GivenUpError(Exception):
-    """Nobody waits for the file any more."""
+    """The load was cancelled."""
 
 
 class SafetensorsCacheAdapter:
     """Saves contexts to safetensors files and loads them. Any threads may load at once, and one save.
 
-    A file that is of no use is a miss, and one that cannot be written leaves what was there; the reason is counted:
-    ``absent`` there is none, or nothing in it that begins as the prompt does; ``version``, ``agent``, ``fingerprint``
-    it is of another format, agent or model; ``schema`` it contradicts itself or the model; ``damaged`` it is not what
-    was written; ``pool`` no blocks are free; or what the system said, as ``EACCES`` and ``ENOSPC``.
+    An unusable file is a miss, and a failed write leaves the previous file. The reason is counted: ``absent`` there is
+    no file, or it does not begin as the prompt does; ``version``, ``agent``, ``fingerprint`` it is of another format,
+    agent or model; ``schema`` it contradicts itself or the model; ``damaged`` it is not what was written; ``pool`` no
+    blocks are free; or the system's error, such as ``EACCES`` or ``ENOSPC``.
     """
 
     def __init__(self, spec: ModelCacheSpec, pool: BlockPool, directory: Path = DIRECTORY) -> None:
-        """Makes the directory and removes from it what a crash left half-written. Raises OSError when it cannot."""
-        self.misses: Counter[str] = Counter()  # what loads did not find, by reason
+        """Makes the directory, and removes files that a crash left half written. Raises OSError."""
+        self.misses: Counter[str] = Counter()  # loads that found nothing, by reason
         self.unsaved: Counter[str] = Counter()  # saves that failed, by reason
         self._counting = threading.Lock()
         self._spec = spec
@@ -126,18 +126,18 @@ class SafetensorsCacheAdapter:
         remove_unfinished(self._directory)
 
     def agents(self) -> list[str]:
-        """Whose contexts are here, of this model or of others."""
+        """The agents that have a file, of any model."""
         names = (path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
         return sorted(filter(is_agent_id, names))  # other files may lie there, too
 
     def has(self, agent_id: str) -> bool:
-        """Whether there is a file of the agent's, of this model or of another."""
+        """Whether the agent has a file, of any model."""
         return self._path(agent_id).exists()
 
     def save(self, context: AgentBlocks) -> int | None:
-        """Write a context, in place of the agent's last one. The file's size; None when it failed.
+        """Write a context in place of the agent's last one; the file's size, or None if it failed.
 
-        An empty one, of an answer whose context was not kept, leaves the last one as it is: 0.
+        An empty context, of an answer that was not kept, changes nothing: 0.
         Raises IncompatibleBlocksError for blocks of another model.
         """
         context.validate(self._spec)
@@ -158,18 +158,17 @@ class SafetensorsCacheAdapter:
             return None
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> AgentBlocks | None:
-        """The agent's context as far as it begins as `tokens` do, or, without `tokens`, all of it.
+        """Load the part of the agent's context that `tokens` begin with; without `tokens`, all of it.
 
-        Where layers carry a state it ends where one was taken, a token before the end of `tokens` at the latest. Its
-        blocks are allocated in the pool, its arrays evaluated, and both are the caller's. None when there is nothing
-        usable.
+        Where layers carry a state, it ends where one was taken, and at least one token of `tokens` is left. Its blocks
+        are allocated in the pool, and the caller frees them. None when nothing is usable.
         """
         return self.find(agent_id, tokens)[0]
 
     def find(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, given_up: Callable[[], bool] = lambda: False
     ) -> tuple[AgentBlocks | None, str | None]:
-        """What `load` finds, and why it found nothing. Reads on while it isn't `given_up`, which is no miss."""
+        """What `load` returns, and the reason of a miss. Stops when `given_up` returns True, which is no miss."""
         try:
             with _open(self._path(agent_id)) as file:
                 return self._load(agent_id, TensorReader(file), tokens, given_up), None
@@ -182,7 +181,7 @@ class SafetensorsCacheAdapter:
             return None, reason
 
     def reach(self, agent_id: str, tokens: Sequence[int] | None = None) -> int:
-        """How many tokens of `tokens` the agent's file has, or of anything, by its header alone; no miss is counted."""
+        """How many of `tokens` the agent's file has, by its header alone. Counts no miss."""
         try:
             with _open(self._path(agent_id)) as file:
                 return _reach(self._spec, *_check(self._spec, agent_id, TensorReader(file)), tokens)
@@ -194,7 +193,7 @@ class SafetensorsCacheAdapter:
         return remove(self._path(agent_id))
 
     def _path(self, agent_id: str) -> Path:
-        """Raises BlockError for an id that could lead elsewhere."""
+        """Raises BlockError for a bad agent id."""
         return self._directory / f"{check_agent_id(agent_id)}{SUFFIX}"
 
     def _load(
@@ -272,7 +271,7 @@ def _check(spec: ModelCacheSpec, agent_id: str, reader: TensorReader) -> tuple[t
 
 
 def _numbers(text: str) -> list[int]:
-    """Of a list, as JSON. Raises ValueError, or RecursionError, for anything else."""
+    """A JSON list of integers. Raises ValueError or RecursionError for anything else."""
     json_bounds.check(text.encode(errors="replace"), containers=1, strings=0, values=MAX_TOKENS)
     numbers = json.loads(text)
     if not isinstance(numbers, list) or not all(type(number) is int for number in numbers):
@@ -281,12 +280,12 @@ def _numbers(text: str) -> list[int]:
 
 
 def _open(path: Path) -> BinaryIO:
-    """To read. What is no file, but a pipe, is not waited for."""
+    """Open to read, without waiting if it is a pipe."""
     return cast(BinaryIO, open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK)))
 
 
 def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], wanted: Sequence[int] | None) -> int:
-    """How many of the stored tokens are of use."""
+    """How many of the stored tokens can be used."""
     common = len(stored) if wanted is None else common_prefix(stored, wanted)
     if not spec.has_state:
         return common
@@ -295,7 +294,7 @@ def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], w
 
 
 def _body(place: _Place, context: AgentBlocks) -> Bits:
-    """What the file has of it."""
+    """The array of this tensor, as the file has it."""
     if place.state_at is not None:
         state = context.blocks[context.ends.index(place.state_at)].state
         assert state is not None
@@ -318,11 +317,13 @@ def _blocks(
     states: Sequence[int],
     reach: int,
 ) -> tuple[KVBlock, ...]:
-    """The first `reach` tokens."""
+    """Blocks of the first `reach` tokens."""
     edges = list(pairwise([*range(0, reach, spec.block_tokens), reach]))
     layers: list[list[list[mx.array]]] = [[[] for _ in spec.layers] for _ in edges]  # a block, a layer, a plane
     taken: dict[int, list[list[mx.array]]] = {end: [[] for _ in spec.layers] for end in states}
-    for place, body in zip(_places(spec, len(stored), states), bodies, strict=True):  # to the digest's verdict
+    for place, body in zip(
+        _places(spec, len(stored), states), bodies, strict=True
+    ):  # reads to the end, where the digest is checked
         values = body.view(f"u{place.kept.plane.dtype.itemsize}").reshape(place.tensor.shape)
         dtype = MLX_DTYPES[place.kept.plane.dtype]
         if place.state_at is not None:
@@ -337,7 +338,7 @@ def _blocks(
         KVBlock(block_id, end - start, _frozen(block), _frozen(taken[end]) if end in taken else None)
         for block_id, (start, end), block in zip(ids, edges, layers, strict=True)
     )
-    mx.eval([[block.layers, block.state or ()] for block in blocks])  # so that another thread may have them
+    mx.eval([[block.layers, block.state or ()] for block in blocks])  # so that another thread can use them
     return blocks
 
 

@@ -1,10 +1,9 @@
-"""Who computes a prefix that several want at once: one does, the others wait for it, and nobody for ever.
+"""Claims: a prefix that several prompts need at once is computed by one of them, while the others wait.
 
-A claim is on the first block of a prompt that is not to be had, by its chain hash. Agents of one engine line up for it;
-of several engines the first in each queue asks the page server for a lease, which only one of them gets. It is renewed
-for as long as its holder is alive, and runs out soon after, so another takes the claim over. Whoever waits does so
-until the block is published, and for PATIENCE_SECONDS at most. Without an answer of the server every engine is on its
-own.
+A claim is on the first missing block of a prompt, by its chain hash. The agents of one engine queue for it. The first
+in each engine's queue asks the page server for a lease, which only one engine gets. Its holder renews it; if the holder
+dies, the lease expires and another engine takes it. A prompt waits until the block is published, and for at most
+PATIENCE_SECONDS. If the server does not answer, each engine computes on its own.
 """
 
 from __future__ import annotations
@@ -22,16 +21,16 @@ from engine.tiers.pages import PageTier
 
 State = Literal["mine", "wait", "proceed"]
 
-PATIENCE_SECONDS = 30.0  # to wait for another's prefix
-LEASE_SECONDS = 3.0  # after them, a holder that is not heard of any more has lost its claim
+PATIENCE_SECONDS = 30.0  # longest wait for a prefix that another computes
+LEASE_SECONDS = 3.0  # after which a lease expires that was not renewed
 RENEWAL_SECONDS = LEASE_SECONDS / 3
-POLL_SECONDS = 0.05  # between two questions whether another engine is done
-ANSWER_SECONDS = 0.5  # within them the server must answer the first question
+POLL_SECONDS = 0.05  # between two questions to the server
+ANSWER_SECONDS = 0.5  # for the server's first answer; then the claim is given
 
 
 class Claim:
-    """A place in a queue. ``wait``: somebody else computes it; ``mine``: compute it, and publish; ``proceed``: load
-    once more, it may be there now, and compute what isn't. To be released in any state."""
+    """A place in a queue. ``wait``: another computes the block; ``mine``: compute and publish it; ``proceed``: load
+    again, and compute what is still missing. Must be released in any state."""
 
     def __init__(self, claims: Claims, name: str, state: State) -> None:
         self.name = name  # the chain hash that is claimed; "" when nothing is missing
@@ -41,7 +40,7 @@ class Claim:
         self._callbacks: list[Callable[[], object]] = []
 
     def add_done_callback(self, callback: Callable[[], object]) -> None:
-        """Call it when the waiting is over, on whichever thread that is; at once if it is over already."""
+        """Call it when the wait is over, on any thread; at once if it is over already."""
         with self._claims.lock:
             if self.state == "wait":
                 self._callbacks.append(callback)
@@ -49,22 +48,22 @@ class Claim:
         callback()
 
     def published(self) -> None:
-        """The block is there for the agents of this engine. For others' engines the claim stands until `release`."""
+        """Tell the agents of this engine that the block is there. Other engines wait until `release`."""
         self._claims.published(self)
 
     def release(self) -> None:
-        """The claim is void: the block is published, or will not be. May be called again."""
+        """End the claim: the block is published, or will not be. May be called again."""
         self._claims.release(self)
 
     def settle(self, state: State) -> list[Callable[[], object]]:
-        """With the lock held: the waiting is over; whom to tell, without it."""
+        """End the wait, with the lock held; returns the callbacks, to be called without it."""
         self.state = state
         told, self._callbacks = self._callbacks, []
         return told
 
 
 class Lease(Enum):
-    """Which engine computes a block, as the server said last. UNKNOWN before its first answer."""
+    """Which engine has the lease, by the server's last answer. UNKNOWN before the first."""
 
     UNKNOWN = auto()
     ELSEWHERE = auto()
@@ -72,7 +71,7 @@ class Lease(Enum):
 
 
 class _Queue:
-    """Who wants one block. The first asks the server, and has the claim when that says so."""
+    """The claims on one block, first come first. The first gets it when the server grants the lease."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -82,7 +81,7 @@ class _Queue:
         self.due = 0.0  # when to ask or to renew
 
     def dismiss(self, claims: Iterable[Claim]) -> list[Callable[[], object]]:
-        """They leave the line; whom to tell that they wait no longer."""
+        """Remove claims; returns the callbacks of those that waited."""
         told = []
         for claim in claims:
             self.claims.remove(claim)
@@ -95,15 +94,15 @@ class _Queue:
         return [claim for claim in self.claims if claim.state == "wait"]
 
     def give(self) -> list[Callable[[], object]]:
-        """The first in the queue has the claim; whom to tell."""
+        """Give the first its claim; returns its callbacks."""
         return self.claims[0].settle("mine") if self.claims and self.claims[0].state == "wait" else []
 
 
 class Claims:
-    """The claims of an engine's agents. Thread-safe; nothing here waits for the server."""
+    """The claims of an engine's agents. Thread-safe; no method but `close` waits for the server."""
 
     def __init__(self, spec: ModelCacheSpec, pages: PageTier | None) -> None:
-        """Without `pages` the engine is the only one."""
+        """Without `pages` there are no other engines."""
         self.lock = threading.Condition()
         self._spec = spec
         self._pages = pages
@@ -114,9 +113,9 @@ class Claims:
         self._clock.start()
 
     def begin(self, agent_id: str, tokens: Sequence[int], known: int = 0) -> Claim:
-        """Claim the first full block of a prompt that is not among its `known` first tokens.
+        """Claim the first full block of a prompt beyond its `known` first tokens.
 
-        There is nothing to claim, and the state is ``proceed``, when all are; a token of the prompt is never known.
+        If all full blocks are known, nothing is claimed, and the state is ``proceed``.
         """
         size = self._spec.block_tokens
         end = (known // size + 1) * size
@@ -132,14 +131,14 @@ class Claims:
         return claim
 
     def published(self, claim: Claim) -> None:
-        """Those who wait for it proceed."""
+        """Let the waiting claims proceed."""
         with self.lock:
             queue = self._queues.get(claim.name)
             told = queue.dismiss(queue.waiting) if queue else []
         _tell(told)
 
     def release(self, claim: Claim) -> None:
-        """The next in the queue has what it had."""
+        """Remove a claim, and give it to the next in the queue."""
         told: list[Callable[[], object]] = []
         with self.lock:
             queue = self._queues.get(claim.name)
@@ -151,7 +150,7 @@ class Claims:
         _tell(told)
 
     def close(self) -> None:
-        """Give up all claims; whoever waits proceeds."""
+        """Release all claims, and let those that wait proceed."""
         with self.lock:
             self._closed = True
             told = [tell for queue in self._queues.values() for tell in queue.dismiss(list(queue.claims))]
@@ -161,7 +160,7 @@ class Claims:
         self._server.shutdown()
 
     def _watch(self) -> None:
-        """On a thread of its own: do what is due."""
+        """On a thread of its own: ask, renew and give back when that is due."""
         while True:
             told: list[Callable[[], object]] = []
             with self.lock:
@@ -189,7 +188,7 @@ class Claims:
         return told
 
     def _ask(self, question: Callable[[PageTier, _Queue], list[Callable[[], object]]], queue: _Queue) -> None:
-        """Have the server asked, on the other thread."""
+        """Ask the server on the other thread."""
         pages = self._pages
         assert pages
 
@@ -200,7 +199,7 @@ class Claims:
             finally:
                 with self.lock:
                     queue.asking = False
-                    if queue.lease is Lease.UNKNOWN:  # it was asked in vain
+                    if queue.lease is Lease.UNKNOWN:  # it did not answer
                         queue.lease = Lease.ELSEWHERE
                     self.lock.notify_all()
             _tell(told)
@@ -210,7 +209,9 @@ class Claims:
 
     def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
         granted = pages.claim(queue.name, LEASE_SECONDS)
-        published = pages.sealed([queue.name]) > 0  # asked last: it may have been just before the claim was granted
+        published = (
+            pages.sealed([queue.name]) > 0
+        )  # asked last: another may have published just before the lease was granted
         with self.lock:
             queue.lease = Lease.OURS if granted else Lease.ELSEWHERE
             queue.due = time.monotonic() + (RENEWAL_SECONDS if granted else POLL_SECONDS)

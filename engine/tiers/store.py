@@ -1,4 +1,4 @@
-"""What agents remember: hot in memory, then on the page server, then in files, and else not at all.
+"""The contexts of agents: in memory, on the page server, and in files.
 
 >>> store = AgentCacheStore(spec, pool, pages=PageTier(url, spec, pool), cold=SafetensorsCacheAdapter(spec, pool))
 >>> loading = store.begin_load("alice", prompt)  # the prompts of others go on meanwhile
@@ -51,12 +51,11 @@ class AgentInfo:
 
 
 class AgentCacheStore:
-    """Saves contexts, and finds them again in the first tier that has them. Thread-safe.
+    """Saves contexts, and loads them from the first tier that has them. Thread-safe.
 
-    Of a prompt's beginning the longest that is in memory is taken, the agent's own last context or anybody's full
-    blocks. When the agent is not in memory, or full blocks of the prompt are not, the page server is asked; a file is
-    read where it has more. What is found below comes up. Whatever fails below is less that is found, with the reason
-    counted.
+    A load takes the longest prefix of the prompt in memory, from the agent's last context or from full blocks of any
+    agent. What memory lacks is asked of the page server, and the agent's file is read where it has more. What is found
+    there is kept in memory. When a lower tier fails, less is found, and the reason is counted.
 
     A saved context is dirty until it is written, behind the answers. Memory is shared by reference: what agents have in
     common is there once, and every reference in the pool bears the name of its agent.
@@ -71,7 +70,7 @@ class AgentCacheStore:
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
     ) -> None:
-        """`pages` and `cold` are the store's own from now on."""
+        """Takes over `pages` and `cold`."""
         config = config or CacheConfig()
         hot_bytes, queue_bytes, prefix_bytes = config.sizes(spec, pool)
         self.spec = spec
@@ -90,17 +89,16 @@ class AgentCacheStore:
         self._loadings: weakref.WeakSet[Loading] = weakref.WeakSet()
 
     def load(self, agent_id: str, tokens: Sequence[int] | None = None) -> Loaded | None:
-        """The longest stored context that begins as `tokens` do, or without `tokens` the agent's own. Waits for it.
+        """Load the longest stored prefix of `tokens`, or the agent's own context without `tokens`, and wait for it.
 
-        Its blocks are the caller's to free, under the agent's name. None when there is nothing usable.
-        Raises BlockError for an agent's id that is none, UnknownTokenError for tokens that are none.
+        The caller frees its blocks, under the agent's name. None when nothing usable is stored.
+        Raises BlockError for a bad agent id, UnknownTokenError for bad tokens.
         """
         loaded = self.begin_load(agent_id, tokens).result()
         return loaded if loaded.blocks else None
 
     def begin_load(self, agent_id: str, tokens: Sequence[int] | None = None, *, within: float | None = None) -> Loading:
-        """The same, without waiting: what memory has is found at once, the rest on its way, for `within` seconds at
-        most, `restore_within` unless given."""
+        """Begin the same load and return at once. It takes `within` seconds at most (default: `restore_within`)."""
         check_agent_id(agent_id)
         tokens = None if tokens is None else token_ids(tokens)
         within = self.restore_within if within is None else within
@@ -114,9 +112,9 @@ class AgentCacheStore:
         return loading
 
     def save(self, context: AgentBlocks) -> None:
-        """Keep a context as its agent's last one. Takes references of its own; what is dirty is written behind.
+        """Keep a context as its agent's last one, with references of its own. It is written behind.
 
-        An empty one, of an answer whose context was not kept, leaves the last one as it is.
+        An empty context, of an answer that was not kept, changes nothing.
         Raises IncompatibleBlocksError for blocks of another model, ValueError for blocks that were freed.
         """
         context.validate(self.spec)
@@ -126,7 +124,7 @@ class AgentCacheStore:
             self._take_up(self._prefixes.adopt(context))
 
     def publish(self, context: AgentBlocks, claim: Claim | None = None) -> None:
-        """Make the full blocks of a prompt known to all, before its answer is complete, and `claim` void when they are.
+        """Share the full blocks of a prompt before its answer is complete, and release `claim` when they are written.
 
         Takes references of its own. Raises as `save` does.
         """
@@ -141,12 +139,12 @@ class AgentCacheStore:
         self._flusher.publish(adopted, claim.release if claim else None)
 
     def prefilled(self, tokens: int, seconds: float) -> None:
-        """Learn that so many tokens of a prompt took so long to compute: what is computed sooner is not fetched."""
+        """Report the time of a prefill, for the choice between fetching and computing."""
         if self._pages:
             self._pages.rates.prefilled(tokens, seconds)
 
     def delete(self, agent_id: str) -> bool:
-        """Forget an agent, in every tier; whether any had it. What others have in common with it stays.
+        """Delete an agent from every tier; whether any had it. Blocks that others share stay.
 
         Waits for what is being written. Raises OSError when its file cannot be removed.
         """
@@ -162,9 +160,9 @@ class AgentCacheStore:
         return bool(entry) or on_server or on_file
 
     def fork(self, agent_id: str, new_id: str) -> bool:
-        """Let `new_id` have the context that `agent_id` has, in place of its own; whether there was one.
+        """Give `new_id` the context of `agent_id` in place of its own; whether there was one.
 
-        No bytes move: memory and the server share the blocks. Raises BlockError for an agent of another tenant.
+        Blocks are shared, not copied. Raises BlockError for an agent of another tenant.
         """
         check_agent_id(agent_id)
         if root_of(agent_id) != root_of(check_agent_id(new_id)):
@@ -180,7 +178,7 @@ class AgentCacheStore:
                 with self._changed:
                     self._hot.drop(new_id)
                 if self._cold:
-                    self._cold.delete(new_id)  # of what it had before
+                    self._cold.delete(new_id)  # an older context
                 return True
         found = self._cold.load(agent_id) if self._cold else None
         if not found:
@@ -200,17 +198,16 @@ class AgentCacheStore:
         return self._pin(agent_id, False)
 
     def evict_lru(self, n: int = 1) -> int:
-        """Evict `n` agents from memory, the least recently used; how many. What is dirty leaves once it is written,
-        for which this doesn't wait."""
+        """Evict the `n` least recently used agents from memory; how many. A dirty one stays until it is written."""
         with self._changed:
             evicted = sum(self._hot.evict(self._flusher.stuck) for _ in range(n))
             self._changed.notify_all()
         return evicted
 
     def make_room(self, blocks: int, nbytes: int = 0) -> bool:
-        """Let go of what is in memory until the pool has so many blocks and bytes free; whether it has them now.
+        """Evict from memory until the pool has so many blocks and bytes free; whether it has them now.
 
-        What is dirty is free once it is written: ask again. What can be written nowhere goes last, and is lost.
+        Dirty contexts are freed once they are written: call again. Contexts that no tier can take go last and are lost.
         """
         with self._changed:
             while not self._has_room(blocks, nbytes):
@@ -224,13 +221,13 @@ class AgentCacheStore:
             return self._has_room(blocks, nbytes)
 
     def flush_dirty(self) -> None:
-        """Write all that is dirty before this returns. What cannot be written stays dirty."""
+        """Write all dirty contexts before returning. What cannot be written stays dirty."""
         self._flusher.flush()
 
     def evict_all_to_disk(self) -> int:
-        """Write all that is dirty, to files too, and let go of all that is written and not pinned; how many agents.
+        """Write all dirty contexts, to files too, and drop all that are not pinned; how many.
 
-        What memory is free then is the system's again.
+        Returns the freed memory to the system.
         """
         self._flusher.flush()
         with self._changed:
@@ -241,7 +238,7 @@ class AgentCacheStore:
         return evicted
 
     def agents(self) -> list[AgentInfo]:
-        """Who is remembered, by whatever tier. Asks the server and the files."""
+        """All agents, in any tier. Asks the server and the files."""
         on_server = set(self._pages.agents()) if self._pages else set()
         on_file = set(self._cold.agents()) if self._cold else set()
         with self._changed:
@@ -252,7 +249,7 @@ class AgentCacheStore:
         ]
 
     def agent(self, agent_id: str) -> AgentInfo | None:
-        """What is remembered of one; None if nothing is. Asks for this one alone."""
+        """One agent; None if no tier has it."""
         check_agent_id(agent_id)
         on_server = bool(self._pages and self._pages.has(agent_id))
         on_file = bool(self._cold and self._cold.has(agent_id))
@@ -262,7 +259,7 @@ class AgentCacheStore:
         return self._info(agent_id, entry, on_server=on_server, on_file=on_file) if known else None
 
     def metrics(self) -> StoreMetrics:
-        """How it went so far, and what there is now."""
+        """The counters, and what is in memory now."""
         with self._changed:
             dirty = [entry for entry in self._hot if entry.owed]
             return self._tally.snapshot(
@@ -280,7 +277,7 @@ class AgentCacheStore:
             )
 
     def close(self) -> None:
-        """Give up what is being loaded, write all that is dirty, let go of memory and close the tiers."""
+        """Cancel loads, write all dirty contexts, free memory and close the tiers."""
         for loading in list(self._loadings):
             loading.cancel()
         self.claims.close()
@@ -329,7 +326,7 @@ class AgentCacheStore:
         return reach // size < (len(tokens) - 1) // size
 
     def _came(self, loaded: Loaded, tokens: Sequence[int] | None) -> None:
-        """What came from below stays in memory: full blocks for all, the agent's own context as its own."""
+        """Keep in memory what a lower tier had: full blocks for all agents, the rest as the agent's own context."""
         blocks = loaded.blocks
         nbytes = sum(block.nbytes for block in blocks.blocks) if blocks else 0
         self._tally.loaded(loaded.tier, nbytes, loaded.seconds, loaded.why)
@@ -348,7 +345,7 @@ class AgentCacheStore:
                 self._pool.free(adopted.block_ids, blocks.agent_id)
 
     def _take_up(self, context: AgentBlocks) -> None:
-        """A context whose references are the store's already becomes its agent's last one, and dirty."""
+        """Make a context its agent's last one, and dirty. Takes over its references."""
         self._hot.put(context, self._flusher.tiers, whole=True)
         self._hot.trim(self._flusher.stuck)
         self._changed.notify_all()

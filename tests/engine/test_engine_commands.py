@@ -92,7 +92,7 @@ def test_the_version_names_what_computes_as_well(capsys: pytest.CaptureFixture[s
 def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, capsys: pytest.CaptureFixture[str]) -> None:
     with server.client() as client:
         before = set(client.scan_iter(count=1000))
-        run("doctor", "--model", str(tiny), "--store", server.url, "--tokens", "600")
+        run("doctor", "--model", str(tiny), "--store", server.url, "--tokens", "300")
         said = capsys.readouterr().out
         assert set(client.scan_iter(count=1000)) == before, "it left something behind"
     for line in (

@@ -31,22 +31,7 @@ from engine.persistent.errors import (
     SliceWriteError,
     UnknownNameError,
 )
-from engine.persistent.language.graph import (
-    Access,
-    Assign,
-    Branch,
-    Graph,
-    Increment,
-    Loop,
-    Operation,
-    Read,
-    Reset,
-    Return,
-    Slice,
-    Statement,
-    Transfer,
-    Write,
-)
+from engine.persistent.language import graph as nodes
 from engine.persistent.state.lane import MEMORY_BYTES
 from engine.persistent.state.table import Layout
 
@@ -54,14 +39,14 @@ Get = Callable[[Frame], mx.array]
 
 
 def compile_graph(
-    graph: Graph, variables: Mapping[str, Variable], sizes: Mapping[str, int], tensors: Tensors
+    graph: nodes.Graph, variables: Mapping[str, Variable], sizes: Mapping[str, int], tensors: Tensors
 ) -> list[Action]:
     """What a step does, in order. Raises a GraphError with the place of what is wrong."""
     check_cycles(graph)
     return _Compiler(graph, variables, sizes, tensors).block("entry", None)
 
 
-def check_cycles(graph: Graph) -> None:
+def check_cycles(graph: nodes.Graph) -> None:
     """Raise UnknownNameError for a block that is not there, BlockCycleError for those that branch in a circle."""
     blocks = {block.name: block for block in graph.blocks}
     done: set[str] = set()
@@ -74,7 +59,7 @@ def check_cycles(graph: Graph) -> None:
             raise UnknownNameError(f"there is no block {name}, only {', '.join(blocks) or 'none'}", at)
         if name not in done:
             for statement in blocks[name].statements():
-                if isinstance(statement, Branch):
+                if isinstance(statement, nodes.Branch):
                     for to in (statement.then, statement.otherwise):
                         if to is not None:
                             visit(to, statement.at, (*path, name))
@@ -85,7 +70,7 @@ def check_cycles(graph: Graph) -> None:
 
 @dataclass
 class _Compiler:
-    graph: Graph
+    graph: nodes.Graph
     variables: Mapping[str, Variable]
     sizes: Mapping[str, int]
     tensors: Tensors
@@ -102,37 +87,37 @@ class _Compiler:
             self._blocks[name] = self._body(block.body, frozenset())
         return self._blocks[name]
 
-    def _body(self, body: Sequence[Statement], scope: Scope) -> list[Action]:
+    def _body(self, body: Sequence[nodes.Statement], scope: Scope) -> list[Action]:
         return [self._statement(statement, scope) for statement in body]
 
-    def _statement(self, statement: Statement, scope: Scope) -> Action:
+    def _statement(self, statement: nodes.Statement, scope: Scope) -> Action:
         match statement:
-            case Assign():
+            case nodes.Assign():
                 return self._assign(statement)
-            case Operation():
+            case nodes.Operation():
                 return self._operation(statement, scope)
-            case Transfer():
+            case nodes.Transfer():
                 return self._transfer(statement, scope)
-            case Loop():
+            case nodes.Loop():
                 return self._loop(statement, scope)
-            case Branch():
+            case nodes.Branch():
                 return self._branch(statement)
-            case Return():
+            case nodes.Return():
                 return Action(lambda frame: True, "return", at=statement.at)
-            case Read():
+            case nodes.Read():
                 return self._read(statement, scope)
-            case Write():
+            case nodes.Write():
                 return self._write(statement, scope)
-            case Increment():
+            case nodes.Increment():
                 return self._increment(statement)
-            case Reset():
+            case nodes.Reset():
                 return self._reset(statement, scope)
             case _:
                 assert_never(statement)
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
-    def _assign(self, statement: Assign) -> Action:
+    def _assign(self, statement: nodes.Assign) -> Action:
         name = statement.declaration.name
 
         def run(frame: Frame) -> None:
@@ -140,7 +125,7 @@ class _Compiler:
 
         return Action(run, f"assign {name}", at=statement.at)
 
-    def _operation(self, statement: Operation, scope: Scope) -> Action:
+    def _operation(self, statement: nodes.Operation, scope: Scope) -> Action:
         op = OPS.get(statement.name)
         if op is None:
             raise UnknownNameError(f"there is no operation {statement.name}, only {', '.join(OPS)}", statement.at)
@@ -169,14 +154,14 @@ class _Compiler:
 
         return Action(run, f"op {name}", statement.to, statement.at)
 
-    def _transfer(self, statement: Transfer, scope: Scope) -> Action:
+    def _transfer(self, statement: nodes.Transfer, scope: Scope) -> Action:
         target = self._target(statement.to, statement.at)
         get, dtype = self._getter(statement.source, scope)
         self._same_dtype(statement.source.name, dtype, target, statement.at)
         put = self._putter(target)
         return Action(lambda frame: put(frame, get(frame)), "transfer", statement.to, statement.at)
 
-    def _loop(self, statement: Loop, scope: Scope) -> Action:
+    def _loop(self, statement: nodes.Loop, scope: Scope) -> Action:
         variable = statement.variable
         if variable in scope:
             raise AccessError(f"the loop variable {variable} is already in use", statement.at)
@@ -196,7 +181,7 @@ class _Compiler:
 
         return Action(run, f"loop {statement.name}", at=statement.at)
 
-    def _branch(self, statement: Branch) -> Action:
+    def _branch(self, statement: nodes.Branch) -> Action:
         then = self.block(statement.then, statement.at)
         if statement.condition is None or statement.otherwise is None:
 
@@ -205,7 +190,7 @@ class _Compiler:
 
             return Action(go, f"branch {statement.then}", at=statement.at)
         otherwise = self.block(statement.otherwise, statement.at)
-        get, dtype = self._getter(Access(statement.condition, at=statement.at), frozenset())
+        get, dtype = self._getter(nodes.Access(statement.condition, at=statement.at), frozenset())
         variable = self.variables[statement.condition]
         if dtype.name != "bool" or variable.shape:
             shown = f"{dtype.name}{list(variable.shape)}"
@@ -216,7 +201,7 @@ class _Compiler:
 
         return Action(run, f"branch {statement.condition}", at=statement.at)
 
-    def _read(self, statement: Read, scope: Scope) -> Action:
+    def _read(self, statement: nodes.Read, scope: Scope) -> Action:
         access, to = statement.access, statement.to
         layout = self._persistent(access)
         target = self._target(to, statement.at)
@@ -231,7 +216,7 @@ class _Compiler:
             raise RankError(f"{_spelt(access)} has {rank} dimensions, {to} has {len(target.shape)}", access.at)
         return Action(lambda frame: put(frame, frame.memory.tables[name].read(select(frame))), what, to, access.at)
 
-    def _write(self, statement: Write, scope: Scope) -> Action:
+    def _write(self, statement: nodes.Write, scope: Scope) -> Action:
         access, source = statement.access, statement.source
         layout = self._persistent(access)
         get, dtype = self._getter(source, scope)
@@ -241,13 +226,13 @@ class _Compiler:
         if layout.is_scalar:
             return Action(lambda frame: frame.memory.scalars[name].write(get(frame)), what, at=access.at)
         given = access.indices or ()
-        if any(isinstance(index, Slice) for index in given) or len(given) < len(layout.indices):
+        if any(isinstance(index, nodes.Slice) for index in given) or len(given) < len(layout.indices):
             raise SliceWriteError(layout.refuse_slice(), access.at)
         select = self._counting.selection(access, layout, scope)
         return Action(lambda frame: frame.memory.tables[name].write(select(frame), get(frame)), what, at=access.at)
 
-    def _increment(self, statement: Increment) -> Action:
-        layout = self._persistent(Access(statement.name, at=statement.at), bare=True)
+    def _increment(self, statement: nodes.Increment) -> Action:
+        layout = self._persistent(nodes.Access(statement.name, at=statement.at), bare=True)
         if not layout.is_scalar or layout.dtype.name == "bool":
             raise DTypeError(f"only scalars that are numbers count, {statement.name} is none", statement.at)
         name, amount = statement.name, statement.amount
@@ -255,14 +240,14 @@ class _Compiler:
             lambda frame: frame.memory.scalars[name].increment(amount), f"cache.increment {name}", at=statement.at
         )
 
-    def _reset(self, statement: Reset, scope: Scope) -> Action:
+    def _reset(self, statement: nodes.Reset, scope: Scope) -> Action:
         access = statement.access
         layout = self._persistent(access, bare=True)
         what = f"cache.reset {layout.name}"
         if layout.is_scalar:
             return Action(lambda frame: frame.memory.scalars[layout.name].reset(), what, at=access.at)
         given = access.indices or ()
-        if any(isinstance(index, Slice) for index in given):
+        if any(isinstance(index, nodes.Slice) for index in given):
             raise SliceResetError(f"a reset takes {layout.name}, an entry or its first indices, no slice", access.at)
         if len(given) > len(layout.indices) and len(given) <= len(layout.names):
             raise RankError(f"the dimensions of {layout.name} can't be reset alone", access.at)
@@ -286,7 +271,7 @@ class _Compiler:
             raise AccessError(f"{name} comes from the model and cannot be written", at)
         return variable
 
-    def _persistent(self, access: Access, *, bare: bool = False) -> Layout:
+    def _persistent(self, access: nodes.Access, *, bare: bool = False) -> Layout:
         """What cache statements work on; `bare` when they may name a table without brackets."""
         variable = self._variable(access.name, access.at)
         if variable.section != "persistent":
@@ -300,7 +285,7 @@ class _Compiler:
             raise RankError(f"{access.name} is a table: {access.name}[] is all of it", access.at)
         return layout
 
-    def _getter(self, access: Access, scope: Scope) -> tuple[Get, DType]:
+    def _getter(self, access: nodes.Access, scope: Scope) -> tuple[Get, DType]:
         """How the value of a variable is had, and its dtype."""
         if access.name in scope:
             raise AccessError(f"{access.name} is a loop variable, which is an index and no value", access.at)
@@ -315,7 +300,7 @@ class _Compiler:
             return self.tensors.getter(variable), variable.dtype
         counts = []
         for index in given or ():
-            if isinstance(index, Slice):
+            if isinstance(index, nodes.Slice):
                 raise RankError(f"{access.name} is read one tensor at a time, not by slices", access.at)
             counts.append(self._counting.count(index, scope))
         return self.tensors.entry_getter(variable, counts), variable.dtype
@@ -343,5 +328,5 @@ class _Compiler:
             raise DTypeError(f"{what} gives {dtype.name}, {target.name} is {target.dtype.name}", at)
 
 
-def _spelt(access: Access) -> str:
+def _spelt(access: nodes.Access) -> str:
     return access.name if access.indices is None else f"{access.name}[...]" if access.indices else f"{access.name}[]"

@@ -23,28 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-from engine.persistent.language.graph import (
-    Access,
-    Assign,
-    Block,
-    Branch,
-    Declaration,
-    Expression,
-    Graph,
-    Increment,
-    Index,
-    Loop,
-    Name,
-    Operation,
-    Read,
-    Reset,
-    Return,
-    Slice,
-    Statement,
-    Transfer,
-    Value,
-    Write,
-)
+from engine.persistent.language import graph as nodes
 from engine.persistent.language.parser import parse_expression
 
 
@@ -56,22 +35,22 @@ class VariableRef:
 
     def __getitem__(
         self, indices: int | str | VariableRef | slice | tuple[int | str | VariableRef | slice, ...]
-    ) -> Access:
+    ) -> nodes.Access:
         """``K[l, 0:t]``, ``K["l", "0..t"]``, and ``K[()]`` for all of it."""
         given = indices if isinstance(indices, tuple) else (indices,)
-        return Access(self.name, tuple(_index(index) for index in given))
+        return nodes.Access(self.name, tuple(_index(index) for index in given))
 
 
 class GraphBuilder:
     """Collects declarations and blocks."""
 
     def __init__(self) -> None:
-        self._declarations: list[Declaration] = []
-        self._blocks: list[Block] = []
+        self._declarations: list[nodes.Declaration] = []
+        self._blocks: list[nodes.Block] = []
 
     def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
         """What is inserted before each step."""
-        return self._declare(Declaration("dynamic", name, dtype, _dims(dims)))
+        return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
 
     def volatile(
         self,
@@ -85,7 +64,7 @@ class GraphBuilder:
     ) -> VariableRef:
         """What each step begins anew: the model's tensor, `init` or zeros. `reference` as @ref and @pattern say it."""
         return self._declare(
-            Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
+            nodes.Declaration("volatile", name, dtype, _dims(dims), tuple(indices), init=init, reference=reference)
         )
 
     def constant(
@@ -98,7 +77,9 @@ class GraphBuilder:
         reference: str | None = None,
     ) -> VariableRef:
         """A tensor of the model, or with `indices` a family of them."""
-        return self._declare(Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference))
+        return self._declare(
+            nodes.Declaration("constant", name, dtype, _dims(dims), tuple(indices), reference=reference)
+        )
 
     def persistent(
         self,
@@ -115,7 +96,7 @@ class GraphBuilder:
         """What stays from step to step."""
         limits = tuple((fixed or {}).items())
         return self._declare(
-            Declaration(
+            nodes.Declaration(
                 "persistent", name, dtype, _dims(dims), tuple(indices), table, tuple(auto_dim), limits, init=init
             )
         )
@@ -125,12 +106,12 @@ class GraphBuilder:
         """A block, whose statements are what is called on the body."""
         body = Body()
         yield body
-        self._blocks.append(Block(name, body.statements()))
+        self._blocks.append(nodes.Block(name, body.statements()))
 
-    def graph(self) -> Graph:
-        return Graph(tuple(self._declarations), tuple(self._blocks))
+    def graph(self) -> nodes.Graph:
+        return nodes.Graph(tuple(self._declarations), tuple(self._blocks))
 
-    def _declare(self, declaration: Declaration) -> VariableRef:
+    def _declare(self, declaration: nodes.Declaration) -> VariableRef:
         self._declarations.append(declaration)
         return VariableRef(declaration.name)
 
@@ -139,23 +120,23 @@ class Body:
     """The statements of a block or a loop, in the order in which they are called."""
 
     def __init__(self) -> None:
-        self._statements: list[Statement] = []
+        self._statements: list[nodes.Statement] = []
 
-    def statements(self) -> tuple[Statement, ...]:
+    def statements(self) -> tuple[nodes.Statement, ...]:
         return tuple(self._statements)
 
     def assign(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
         """A variable of this step."""
-        self._statements.append(Assign(Declaration("volatile", name, dtype, _dims(dims))))
+        self._statements.append(nodes.Assign(nodes.Declaration("volatile", name, dtype, _dims(dims))))
         return VariableRef(name)
 
-    def op(self, name: str, *arguments: VariableRef | Access, to: VariableRef, **parameters: _Parameter) -> None:
+    def op(self, name: str, *arguments: VariableRef | nodes.Access, to: VariableRef, **parameters: _Parameter) -> None:
         """``op name(arguments, parameters) >> to``"""
         given = tuple((key, _value(value)) for key, value in parameters.items())
-        self._statements.append(Operation(name, tuple(map(_access, arguments)), given, to.name))
+        self._statements.append(nodes.Operation(name, tuple(map(_access, arguments)), given, to.name))
 
-    def transfer(self, source: VariableRef | Access, to: VariableRef) -> None:
-        self._statements.append(Transfer(_access(source), to.name))
+    def transfer(self, source: VariableRef | nodes.Access, to: VariableRef) -> None:
+        self._statements.append(nodes.Transfer(_access(source), to.name))
 
     @contextmanager
     def loop(
@@ -164,56 +145,56 @@ class Body:
         """A loop, whose statements are what is called on the body; the stop is not included."""
         body = Body()
         yield body
-        self._statements.append(Loop(name, variable, _expression(start), _expression(stop), body.statements()))
+        self._statements.append(nodes.Loop(name, variable, _expression(start), _expression(stop), body.statements()))
 
     def branch(self, condition: VariableRef, then: str, otherwise: str) -> None:
         """``branch condition then otherwise``"""
-        self._statements.append(Branch(condition.name, then, otherwise))
+        self._statements.append(nodes.Branch(condition.name, then, otherwise))
 
     def go(self, block: str) -> None:
         """``branch block``, without a condition."""
-        self._statements.append(Branch(None, block))
+        self._statements.append(nodes.Branch(None, block))
 
     def stop(self) -> None:
         """``return``"""
-        self._statements.append(Return())
+        self._statements.append(nodes.Return())
 
-    def read(self, source: VariableRef | Access, to: VariableRef) -> None:
-        self._statements.append(Read(_access(source), to.name))
+    def read(self, source: VariableRef | nodes.Access, to: VariableRef) -> None:
+        self._statements.append(nodes.Read(_access(source), to.name))
 
-    def write(self, source: VariableRef | Access, to: VariableRef | Access) -> None:
-        self._statements.append(Write(_access(source), _access(to)))
+    def write(self, source: VariableRef | nodes.Access, to: VariableRef | nodes.Access) -> None:
+        self._statements.append(nodes.Write(_access(source), _access(to)))
 
     def increment(self, scalar: VariableRef, amount: int = 1) -> None:
         """``cache.increment amount scalar``"""
-        self._statements.append(Increment(scalar.name, amount))
+        self._statements.append(nodes.Increment(scalar.name, amount))
 
     def decrement(self, scalar: VariableRef, amount: int = 1) -> None:
         """``cache.decrement amount scalar``"""
-        self._statements.append(Increment(scalar.name, -amount))
+        self._statements.append(nodes.Increment(scalar.name, -amount))
 
-    def reset(self, what: VariableRef | Access) -> None:
-        self._statements.append(Reset(_access(what)))
+    def reset(self, what: VariableRef | nodes.Access) -> None:
+        self._statements.append(nodes.Reset(_access(what)))
 
 
 _Parameter = int | float | str | VariableRef | tuple[int | str | VariableRef, ...] | list[int | str | VariableRef]
 
 
-def _access(what: VariableRef | Access) -> Access:
-    return what if isinstance(what, Access) else Access(what.name)
+def _access(what: VariableRef | nodes.Access) -> nodes.Access:
+    return what if isinstance(what, nodes.Access) else nodes.Access(what.name)
 
 
-def _dims(dims: Sequence[int | str]) -> tuple[Expression, ...]:
+def _dims(dims: Sequence[int | str]) -> tuple[nodes.Expression, ...]:
     return tuple(_expression(dim) for dim in dims)
 
 
-def _expression(given: int | str | VariableRef) -> Expression:
+def _expression(given: int | str | VariableRef) -> nodes.Expression:
     if isinstance(given, VariableRef):
-        return Name(given.name)
+        return nodes.Name(given.name)
     return parse_expression(given) if isinstance(given, str) else given
 
 
-def _index(given: int | str | VariableRef | slice) -> Index:
+def _index(given: int | str | VariableRef | slice) -> nodes.Index:
     if isinstance(given, str) and ".." in given:
         start, stop = (bound.strip() or None for bound in given.split("..", 1))
         given = slice(start, stop)
@@ -221,13 +202,13 @@ def _index(given: int | str | VariableRef | slice) -> Index:
         if given.step is not None:
             raise ValueError(f"slices of persistent memory have no step, got {given.step}")
         first, last = (None if bound is None else _expression(bound) for bound in (given.start, given.stop))
-        return Slice(first, last)
+        return nodes.Slice(first, last)
     return _expression(given)
 
 
-def _value(given: _Parameter) -> Value:
+def _value(given: _Parameter) -> nodes.Value:
     if isinstance(given, bool):
-        return Name(str(given).lower())
+        return nodes.Name(str(given).lower())
     if isinstance(given, tuple | list):
         return tuple(_expression(item) for item in given)
     return given if isinstance(given, float) else _expression(given)

@@ -12,34 +12,14 @@ from lark.exceptions import UnexpectedCharacters, UnexpectedInput, UnexpectedTok
 
 from engine.persistent.dtypes import WORDS
 from engine.persistent.errors import DeclarationError, GraphError, ParseError, Place, Source, UnknownNameError
-from engine.persistent.language.graph import (
-    Access,
-    Arithmetic,
-    Assign,
-    Block,
-    Branch,
-    Declaration,
-    Expression,
-    Graph,
-    Increment,
-    Index,
-    Loop,
-    Name,
-    Operation,
-    Read,
-    Reset,
-    Return,
-    Slice,
-    Transfer,
-    Write,
-)
+from engine.persistent.language import graph as nodes
 
 MAX_DIGITS = 20  # as many as 2^64 has
 MAX_DEPTH = 100  # of what stands in one another, such as sums: far from where Python's own recursion ends
 ATTRIBUTES = ("init", "table", "fixed", "auto_dim", "pattern", "ref")
 
 
-def parse(text: str, name: str = "<graph>") -> Graph:
+def parse(text: str, name: str = "<graph>") -> nodes.Graph:
     """The graph that `text` describes; `name` is what errors call it.
 
     Raises ParseError, DeclarationError or UnknownNameError with the line, the column and a caret.
@@ -47,12 +27,12 @@ def parse(text: str, name: str = "<graph>") -> Graph:
     return _parse(text, name, "start")  # type: ignore[no-any-return]
 
 
-def parse_file(path: Path) -> Graph:
+def parse_file(path: Path) -> nodes.Graph:
     """The graph in a file. Raises what `parse` does, OSError, and UnicodeDecodeError where it is not UTF-8."""
     return parse(path.read_text(encoding="utf-8"), str(path))
 
 
-def parse_expression(text: str) -> Expression:
+def parse_expression(text: str) -> nodes.Expression:
     """``3*D + t``. Raises ParseError."""
     return _parse(text, "<expression>", "expression")  # type: ignore[no-any-return]
 
@@ -135,11 +115,11 @@ class _ToGraph(Transformer[Token, Any]):
     def _at(self, where: Any) -> Place:
         return Place(self._source, where.line, where.column)
 
-    def start(self, meta: Any, items: list[Any]) -> Graph:
+    def start(self, meta: Any, items: list[Any]) -> nodes.Graph:
         declarations = [found for item in items if isinstance(item, list) for found in item]
-        return Graph(tuple(declarations), tuple(item for item in items if isinstance(item, Block)))
+        return nodes.Graph(tuple(declarations), tuple(item for item in items if isinstance(item, nodes.Block)))
 
-    def section(self, meta: Any, children: list[Any]) -> list[Declaration]:
+    def section(self, meta: Any, children: list[Any]) -> list[nodes.Declaration]:
         section, *makers = children
         return [make(str(section)) for make in makers]
 
@@ -154,16 +134,18 @@ class _ToGraph(Transformer[Token, Any]):
                 raise DeclarationError(f"{name} has @{attribute} twice", at)
             found[key] = value
         place = self._at(name)
-        return lambda section: Declaration(section, str(name), dtype, dims, indices[1:], **found, at=place)
+        return lambda section: nodes.Declaration(section, str(name), dtype, dims, indices[1:], **found, at=place)
 
     def indices(self, meta: Any, names: list[Token]) -> tuple[str, ...]:
         return ("(", *map(str, names))
 
-    def type(self, meta: Any, children: list[Any]) -> tuple[str, tuple[Expression, ...]]:
+    def type(self, meta: Any, children: list[Any]) -> tuple[str, tuple[nodes.Expression, ...]]:
         return str(children[0]), children[1] or ()
 
-    def dims(self, meta: Any, children: list[Any]) -> tuple[Expression, ...]:
+    def dims(self, meta: Any, children: list[Any]) -> tuple[Any, ...]:
         return tuple(child for child in children if child is not None)
+
+    values = brackets = dims
 
     def attribute(self, meta: Any, children: list[Any]) -> tuple[str, list[Any] | None, Place]:
         return str(children[0]), children[1], self._at(meta)
@@ -190,7 +172,7 @@ class _ToGraph(Transformer[Token, Any]):
 
     def word(self, meta: Any, children: list[Token]) -> Any:
         word = str(children[0])
-        return WORDS.get(word, Name(word, at=self._at(children[0])))
+        return WORDS.get(word, nodes.Name(word, at=self._at(children[0])))
 
     def negative(self, meta: Any, children: list[Token]) -> Any:
         text = str(children[0])
@@ -200,77 +182,71 @@ class _ToGraph(Transformer[Token, Any]):
             raise ParseError(f"a number belongs after -, got {text}", self._at(children[0]))
         return -self._int(children[0]) if text.isdigit() else -float(text)
 
-    def values(self, meta: Any, children: list[Any]) -> tuple[Any, ...]:
-        return tuple(child for child in children if child is not None)
+    def name(self, meta: Any, children: list[Token]) -> nodes.Name:
+        return nodes.Name(str(children[0]), at=self._at(children[0]))
 
-    def name(self, meta: Any, children: list[Token]) -> Name:
-        return Name(str(children[0]), at=self._at(children[0]))
-
-    def minus(self, meta: Any, children: list[Expression]) -> Expression:
+    def minus(self, meta: Any, children: list[nodes.Expression]) -> nodes.Expression:
         (child,) = children
-        return -child if isinstance(child, int) else Arithmetic("-", 0, child, at=self._at(meta))
+        return -child if isinstance(child, int) else nodes.Arithmetic("-", 0, child, at=self._at(meta))
 
-    def arithmetic(self, meta: Any, children: list[Any]) -> Arithmetic:
+    def arithmetic(self, meta: Any, children: list[Any]) -> nodes.Arithmetic:
         left, operator, right = children
-        return Arithmetic(str(operator), left, right, at=self._at(meta))
+        return nodes.Arithmetic(str(operator), left, right, at=self._at(meta))
 
-    def slice(self, meta: Any, children: list[Expression | None]) -> Slice:
+    def slice(self, meta: Any, children: list[nodes.Expression | None]) -> nodes.Slice:
         start, stop = children
-        return Slice(start, stop, at=self._at(meta))
+        return nodes.Slice(start, stop, at=self._at(meta))
 
-    def brackets(self, meta: Any, children: list[Any]) -> tuple[Index, ...]:
-        return tuple(child for child in children if child is not None)
-
-    def access(self, meta: Any, children: list[Any]) -> Access:
-        return Access(str(children[0]), children[1], at=self._at(meta))
+    def access(self, meta: Any, children: list[Any]) -> nodes.Access:
+        return nodes.Access(str(children[0]), children[1], at=self._at(meta))
 
     def parameter(self, meta: Any, children: list[Any]) -> tuple[str, Any]:
         return str(children[0]), children[1]
 
-    def block(self, meta: Any, children: list[Any]) -> Block:
+    def block(self, meta: Any, children: list[Any]) -> nodes.Block:
         name, *body = children
-        return Block(str(name), tuple(body), at=self._at(name))
+        return nodes.Block(str(name), tuple(body), at=self._at(name))
 
-    def assign(self, meta: Any, children: list[Any]) -> Assign:
+    def assign(self, meta: Any, children: list[Any]) -> nodes.Assign:
         name, (dtype, dims) = children
-        return Assign(Declaration("volatile", str(name), dtype, dims, at=self._at(name)), at=self._at(meta))
+        return nodes.Assign(nodes.Declaration("volatile", str(name), dtype, dims, at=self._at(name)), at=self._at(meta))
 
-    def operation(self, meta: Any, children: list[Any]) -> Operation:
+    def operation(self, meta: Any, children: list[Any]) -> nodes.Operation:
         name, *operands, to = children
-        arguments = tuple(operand for operand in operands if isinstance(operand, Access))
+        arguments = tuple(operand for operand in operands if isinstance(operand, nodes.Access))
         parameters = tuple(operand for operand in operands if isinstance(operand, tuple))
-        return Operation(str(name), arguments, parameters, str(to), at=self._at(meta))
+        return nodes.Operation(str(name), arguments, parameters, str(to), at=self._at(meta))
 
-    def transfer(self, meta: Any, children: list[Any]) -> Transfer:
-        return Transfer(children[0], str(children[1]), at=self._at(meta))
+    def transfer(self, meta: Any, children: list[Any]) -> nodes.Transfer:
+        return nodes.Transfer(children[0], str(children[1]), at=self._at(meta))
 
-    def loop(self, meta: Any, children: list[Any]) -> Loop:
+    def loop(self, meta: Any, children: list[Any]) -> nodes.Loop:
         name, variable, start, stop, *body = children
-        return Loop(str(name), str(variable), start, stop, tuple(body), at=self._at(meta))
+        return nodes.Loop(str(name), str(variable), start, stop, tuple(body), at=self._at(meta))
 
-    def branch(self, meta: Any, children: list[Token | None]) -> Branch:
+    def branch(self, meta: Any, children: list[Token | None]) -> nodes.Branch:
         first, then, otherwise = (None if child is None else str(child) for child in children)
         if then is None:
-            return Branch(None, str(first), None, at=self._at(meta))
-        return Branch(first, then, otherwise, at=self._at(meta))
+            return nodes.Branch(None, str(first), None, at=self._at(meta))
+        return nodes.Branch(first, then, otherwise, at=self._at(meta))
 
-    def ending(self, meta: Any, children: list[Any]) -> Return:
-        return Return(at=self._at(meta))
+    def ending(self, meta: Any, children: list[Any]) -> nodes.Return:
+        return nodes.Return(at=self._at(meta))
 
-    def read(self, meta: Any, children: list[Any]) -> Read:
-        return Read(children[0], str(children[1]), at=self._at(meta))
+    def read(self, meta: Any, children: list[Any]) -> nodes.Read:
+        return nodes.Read(children[0], str(children[1]), at=self._at(meta))
 
-    def write(self, meta: Any, children: list[Any]) -> Write:
-        return Write(children[0], children[1], at=self._at(meta))
+    def write(self, meta: Any, children: list[Any]) -> nodes.Write:
+        return nodes.Write(children[0], children[1], at=self._at(meta))
 
-    def increment(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), self._int(children[0]) if children[0] else 1, at=self._at(meta))
+    def increment(self, meta: Any, children: list[Any]) -> nodes.Increment:
+        return nodes.Increment(str(children[1]), self._int(children[0]) if children[0] else 1, at=self._at(meta))
 
-    def decrement(self, meta: Any, children: list[Any]) -> Increment:
-        return Increment(str(children[1]), -self._int(children[0]) if children[0] else -1, at=self._at(meta))
+    def decrement(self, meta: Any, children: list[Any]) -> nodes.Increment:
+        return nodes.Increment(str(children[1]), -self._int(children[0]) if children[0] else -1, at=self._at(meta))
 
-    def reset(self, meta: Any, children: list[Any]) -> Reset:
-        return Reset(children[0], at=self._at(meta))
+    def reset(self, meta: Any, children: list[Any]) -> nodes.Reset:
+        return nodes.Reset(children[0], at=self._at(meta))
 
 
 def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place) -> tuple[str, Any]:
@@ -292,7 +268,7 @@ def _attribute(name: str, values: list[tuple[str | None, Any]] | None, at: Place
     if any(key is not None for key in keys):
         raise DeclarationError(f"@{name} takes no names with =", at)
     if name == "auto_dim":
-        if not given or not all(isinstance(value, Name) for value in literals):
+        if not given or not all(isinstance(value, nodes.Name) for value in literals):
             raise DeclarationError("@auto_dim takes the names of indices: @auto_dim(i, j)", at)
         return name, tuple(value.text for value in literals)
     kind, example = ((bool, int, float), "@init(0)") if name == "init" else ((str,), f'@{name}("W.0")')

@@ -1,4 +1,4 @@
-"""How a step that fails is taken back: every change to persistent memory says how it is undone."""
+"""The undo log of a step: every change to persistent memory records how to undo it."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ class Journal:
         self._pending: dict[Hashable, Callable[[], mx.array | None]] = {}
 
     def begin(self) -> None:
-        """What was changed is here to stay; a new step begins."""
+        """Keep all changes, and begin a new step."""
         self.step += 1
         self._undo.clear()
         self._seen.clear()
         self._pending.clear()
 
     def record(self, undo: Callable[[], None]) -> None:
-        """Call `undo` when the step fails, after those that are recorded later."""
+        """Call `undo` if the step fails. Later ones are called first."""
         self._undo.append(undo)
 
     def first(self, what: Hashable) -> bool:
-        """Whether `what` has not been changed in this step before."""
+        """Whether this is the first change of `what` in this step."""
         if what in self._seen:
             return False
         self._seen.add(what)
         return True
 
     def pending(self, what: Hashable, array: Callable[[], mx.array | None]) -> None:
-        """What `array` gives is to be computed when the step ends."""
+        """Compute the array that `array` returns when the step ends."""
         self._pending[what] = array
 
     def arrays(self) -> list[mx.array]:
-        """What is to be computed when the step ends."""
+        """The arrays to be computed when the step ends."""
         return [found for array in self._pending.values() if (found := array()) is not None]
 
     def rollback(self) -> None:

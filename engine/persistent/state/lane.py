@@ -67,13 +67,13 @@ class Lane:
         journal.pending(self, self._current)
 
     def clear(self, index: int) -> None:
-        """The entry is as if it had never been written."""
+        """Make the entry unwritten again."""
         if self.written(index):
             self.put(index, self._dtype.full(self._shape, self._init))
             self._written[index] = 0
 
     def load(self, start: int, values: mx.array) -> None:
-        """Entries from a store, ``[n, *shape]``, for a lane that nobody uses yet."""
+        """Load entries from a store, ``[n, *shape]``, into a new lane."""
         self._reserve(start + len(values))
         self._array[start : start + len(values)] = values
         self._written[start : start + len(values)] = b"\1" * len(values)

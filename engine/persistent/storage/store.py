@@ -6,13 +6,13 @@ What lies where::
     persistent:{instance}                                       the manifest, written last
 
 The entries of a lane, which share all indices but the last, share a number: ``layer * 65536 + head``. An entry has two
-slots. It is first written to slot 0, and every later version to the slot that the manifest does not name, so the state
-that was saved last stays readable until the manifest that replaces it is there, and whoever dies in between leaves
-pages that nobody refers to. Pages that are no longer referred to are deleted after the manifest was written.
+slots. It is first written to slot 0, and every later version to the slot that the manifest does not name. So the last
+saved state stays readable until the manifest is replaced, and a crash in between only leaves pages that nothing refers
+to. Replaced pages are deleted after the manifest is written.
 
 The manifest has the fingerprint, the scalars, the lengths and counts, which slots hold which entries, and a digest over
-all of them. It is replaced only where it is still the one that was last read or written here, so two processes cannot
-both go on from the same state; and what is read back is what the manifest's digest says, or an error.
+all of them. It is replaced only if it is still the one last read or written here, so two processes cannot both continue
+from the same state. What is read must match the manifest's digest, or an error is raised.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 
 CHUNK_BYTES = 8 << 20  # of pages in one command, at most, but for one page
-TRIES = 10  # to read an instance that somebody else keeps saving
+TRIES = 10  # to read an instance that another process keeps saving
 _INSTANCE = re.compile(r"[A-Za-z0-9._-]{1,128}\Z")
 
 
@@ -84,14 +84,14 @@ class PersistentStore:
         return StoredInstance(self, name, fingerprint)
 
     def manifest(self, instance: str) -> Manifest | None:
-        """What is stored of an instance; None for nothing. Raises DamagedError for what is no manifest."""
+        """The manifest of an instance; None if there is none. Raises DamagedError."""
         (raw,) = self.server.ask([_read(instance)])
         return None if raw is None else Manifest.parse(raw, instance)
 
     def delete(self, instance: str) -> bool:
-        """Forget an instance; whether there was something. Pages of a damaged one, which nobody names, are evicted.
+        """Delete an instance; whether there was one. Pages of a damaged one are left for eviction.
 
-        Raises redis.RedisError where the server does not answer: then it may still be there.
+        Raises redis.RedisError if the server does not answer: then it may still be there.
         """
         try:
             manifest = self.manifest(instance)
@@ -104,7 +104,7 @@ class PersistentStore:
 
 
 class StoredInstance:
-    """One instance on the server, and what is known here of its pages."""
+    """One instance on the server, and where its pages are."""
 
     def __init__(self, store: PersistentStore, name: str, fingerprint: int) -> None:
         self.name = name
@@ -116,9 +116,9 @@ class StoredInstance:
         self._stale: list[PageKey] = []
 
     def load(self, memory: Memory) -> int | None:
-        """Fill a new memory; how many steps had been done. None, and nothing filled, when nothing is stored.
+        """Load the instance into a new memory; the number of its steps, or None if nothing is stored.
 
-        Raises WrongProgramError, DamagedError, and ConflictError where somebody else saves it faster than it is read.
+        Raises WrongProgramError, DamagedError, and ConflictError if another process saves it faster than it is read.
         """
         for _ in range(TRIES):
             manifest = self._store.manifest(self.name)
@@ -166,7 +166,7 @@ class StoredInstance:
     # -- writing -------------------------------------------------------------------------------------------------------
 
     def _settle(self) -> None:
-        """See that the stored manifest is the one that is known here."""
+        """Check that the stored manifest is the one known here."""
         stored = self._store.manifest(self.name)
         if stored is not None:
             self._check(stored)
@@ -209,7 +209,7 @@ class StoredInstance:
         return lane.number
 
     def _apply(self, manifest: Manifest, table: StoredTable, prefix: Entry, version: _Version) -> list[PageKey]:
-        """Enter a version of a lane into a manifest; the pages that it replaces."""
+        """Put a version of a lane into a manifest; returns the pages that it replaces."""
         if prefix not in table.lanes:
             return []
         lane = table.lanes[prefix] = table.lanes[prefix].copy()
@@ -249,7 +249,7 @@ class StoredInstance:
             )
 
     def _receive(self, memory: Memory, manifest: Manifest) -> Iterator[_Received]:
-        """All tensors. Raises DamagedError, at the latest after the last, when they are not those that were saved."""
+        """Receive all tensors. Raises DamagedError, at the latest after the last, if they are not the saved ones."""
         digest = 0
         for name, stored in manifest.tables.items():
             layout = memory.tables[name].layout
