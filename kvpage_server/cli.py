@@ -5,34 +5,25 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from collections.abc import Callable, Iterator
-from datetime import timedelta
+from collections.abc import Callable
 from getpass import getpass
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import redis
-from rich.filesize import decimal
-from rich.markup import escape
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
 
 from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, with_credentials
 from kvpage_server.configuration.config import integer, memory
-from kvpage_server.page import DType, KVType, PageError, PageKey
-from kvpage_server.system.plurals import how_many
+from kvpage_server.look.ls import ls
+from kvpage_server.look.output import LookError
+from kvpage_server.look.page import stat, verify
+from kvpage_server.look.status import status
+from kvpage_server.look.top import top
+from kvpage_server.look.why import why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
-from kvpage_server.system.terminal import for_people, out, readable, table_of, when
-from kvpage_server.why import why as lines_of_why
-
-_AT_ONCE = 100  # requests asked for in one go
-
-
-class Failure(Exception):
-    """What was asked for can't be shown; the message says why."""
+from kvpage_server.system.terminal import out
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -46,9 +37,9 @@ def _run(args: argparse.Namespace) -> int:
     """Do what was asked for; the exit code."""
     try:
         args.url = _url(args)
-        with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5) as store:
+        with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5, max_connections=1) as store:
             return 0 if args.show(store, args) else 1
-    except Failure as failure:
+    except LookError as failure:
         return say("kvpage", str(failure), 1)
     except redis.AuthenticationError:
         return say("kvpage", _not_let_in(args.url), 2)
@@ -66,11 +57,11 @@ def _url(args: argparse.Namespace) -> str:
     password = ""
     if args.askpass:
         if not sys.stdin.isatty():
-            raise Failure("--askpass: there is no terminal to ask at; set KVPAGE_PASSWORD in the environment")
+            raise LookError("--askpass: there is no terminal to ask at; set KVPAGE_PASSWORD in the environment")
         try:
             password = getpass(f"Password for {args.user or 'the default user'} at {shown(url)}: ")
         except EOFError:
-            raise Failure("no password was given") from None
+            raise LookError("no password was given") from None
     return with_credentials(url, args.user, password)
 
 
@@ -99,14 +90,27 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--askpass", action="store_true", help="ask for the password at the terminal")
         return command
 
-    add("status", status, "how the store is doing")
-    add("ls", ls, "the requests, or the blocks of one").add_argument("req", metavar="REQ", nargs="?")
-    add("stat", stat, "what is known of a page").add_argument("key", metavar="KEY", help="kv:REQ:LAYER:HEAD:PAGE:TYPE")
-    verify_ = add("verify", verify, "hash a request's pages again; corrupt ones are removed")
+    def shows(name: str, show: Any, help: str) -> argparse.ArgumentParser:
+        command = add(name, show, help)
+        command.add_argument("--json", action="store_true", help="for programs: an object a line")
+        return command
+
+    watch: dict[str, Any] = {"metavar": "SECONDS", "type": _seconds}
+    status_ = shows("status", status, "how the store is doing")
+    status_.add_argument("--watch", nargs="?", const=1.0, help="again and again, every second if not given", **watch)
+    top_ = shows("top", top, "the store as it works: rates, and whose memory it is; until interrupted")
+    top_.add_argument("--watch", default=1.0, help="between two looks, 1 if not given", **watch)
+    shows("ls", ls, "the agents, what they share and other requests; or the blocks of a request").add_argument(
+        "req", metavar="REQ", nargs="?"
+    )
+    shows("stat", stat, "what is known of a page, or of an agent").add_argument(
+        "key", metavar="KEY|AGENT", help="a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
+    )
+    verify_ = shows("verify", verify, "hash a request's pages again; corrupt ones are removed")
     verify_.add_argument("req", metavar="REQ")
     verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int)
-    why_ = add("why", why, "why a read of a request, or of a page, would miss")
-    why_.add_argument("req", metavar="REQ")
+    why_ = shows("why", why, "why a read of a request or of a page would miss, or a load of an agent")
+    why_.add_argument("req", metavar="REQ|AGENT")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
     _add_snapshots(add)
     _add_replay(add)
@@ -119,6 +123,13 @@ def _parser() -> argparse.ArgumentParser:
     bench_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
     bench_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
     return parser
+
+
+def _seconds(word: str) -> float:
+    seconds = float(word)
+    if not 0.1 <= seconds <= 86400:
+        raise argparse.ArgumentTypeError(f"must be 0.1 to 86400 seconds, got {word}")
+    return seconds
 
 
 def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
@@ -185,7 +196,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             to=Destination(out, args.json, args.plot),
         )
     except ModuleNotFoundError as missing:
-        raise Failure(f"--plot: {missing_extra(missing, 'bench')}") from None
+        raise LookError(f"--plot: {missing_extra(missing, 'bench')}") from None
     return True
 
 
@@ -224,172 +235,8 @@ def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
     try:
         run(urls, seconds=args.seconds, quick=args.quick, json=args.json, plot=args.plot, out=out)
     except ModuleNotFoundError as missing:
-        raise Failure(f"--plot: {missing_extra(missing, 'bench')}") from None
+        raise LookError(f"--plot: {missing_extra(missing, 'bench')}") from None
     return True
-
-
-# -- status --------------------------------------------------------------------------------------------------------
-
-
-def status(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """The store at a glance, from INFO."""
-    info: dict[str, Any] = store.info("everything")
-    if "kvpage_version" not in info:
-        found = f"{info.get('redis_mode', 'some')} Redis {info.get('redis_version')}"
-        raise Failure(f"{shown(args.url)} is {found}, not a kvpage-server")
-    uptime = for_people(timedelta(seconds=info["uptime_in_seconds"]))
-    out.print(f"[bold]kvpage-server {info['kvpage_version']}[/] at {shown(args.url)}, up {uptime}\n")
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for title, line in _status_lines(info) if "used_memory" in info else _tenant_lines(store, info):
-        table.add_row(title, line)
-    out.print(table)
-    return True
-
-
-def _tenant_lines(store: redis.Redis, info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What a user who may not use every key is told: nothing that depends on others."""
-    limit = info["maxmemory"]
-    yield "memory", f"limit {decimal(limit)}, {info['maxmemory_policy']}" if limit else "no limit"
-    requests, keys = how_many(len(set(_requests(store))), "request"), how_many(store.dbsize(), "key")
-    yield "store", f"{requests}, {keys} that you may use"
-    yield "", "a user who may use every key is shown the rest"
-
-
-def _status_lines(info: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    used, limit = info["used_memory"], info["maxmemory"]
-    if limit and out.is_terminal:
-        yield "", ProgressBar(total=limit, completed=min(used, limit), width=40)
-    of_limit = f" of {decimal(limit)} ({used / limit:.0%}), {info['maxmemory_policy']}" if limit else ", no limit"
-    yield "memory", decimal(used) + of_limit
-    yield "", f"the process has {decimal(info['used_memory_rss'])}"
-    keys = info.get("db0", {"keys": 0, "expires": 0})
-    counts = how_many(info["requests"], "request"), how_many(info["blocks"], "block"), how_many(keys["keys"], "key")
-    yield "store", ", ".join(counts)
-    expired, evicted = info["expired_keys"], info["evicted_keys"]
-    yield "", f"{how_many(keys['expires'], 'key')} will expire, {expired:,} did; evicted: {evicted:,}"
-    yield "protected", f"{how_many(info['leased_or_pinned'], 'block')}, {decimal(info['leased_or_pinned_bytes'])}"
-    hits, misses = info["keyspace_hits"], info["keyspace_misses"]
-    ratio = f"{hits / (hits + misses):.1%} hits" if hits + misses else "none yet"
-    yield "reads", f"{ratio} ({hits:,} of {hits + misses:,})" if hits + misses else ratio
-    reasons = {name.removeprefix("page_misses_").replace("_", " "): n for name, n in info.items() if "_misses_" in name}
-    yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in reasons.items() if count) or "none"
-    commands = how_many(info["total_commands_processed"], "command")
-    yield "clients", f"{info['connected_clients']:,} connected, {commands} so far"
-    received, sent = info["total_net_input_bytes"], info["total_net_output_bytes"]
-    yield "network", f"{decimal(received)} received, {decimal(sent)} sent"
-
-
-# -- ls ------------------------------------------------------------------------------------------------------------
-
-
-def ls(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """The requests, or the blocks of one request."""
-    return _ls_blocks(store, args.req) if args.req is not None else _ls_requests(store)
-
-
-def _ls_requests(store: redis.Redis) -> bool:
-    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1)
-    req_ids = sorted(set(_requests(store)))
-    for start in range(0, len(req_ids), _AT_ONCE):
-        some = req_ids[start : start + _AT_ONCE]
-        pipeline = store.pipeline(transaction=False)
-        for req_id in some:
-            _ask(pipeline, "KVPAGEINDEX", req_id, "WITHSIZES")
-        for req_id, blocks in zip(some, pipeline.execute(), strict=True):
-            pages, size, memory = (sum(block[name] for block in blocks) for name in (b"pages", b"bytes", b"memory"))
-            table.add_row(readable(req_id), f"{len(blocks):,}", f"{pages:,}", decimal(size), decimal(memory))
-    out.print(table if req_ids else "no request has a page")
-    return True
-
-
-def _requests(store: redis.Redis) -> Iterator[bytes]:
-    for key in store.scan_iter(count=1000, _type="set"):
-        yield key.removeprefix(b"kv:").removesuffix(b":index")
-
-
-def _ls_blocks(store: redis.Redis, req_id: str) -> bool:
-    blocks = _ask(store, "KVPAGEINDEX", req_id, "WITHSIZES")
-    if not blocks:
-        raise Failure(f"request {req_id} has no page; kvpage why {req_id} may say why")
-    table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
-    for block in blocks:
-        planes = " ".join(KVType(plane).name for plane in block[b"planes"])
-        counts = [f"{block[name]:,}" for name in (b"layers", b"heads", b"pages")]
-        sizes = [decimal(block[name]) for name in (b"bytes", b"memory")]
-        table.add_row(str(block[b"page"]), "yes" if block[b"complete"] else "no", planes, *counts, *sizes)
-    out.print(table)
-    return True
-
-
-# -- stat, verify, why ---------------------------------------------------------------------------------------------
-
-
-def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """A page's header and what the store knows of it."""
-    try:
-        key = PageKey.parse(args.key.encode("utf-8", "surrogateescape"))
-    except PageError as error:
-        raise Failure(str(error)) from None
-    name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
-    found = _ask(store, "KVPAGESTAT", *name)
-    if found is None:
-        raise Failure(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
-    page = {field.decode(): value for field, value in found.items()}
-    dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
-    matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
-    left, lease = page["ttl_left_ms"], page["lease_left_ms"]
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for row in (
-        ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
-        ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
-        ("checksum", page["checksum"].decode()),
-        ("created", when(page["created_ms"])),
-        ("lives", "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"),
-        ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
-        ("pinned", "yes" if page["pinned"] else "no"),
-        ("tier", page["tier"].decode()),
-    ):
-        table.add_row(*row)
-    out.print(table)
-    return True
-
-
-def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Whether a request's pages are what was stored."""
-    with out.status("hashing"):
-        found = _ask(store, "KVPAGEVERIFY", args.req, *args.pages)
-    checked, corrupt = found[b"checked"], found[b"corrupt"]
-    if not (checked or corrupt or found[b"unchecked"]):
-        raise Failure(f"request {args.req} has no such page; kvpage why {args.req} may say why")
-    if unchecked := found[b"unchecked"]:
-        out.print(f"{how_many(unchecked, 'page')} written without a checksum")
-    if not corrupt:
-        out.print(f"{how_many(checked, 'page')} checked, all intact")
-        return True
-    out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {how_many(checked, 'page')}[/]")
-    for key in corrupt:
-        out.print(Text("  ") + readable(key))
-    return False
-
-
-def why(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Why a read would miss."""
-    if args.name and len(args.name) != 4:
-        raise Failure(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
-    for line in lines_of_why(store, os.fsencode(args.req), *args.name):
-        out.print(escape(line))
-    return True
-
-
-# -- words ---------------------------------------------------------------------------------------------------------
-
-
-def _ask(store: redis.Redis, *words: Any) -> Any:
-    return store.execute_command(*words)  # type: ignore[no-untyped-call]
 
 
 if __name__ == "__main__":

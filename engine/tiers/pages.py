@@ -23,6 +23,7 @@ import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from typing import Any, TypeVar
 
@@ -172,9 +173,8 @@ class PageTier:
 
     async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
         saved = await self._write(parts)
-        await reference_counts.replace(
-            self._connection, manifest.agent_id, self._spec.fingerprint, manifest.dump(self._spec)
-        )
+        made = partial(manifest.dump, self._spec)
+        await reference_counts.replace(self._connection, manifest.agent_id, self._spec.fingerprint, made)
         again = await self._write(parts)  # what somebody deleted before this manifest held on to it
         if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
             await reference_counts.bury(self._connection, manifest.names)

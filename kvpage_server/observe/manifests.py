@@ -30,6 +30,7 @@ class Manifest:
     blocks: tuple[bytes, ...]  # the requests that they lie under, first to last
     created_ms: int  # when the agent was first stored, in unix milliseconds; 0 where that is not told
     saved_ms: int  # and the last time
+    by: str  # the machine and process that stored it then; empty where that is not told
 
     def tokens_in(self, index: int) -> int:
         """The tokens of one of its blocks."""
@@ -54,6 +55,7 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
             blocks,
             int(told.get("created", 0)),
             int(told.get("saved", 0)),
+            str(told.get("by", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None

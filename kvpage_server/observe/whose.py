@@ -10,6 +10,7 @@ is bounded: so many manifests, blocks and requests are looked at, and `cut` says
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
@@ -152,13 +153,28 @@ class _Looked:
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
     """Look through the store. What is in `known` and has not changed is not read again; it is brought up to date."""
-    known = {} if known is None else known
     looked = _Looked()
     keys = yield from _keys(b"manifest:*", b"string", limits.agents, "agents", looked)
+    return (yield from _holdings(keys, limits, {} if known is None else known, looked))
+
+
+def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Reading[Holdings]:
+    """What there is of one agent, under every model; who shares its blocks is not looked for."""
+    looked, key = _Looked(), manifests.PREFIX + agent_id
+    pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key) + b":*"
+    found = yield from _keys(pattern, b"string", limits.agents, "agents", looked)
+    (older,) = yield [[b"EXISTS", key]]
+    keys = [key, *found] if older == 1 else found
+    return (yield from _holdings(keys, LookLimits(limits.agents, limits.blocks, 0), {}, looked))
+
+
+def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
     idle = yield from _update(known, keys, looked)
     found = [known[key][1] for key in keys if key in known]
     blocks = yield from _blocks(found, limits.blocks, looked)
-    requests = yield from _requests(blocks, limits.requests, looked)
+    requests: list[OtherRequest] = []
+    if limits.requests:
+        requests = yield from _requests(blocks, limits.requests, looked)
     owners = _owners(found)
     agents = [_agent(manifest, blocks, owners, idle.get(manifest.key)) for manifest in found]
     agents.sort(key=lambda agent: (-agent.bytes, agent.agent_id))

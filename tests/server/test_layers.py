@@ -42,12 +42,12 @@ MAY_KNOW = {
     "snapshot": "client page system",
     "replay": "store system",
     "bench": "client page system",
-    "why": "system",
+    "look": "address observe page system",
     "observe": "page",
     "http": "",
     "monitor": "http observe system",
     "web": "http monitor observe page system",
-    "cli": "address bench configuration page replay snapshot system why",
+    "cli": "address bench configuration look replay snapshot system",
 }
 ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "http", "__init__"}  # the last has the version
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import socket
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Self
@@ -15,12 +17,14 @@ from engine.generation.tokens import token_ids
 from engine.memory.prefix import chain_hash, chain_hashes, root_of
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.client import BlockName
-from kvpage_server.page import BlockShape, DType, Plane
+from kvpage_server.page import BlockShape, DType, Plane, unix_ms
 
 FORMAT = 4  # of manifests
 OLDER = 3  # one an agent, without a digest before it
 DIGESTS = 3  # the format of blocks' digests
 CHUNK_BYTES = 8 << 20  # of blocks that are asked for or sent in one go, a block at least
+WRITER = f"{socket.gethostname()}:{os.getpid()}"
+MODEL_SHOWN = 200  # letters of a model's name
 MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
 
 
@@ -152,15 +156,23 @@ class ContextManifest:
         """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec) for i in range(len(self.names))]
 
-    def dump(self, spec: ModelCacheSpec) -> bytes:
-        """What is stored: a digest, and JSON."""
+    def dump(self, spec: ModelCacheSpec, before: bytes | None = None) -> bytes:
+        """What is stored in place of the one `before`: a digest, and JSON. The tokens come last: who asks whose blocks
+        these are need not read so far."""
+        now, key = unix_ms(), manifest_key(self.agent_id, spec.fingerprint)
         text = json.dumps({
             "format": FORMAT,
             "fingerprint": f"{spec.fingerprint:016x}",
-            "tokens": self.tokens,
+            "model": spec.model_id[:MODEL_SHOWN],
+            "block_tokens": spec.block_tokens,
+            "count": len(self.tokens),
+            "created": _created(before, key) or now,
+            "saved": now,
+            "by": WRITER,
             "chain": self.names,
+            "tokens": self.tokens,
         })  # fmt: skip
-        return _sealed(text.encode(), manifest_key(self.agent_id, spec.fingerprint))
+        return _sealed(text.encode(), key)
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
@@ -192,6 +204,15 @@ def names_in(raw: bytes | None, key: str) -> set[str]:
         return {name for name in chain if _NAME.match(name)}
     except (Miss, KeyError, TypeError):
         return set()
+
+
+def _created(raw: bytes | None, key: str) -> int:
+    """When the agent was first stored, in unix milliseconds; 0 where the manifest does not say."""
+    try:
+        created = _opened(raw, key).get("created", 0) if raw is not None else 0
+        return created if type(created) is int else 0
+    except (Miss, AttributeError):
+        return 0
 
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:

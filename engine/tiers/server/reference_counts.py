@@ -22,10 +22,12 @@ SCAN_COUNT = 5000  # keys that are looked at in one go
 Stored = Mapping[str, bytes | None]  # manifests, by key
 
 
-async def replace(connection: ServerConnection, agent_id: str, fingerprint: int, manifest: bytes) -> None:
-    """Put an agent's manifest in place of the one that was there."""
+async def replace(
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: Callable[[bytes | None], bytes]
+) -> None:
+    """Put an agent's manifest in place of the one that was there, of which it is made."""
     key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
-    await _change(connection, [key, older], lambda _: {key: manifest, older: None})
+    await _change(connection, [key, older], lambda stored: {key: manifest(stored[key]), older: None})
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:

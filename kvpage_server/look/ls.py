@@ -1,0 +1,172 @@
+"""`kvpage ls`: whose memory it is, agent by agent; or the blocks of one request."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import redis
+from rich.console import RenderableType
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
+from kvpage_server.page import KVType
+from kvpage_server.system.plurals import how_many
+from kvpage_server.system.terminal import for_people, out, readable, table_of
+
+LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
+_MOST_NAMED = 3  # agents of a shared beginning
+
+
+def ls(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """The agents, what they share and other requests; or the blocks of one request."""
+    if args.req is not None:
+        return _ls_blocks(store, args)
+    leave_no_trace(store)
+    holdings = ask(store, holdings_of_store(LIMITS))
+    if args.json:
+        print_json(as_json(holdings))
+        return True
+    tables = [*tables_of(holdings)]
+    for i, table in enumerate(tables):
+        out.print(*([Text()] if i else []), table, soft_wrap=False, sep="\n")
+    if not tables:
+        out.print("no request has a page")
+    for line in remarks(holdings):
+        out.print(line)
+    return True
+
+
+def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:
+    """A table of each, so many rows at the most; none that would be empty."""
+    if holdings.agents:
+        yield _agents(holdings.agents[:rows])
+    if holdings.prefixes:
+        yield _prefixes(holdings.prefixes[:rows])
+    if holdings.requests:
+        yield _requests(holdings.requests[:rows])
+
+
+def remarks(holdings: Holdings) -> Iterator[str]:
+    """What has to be said beside."""
+    if holdings.unreadable:
+        yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
+    if holdings.cut:
+        yield f"there are more {' and '.join(holdings.cut)} than were looked at"
+
+
+def _agents(agents: tuple[Agent, ...]) -> Table:
+    table = table_of("agent", "model", "tokens", "blocks", "size", "its own", "saved", "used", numbers_from=2)
+    for agent in agents:
+        missing = f"{len(agent.blocks) - agent.missing:,} of " if agent.missing else ""
+        table.add_row(
+            readable(agent.agent_id.encode()),
+            readable(agent.model.encode()),
+            f"{agent.tokens:,}",
+            f"{missing}{len(agent.blocks):,}",
+            decimal(agent.bytes),
+            decimal(agent.own_bytes),
+            ago(time.time() - agent.manifest.saved_ms / 1000 if agent.manifest.saved_ms else None),
+            ago(agent.idle),
+        )
+    return table
+
+
+def ago(seconds: float | None) -> str:
+    """How long ago something was, in its largest unit."""
+    return "" if seconds is None else " ".join(for_people(timedelta(seconds=seconds)).split(" ")[:2])
+
+
+def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
+    table = table_of("shared by", "agents", "tokens", "blocks", "size", "saves", numbers_from=1)
+    for prefix in prefixes:
+        others = len(prefix.agents) - _MOST_NAMED
+        who = ", ".join(prefix.agents[:_MOST_NAMED]) + (f" and {others:,} more" if others > 0 else "")
+        counts = f"{len(prefix.agents):,}", f"{prefix.tokens:,}", f"{prefix.blocks:,}"
+        table.add_row(readable(who.encode()), *counts, decimal(prefix.bytes), decimal(prefix.saved))
+    return table
+
+
+def _requests(requests: tuple[OtherRequest, ...]) -> Table:
+    table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1)
+    for request in requests:
+        sizes = decimal(request.bytes), decimal(request.memory)
+        table.add_row(readable(request.req_id), f"{request.blocks:,}", f"{request.pages:,}", *sizes)
+    return table
+
+
+def agent_as_json(agent: Agent) -> dict[str, Any]:
+    """An agent's context, for programs."""
+    manifest = agent.manifest
+    return {
+        "agent": agent.agent_id,
+        "tenant": agent.tenant,
+        "model": manifest.model,
+        "fingerprint": manifest.fingerprint,
+        "tokens": agent.tokens,
+        "found_tokens": agent.found,
+        "blocks": len(agent.blocks),
+        "missing_blocks": agent.missing,
+        "bytes": agent.bytes,
+        "own_bytes": agent.own_bytes,
+        "memory_bytes": agent.memory,
+        "created_ms": manifest.created_ms,
+        "saved_ms": manifest.saved_ms,
+        "saved_by": manifest.by,
+        "idle_seconds": agent.idle,
+    }
+
+
+def as_json(holdings: Holdings) -> dict[str, Any]:
+    """All of it, for programs."""
+    return {
+        "agents": [agent_as_json(agent) for agent in holdings.agents],
+        "shared": [
+            {
+                "agents": prefix.agents,
+                "tokens": prefix.tokens,
+                "blocks": prefix.blocks,
+                "bytes": prefix.bytes,
+                "saved_bytes": prefix.saved,
+            }
+            for prefix in holdings.prefixes
+        ],
+        "requests": [
+            {
+                "request": request.req_id,
+                "blocks": request.blocks,
+                "pages": request.pages,
+                "bytes": request.bytes,
+                "memory_bytes": request.memory,
+            }
+            for request in holdings.requests
+        ],
+        "unreadable": holdings.unreadable,
+        "cut": holdings.cut,
+    }
+
+
+def _ls_blocks(store: redis.Redis, args: argparse.Namespace) -> bool:
+    answer = store.execute_command("KVPAGEINDEX", args.req, "WITHSIZES")  # type: ignore[no-untyped-call]
+    blocks = [named(block) for block in answer]
+    if not blocks:
+        raise LookError(f"request {args.req} has no page; kvpage why {args.req} may say why")
+    if args.json:
+        rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
+        print_json({"request": text(args.req), "blocks": [{k: row[k] for k in row if k != "memory"} for row in rows]})
+        return True
+    table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
+    for block in blocks:
+        planes = " ".join(KVType(plane).name for plane in block["planes"])
+        counts = [f"{block[name]:,}" for name in ("layers", "heads", "pages")]
+        sizes = [decimal(block[name]) for name in ("bytes", "memory")]
+        table.add_row(str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes)
+    out.print(table, soft_wrap=False)
+    return True

@@ -1,0 +1,149 @@
+"""`kvpage stat` and `kvpage verify`: what is known of a page or an agent, and whether pages are what was stored."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterable
+from datetime import timedelta
+from typing import Any
+
+import redis
+from rich.filesize import decimal
+from rich.table import Table
+from rich.text import Text
+
+from kvpage_server.look.ls import agent_as_json, ago
+from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.context import BlockPlace, context_of
+from kvpage_server.observe.whose import Agent, holdings_of_store
+from kvpage_server.page import DType, KVType, PageError, PageKey
+from kvpage_server.system.plurals import how_many
+from kvpage_server.system.terminal import for_people, out, readable, table_of, when
+
+
+def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """A page's header and what the store knows of it; or an agent's contexts, block by block."""
+    if not args.key.startswith("kv:"):
+        return _stat_agent(store, args)
+    try:
+        key = PageKey.parse(args.key.encode("utf-8", "surrogateescape"))
+    except PageError as error:
+        raise LookError(str(error)) from None
+    name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
+    found = store.execute_command("KVPAGESTAT", *name)  # type: ignore[no-untyped-call]
+    if found is None:
+        raise LookError(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
+    page = named(found)
+    if args.json:
+        print_json(
+            {"key": args.key} | page | {"dtype": DType(page["dtype"]).name.lower(), "pinned": bool(page["pinned"])}
+        )
+        return True
+    dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
+    left, lease = page["ttl_left_ms"], page["lease_left_ms"]
+    _print_rows(
+        [
+            ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
+            ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
+            ("checksum", page["checksum"].decode()),
+            ("created", when(page["created_ms"])),
+            (
+                "lives",
+                "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s",
+            ),
+            ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
+            ("pinned", "yes" if page["pinned"] else "no"),
+            ("tier", page["tier"].decode()),
+        ]
+    )
+    return True
+
+
+def _print_rows(rows: Iterable[tuple[str, Any]]) -> None:
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for row in rows:
+        table.add_row(*row)
+    out.print(table)
+
+
+def _stat_agent(store: redis.Redis, args: argparse.Namespace) -> bool:
+    leave_no_trace(store)
+    holdings = ask(store, holdings_of_store())
+    found = [agent for agent in holdings.agents if agent.agent_id == args.key]
+    if not found:
+        raise LookError(f"{args.key} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE")
+    contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
+    if args.json:
+        print_json(
+            {
+                "contexts": [
+                    agent_as_json(agent) | {"places": [*map(place_as_json, places)]} for agent, places in contexts
+                ]
+            }
+        )
+        return True
+    for agent, places in contexts:
+        _show_context(agent, places)
+    return True
+
+
+def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
+    _print_rows(
+        [
+            ("agent", readable(agent.agent_id.encode())),
+            ("model", readable(agent.model.encode())),
+            ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
+            ("size", f"{decimal(agent.bytes)}, {decimal(agent.own_bytes)} of it shared with nobody"),
+            ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
+        ]
+    )
+    table = table_of("block", "tokens", "size", "lies in", "shared by", "protected", numbers_from=0)
+    for i, place in enumerate(places):
+        lies = Text(place.why or "incomplete", "red") if not place.block.there else Text(place.tier)
+        protected = "pinned" if place.pinned else "leased" if place.lease else ""
+        size, tokens = decimal(place.block.bytes), f"{place.block.tokens:,}"
+        table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), protected)
+    out.print(table, soft_wrap=False)
+
+
+def place_as_json(place: BlockPlace) -> dict[str, Any]:
+    """Where a block of a context lies, for programs."""
+    return {
+        "block": place.block.name,
+        "tokens": place.block.tokens,
+        "bytes": place.block.bytes,
+        "there": place.block.there,
+        "tier": place.tier,
+        "agents": len(place.agents),
+        "pinned": place.pinned,
+        "lease_left_ms": place.lease,
+        "why": place.why,
+        "why_at_ms": place.why_at,
+        "by": place.by,
+    }
+
+
+def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Whether a request's pages are what was stored."""
+    with out.status("hashing"):
+        answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)  # type: ignore[no-untyped-call]
+    found = named(answer)
+    checked, corrupt, unchecked = found["checked"], found["corrupt"], found["unchecked"]
+    if not (checked or corrupt or unchecked):
+        raise LookError(f"request {args.req} has no such page; kvpage why {args.req} may say why")
+    if args.json:
+        print_json({"request": text(args.req), "checked": checked, "unchecked": unchecked, "corrupt": corrupt})
+        return not corrupt
+    if unchecked:
+        out.print(f"{how_many(unchecked, 'page')} written without a checksum")
+    if not corrupt:
+        out.print(f"{how_many(checked, 'page')} checked, all intact")
+        return True
+    out.print(f"[red]corrupt, and removed: {len(corrupt):,} of {how_many(checked, 'page')}[/]")
+    for key in corrupt:
+        out.print(Text("  ") + readable(key))
+    return False

@@ -1,0 +1,113 @@
+"""`kvpage why`: why a read would miss, of a page, of a request, and of an agent of the engine's."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+
+import redis
+from rich.filesize import decimal
+from rich.markup import escape
+
+from kvpage_server.look.ls import agent_as_json
+from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.look.page import place_as_json
+from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.context import BlockPlace, context_of
+from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
+from kvpage_server.system.plurals import how_many
+from kvpage_server.system.terminal import for_people, out, when
+
+_MOST_MISSING = 20  # blocks that are named
+Answer = dict[str, Any]  # KVPAGEWHY's
+
+
+def why(store: redis.Redis, args: argparse.Namespace) -> bool:
+    """Why a read of a request, or of the page of that layer, head, page id and type, would miss."""
+    if args.name and len(args.name) != 4:
+        raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
+    req = os.fsencode(args.req)
+    found = store.execute_command("KVPAGEWHY", req, *args.name)  # type: ignore[no-untyped-call]
+    answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
+    if not args.name and answer["reason"] == "never stored":
+        leave_no_trace(store)
+        holdings = ask(store, holdings_of_agent(req))
+        if holdings.agents or holdings.unreadable:
+            _show_agent(store, args, holdings)
+            return True
+    if args.json:
+        print_json({"request": req, "page": args.name} | answer)
+    else:
+        out.print(escape(_said(answer)))
+    return True
+
+
+def _said(answer: Answer) -> str:
+    if answer["reason"] == "hole":
+        return f"block {answer['block']} is not there whole: {_explained(answer['cause'], answer)}"
+    return _explained(answer["reason"], answer)
+
+
+def _explained(reason: str, answer: Answer) -> str:
+    if "at" in answer:
+        by = f" by {answer['policy']}" if "policy" in answer else ""
+        by += f" of {answer['quota']}" if "quota" in answer else ""
+        return f"{reason}{by}, {when(answer['at'])}"
+    if "since" in answer:
+        return f"{reason}, as far as is known since {when(answer['since'])}"
+    return f"{reason}: a read would not miss"
+
+
+# -- agents ------------------------------------------------------------------------------------------------------------
+
+
+def _show_agent(store: redis.Redis, args: argparse.Namespace, holdings: Holdings) -> None:
+    contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
+    if args.json:
+        found = [agent_as_json(agent) | {"places": [*map(place_as_json, places)]} for agent, places in contexts]
+        print_json({"agent": args.req, "contexts": found, "unreadable": holdings.unreadable})
+        return
+    for agent, places in contexts:
+        for line in _lines(agent, places):
+            out.print(escape(line))
+    for key in holdings.unreadable:
+        out.print(escape(f"an agent's context{_of_model(text(key).split(':')[2:])}: its manifest cannot be read"))
+
+
+def _of_model(model: list[str]) -> str:
+    return f" of model {model[0]}" if model and model[0] else ""
+
+
+def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
+    """What a load would find; who stored it and when; and what is missing."""
+    whose, tokens, count = _of_model([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
+    missing = [(i, place) for i, place in enumerate(places) if not place.block.there]
+    if not missing:
+        yield f"an agent's context{whose}: {tokens} in {how_many(count, 'block')}, all stored: a load would not miss"
+    else:
+        first, place = missing[0]
+        there = f"but of {how_many(count, 'block')} only the first {first:,} are there"
+        yield f"an agent's context{whose}: {tokens}, {there}; then: {_missing(place)}"
+        yield f"  a load would find {how_many(agent.found, 'token')}"
+    yield f"  {decimal(agent.bytes)}" + "".join(f", {line}" for line in _history(agent))
+    for i, place in missing[1:_MOST_MISSING]:
+        yield f"  block {i:,}: {_missing(place)}"
+    if len(missing) > _MOST_MISSING:
+        yield f"  and {how_many(len(missing) - _MOST_MISSING, 'more block')}"
+
+
+def _history(agent: Agent) -> Iterator[str]:
+    manifest = agent.manifest
+    if manifest.saved_ms:
+        yield f"stored{f' by {manifest.by}' if manifest.by else ''} {when(manifest.saved_ms)}"
+        yield f"for the first time {when(manifest.created_ms)}"
+    if agent.idle is not None:
+        yield f"used {for_people(timedelta(seconds=agent.idle))} ago"
+
+
+def _missing(place: BlockPlace) -> str:
+    by = f" by {place.by}" if place.by else ""
+    return f"{place.why or 'incomplete'}{by}" + (f", {when(place.why_at)}" if place.why_at else "")

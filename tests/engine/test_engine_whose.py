@@ -1,0 +1,202 @@
+"""Whose memory it is: agents by name, with what they share, from the manifests that engines write."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import pytest
+from contexts import SPEC, made, some_tokens
+from servers import RunningServer
+from test_kvpage_cli import kvpage
+
+# isort: split
+import redis
+
+from engine.pool import BlockPool
+from engine.tiers.pages import PageTier
+from engine.tiers.server.manifest import ContextManifest, manifest_key
+from kvpage_server.observe import manifests
+from kvpage_server.observe.asking import ask
+from kvpage_server.observe.context import context_of, pages_of
+from kvpage_server.observe.whose import Holdings, LookLimits, holdings_of_store
+
+SYSTEM = some_tokens(7, 24)  # the beginning of everybody's prompt: three blocks
+TOOLS = some_tokens(8, 16)  # and of those who have tools: two more
+
+
+class Engine:
+    """What an engine does to a store, without a model."""
+
+    def __init__(self, url: str) -> None:
+        self.pool = BlockPool(64)
+        self.tier = PageTier(url, SPEC, self.pool)
+
+    def save(self, agent: str, tokens: list[int]) -> None:
+        context = made(self.pool, agent, tokens)
+        assert self.tier.save(context)
+        self.pool.free(context.block_ids)
+
+
+@pytest.fixture
+def engine(server: RunningServer, client: redis.Redis) -> Iterator[Engine]:
+    engine = Engine(server.url)
+    yield engine
+    engine.tier.close()
+
+
+@pytest.fixture
+def three(engine: Engine) -> Engine:
+    """Two of them have tools, and one of these is a tenant's."""
+    engine.save("alice", [*SYSTEM, *TOOLS, *some_tokens(1, 12)])
+    engine.save("bob", [*SYSTEM, *TOOLS, *some_tokens(2, 4)])
+    engine.save("carol", [*SYSTEM, *some_tokens(3, 8)])
+    return engine
+
+
+def look(server: RunningServer, limits: LookLimits = LookLimits()) -> Holdings:  # noqa: B008
+    with server.client(protocol=3) as client:
+        return ask(client, holdings_of_store(limits))
+
+
+def test_agents_are_known_by_name_model_tokens_and_time(server: RunningServer, three: Engine) -> None:
+    holdings = look(server)
+    assert [agent.agent_id for agent in holdings.agents] == ["alice", "bob", "carol"]
+    alice = holdings.agents[0]
+    assert (alice.tokens, alice.found, alice.missing) == (52, 52, 0)
+    assert [block.tokens for block in alice.blocks] == [8, 8, 8, 8, 8, 8, 4]
+    assert alice.manifest.model == SPEC.model_id
+    assert time.time() - 60 < alice.manifest.saved_ms / 1000 <= time.time() + 1
+    assert alice.manifest.created_ms == alice.manifest.saved_ms
+    assert holdings.requests == ()
+    assert holdings.cut == ()
+
+
+def test_a_beginning_that_agents_share_is_counted_once(server: RunningServer, three: Engine) -> None:
+    holdings = look(server)
+    assert [(prefix.agents, prefix.tokens, prefix.blocks) for prefix in holdings.prefixes] == [
+        (("alice", "bob", "carol"), 24, 3),
+        (("alice", "bob"), 40, 5),
+    ]
+    everything = {block.name: block.bytes for agent in holdings.agents for block in agent.blocks}
+    assert holdings.bytes == sum(everything.values())
+    alice, bob, carol = holdings.agents
+    shared = holdings.prefixes[1].bytes
+    assert alice.bytes == shared + alice.own_bytes
+    assert bob.bytes == shared + bob.own_bytes
+    assert alice.bytes + bob.own_bytes + carol.own_bytes == holdings.bytes
+
+
+def test_what_is_missing_is_said_with_its_reason(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    alice = look(server).agents[0]
+    client.execute_command("KVPAGEDEL", alice.blocks[5].name)
+    holdings = look(server)
+    alice = next(agent for agent in holdings.agents if agent.agent_id == "alice")
+    assert (alice.found, alice.missing) == (40, 1)
+    with server.client(protocol=3) as asking:
+        places = ask(asking, context_of(alice, holdings))
+    assert [place.why for place in places] == ["", "", "", "", "", "deleted", ""]
+    assert [len(place.agents) for place in places] == [3, 3, 3, 2, 2, 1, 1]
+    assert {place.tier for place in places if place.block.there} == {"memory"}
+
+
+def test_the_pages_of_a_block_have_norms(server: RunningServer, three: Engine) -> None:
+    block = look(server).agents[0].blocks[0]
+    with server.client(protocol=3) as client:
+        pages = ask(client, pages_of(block.name))
+    assert pages is not None
+    assert pages.tokens == 8
+    assert pages.norms is not None
+    assert pages.norms.shape == (pages.layers, len(pages.planes), pages.heads)
+    assert (pages.norms >= 0).all()
+
+
+def test_looking_is_bounded_and_says_so(server: RunningServer, three: Engine) -> None:
+    assert [agent.agent_id for agent in look(server, LookLimits(agents=2)).agents] == ["alice", "bob"]
+    assert look(server, LookLimits(agents=2)).cut == ("agents",)
+    assert "blocks" in look(server, LookLimits(blocks=4)).cut
+
+
+def test_a_look_counts_as_no_use(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    (key,) = client.keys("manifest:alice:*")
+    used = client.object("idletime", key)
+    time.sleep(2.1)
+    assert kvpage("ls", url=server.url)[0] == 0
+    assert client.object("idletime", key) >= used + 2
+
+
+def test_a_second_save_keeps_when_the_agent_began(server: RunningServer, engine: Engine) -> None:
+    engine.save("alice", some_tokens(1, 12))
+    (first,) = look(server).agents
+    time.sleep(0.01)
+    engine.save("alice", some_tokens(1, 20))
+    (second,) = look(server).agents
+    assert second.manifest.created_ms == first.manifest.created_ms
+    assert second.manifest.saved_ms > first.manifest.saved_ms
+    assert engine.tier.fork("alice", "twin")
+    assert {agent.agent_id: agent.tokens for agent in look(server).agents} == {"alice": 20, "twin": 20}
+
+
+def test_manifests_of_earlier_versions_are_read(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    (key,) = client.keys("manifest:alice:*")
+    raw = client.get(key)
+    told = json.loads(raw[17:])
+    older = {name: told[name] for name in ("format", "fingerprint", "tokens", "chain")}
+    found = manifests.parse(key, b"0123456789abcdef " + json.dumps(older).encode())
+    assert found is not None
+    assert (found.tokens, len(found.blocks), found.model, found.saved_ms) == (52, 7, "", 0)
+    assert found.block_tokens == 8
+    assert ContextManifest.parse(raw, "alice", SPEC).tokens[:24] == tuple(SYSTEM)
+
+
+def test_the_head_of_a_manifest_is_enough(three: Engine, client: redis.Redis) -> None:
+    key = manifest_key("alice", SPEC.fingerprint).encode()
+    raw = client.get(key)
+    head = raw[: raw.index(b'"tokens"') + 20]
+    assert manifests.parse(key, head) == manifests.parse(key, raw)
+
+
+@pytest.mark.parametrize("raw", [b"", b"{", b"x" * 100, b'0123456789abcdef {"chain": 5}', b"[" * 100_000, b"\xff{}"])
+def test_what_makes_no_sense_is_named_and_harms_nobody(
+    server: RunningServer, client: redis.Redis, three: Engine, raw: bytes
+) -> None:
+    client.set("manifest:<script>alert(1)</script>:0", raw)
+    holdings = look(server)
+    assert holdings.unreadable == (b"manifest:<script>alert(1)</script>:0",)
+    assert len(holdings.agents) == 3
+
+
+# -- in a terminal -----------------------------------------------------------------------------------------------------
+
+
+def test_ls_shows_agents_and_what_they_share(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    client.execute_command("KVPAGESET", "chat-7", 0, 0, 0, 0, 1, 4, 4, 0, bytes(32))
+    code, shown, _ = kvpage("ls", url=server.url)
+    assert code == 0
+    agents, shared, others = shown.split("\n\n")
+    assert agents.splitlines()[1].split()[0] == "alice"
+    assert shared.splitlines()[1].startswith("alice, bob, carol  ")
+    assert shared.splitlines()[1].split()[3:6] == ["3", "24", "3"]
+    assert others.splitlines()[1].split()[:3] == ["chat-7", "1", "1"]
+    found = json.loads(kvpage("ls", "--json", url=server.url)[1])
+    assert [agent["agent"] for agent in found["agents"]] == ["alice", "bob", "carol"]
+    assert found["shared"][0]["tokens"] == 24
+    assert found["requests"][0]["request"] == "chat-7"
+
+
+def test_stat_and_why_know_an_agent(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    code, shown, _ = kvpage("stat", "alice", url=server.url)
+    assert code == 0
+    assert "52 tokens in 7 blocks" in shown
+    assert "3 agents" in shown
+    client.execute_command("KVPAGEDEL", look(server).agents[0].blocks[3].name)
+    _, shown, _ = kvpage("why", "alice", url=server.url)
+    assert "a load would find 24 tokens" in shown
+    assert "stored by " in shown
+    (context,) = json.loads(kvpage("why", "alice", "--json", url=server.url)[1])["contexts"]
+    assert (context["found_tokens"], context["missing_blocks"]) == (24, 1)
+    assert context["places"][3]["why"] == "deleted"
+    code, _, said = kvpage("stat", "nobody", url=server.url)
+    assert code == 1
+    assert "nobody is no agent" in said
