@@ -199,7 +199,7 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
             policy, *more = args.policy or ["allkeys-lru"]
             capacity, *others = args.capacity or [10_000]
             if more or others or policy not in ON_NODES:
-                raise Failure(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
+                raise LookError(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
             run_nodes(args.trace, policy=policy, capacity=capacity, nodes=args.nodes, to=to)
         else:
             run(

@@ -19,7 +19,7 @@ SEGMENTS = [1, 2, 4, 8, 16, 32, 64]  # blocks
 
 
 @dataclass(slots=True)
-class Load:
+class NodeLoad:
     """What one node had to do."""
 
     blocks: int = 0  # that were read or written
@@ -31,7 +31,7 @@ class Spread:
     """What became of a trace on several nodes, in blocks."""
 
     segment: int
-    loads: list[Load]
+    loads: list[NodeLoad]
     outcome: Outcome = field(default_factory=Outcome)
     prompts: int = 0
 
@@ -68,7 +68,7 @@ def simulate_nodes(
     Before request `lose_at` the node that has most loses all it has, as one does that is started again empty.
     """
     policies, there = [make() for _ in range(nodes)], [set[bytes]() for _ in range(nodes)]
-    found, room = Spread(segment, [Load() for _ in range(nodes)]), max(capacity // nodes, 1)
+    found, room = Spread(segment, [NodeLoad() for _ in range(nodes)]), max(capacity // nodes, 1)
     for number, request in enumerate(trace):
         if number == lose_at:
             lost = max(range(nodes), key=lambda node: len(there[node]))
