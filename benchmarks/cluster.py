@@ -23,16 +23,17 @@ import redis
 
 from benchmarks import valkey_cluster
 from benchmarks.findings import Finding, show, write
+from benchmarks.servers import Server, start_kvpage, unpin
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.bench.measure import GB
-from kvpage_server.bench.work import SMOLLM2_256, Batch, spell
+from kvpage_server.bench.work import SMOLLM2_256, BatchMemory, spell
 from kvpage_server.client import BlockName, PageClient
 from kvpage_server.page import BlockShape, DType, KVType, Plane
 
 PLANES = tuple(Plane(kv_type, DType.BFLOAT16, 128) for kv_type in (KVType.K, KVType.V))
 WORKS = {BlockShape(16, 8, 16, PLANES): 96, BlockShape(32, 8, 16, PLANES): 48, SMOLLM2_256: 17}  # 1, 2 and 5.6 MiB
 ROUNDS = 7
-OURS, ALONE = "PageClient", "PageClient, one master"
+OURS, ALONE, THROUGH = "PageClient", "PageClient, one master", "PageClient, through a gateway"
 INTRO = "client / PageClient of three masters; medians of the rounds, ratios are medians of the ratios of each round"
 _TIMEOUT = 60_000  # milliseconds of a request
 _SERVER = ("--maxmemory", "4gb")
@@ -54,8 +55,8 @@ class Pass:
     cpu_s_per_gb: float
 
 
-def _page_client(stack: ExitStack, cluster: Cluster, work: Work, **options: Any) -> Client:
-    client = stack.enter_context(PageClient(cluster.url, deadline=60, **options))
+def _page_client(stack: ExitStack, url: str, work: Work, **options: Any) -> Client:
+    client = stack.enter_context(PageClient(url, deadline=60, **options))
 
     def read() -> None:
         assert all(client.mget_blocks_into(work.names, work.shape, work.into))
@@ -138,7 +139,7 @@ class Work:
     def __init__(self, shape: BlockShape, count: int) -> None:
         self.shape = shape
         self.name = f"{count} of {spell(shape.nbytes)}"
-        self.batch = Batch(count, shape.nbytes, seed=24)
+        self.batch = BatchMemory(count, shape.nbytes, seed=24)
         self.names: list[BlockName] = [(b"cluster-%d" % i, 0) for i in range(count)]
         self.keys = [b"value-%d" % i for i in range(count)]
         self.bodies, self.into = list(self.batch.written), list(self.batch.read)
@@ -156,15 +157,18 @@ def _pass(move: Callable[[], Any], nbytes: int) -> Pass:
     return Pass(nbytes / GB / seconds, cpu / (nbytes / GB))
 
 
-def _measured(three: Cluster, one: Cluster, shape: BlockShape, count: int, rounds: int) -> Iterator[Finding]:
+def _measured(
+    three: Cluster, one: Cluster, gateway: Server, shape: BlockShape, count: int, rounds: int
+) -> Iterator[Finding]:
     work = Work(shape, count)
     passes: dict[tuple[str, str], list[Pass]] = {}
     with ExitStack() as stack:
         one_by_one, batch = _glide_sync(stack, three, work)
         clients = {
-            OURS: _page_client(stack, three, work),
-            ALONE: _page_client(stack, one, work),
-            "PageClient, not verifying": _page_client(stack, three, work, verify=False),
+            OURS: _page_client(stack, three.url, work),
+            ALONE: _page_client(stack, one.url, work),
+            THROUGH: _page_client(stack, gateway.url, work),
+            "PageClient, not verifying": _page_client(stack, three.url, work, verify=False),
             "redis-py, a pipeline": _redis_py(stack, three, work),
             "glide-sync, one by one": one_by_one,
             "glide-sync, a batch": batch,
@@ -192,6 +196,8 @@ def _measured(three: Cluster, one: Cluster, shape: BlockShape, count: int, round
                 at_most = 1 / 0.9
             elif name == ALONE:
                 at_least = 1 / 1.1
+            elif name == THROUGH and what == "GB/s":
+                at_least = 0.45
             measured = f"{mine:.2f} / {theirs:.2f}"
             yield Finding(f"{op} {work.name}", name, what, measured, ratio, at_least=at_least, at_most=at_most)
 
@@ -206,9 +212,11 @@ def main(words: list[str]) -> None:
     with (
         valkey_cluster.run(*_SERVER, replicas=False) as three,
         valkey_cluster.run(*_SERVER, masters=1, replicas=False) as one,
+        start_kvpage("--store", "cluster", "--cluster-nodes", three.addresses) as gateway,
     ):
+        unpin(gateway.process.pid)
         for shape, count in WORKS.items():
-            findings += _measured(three, one, shape, count // 8 if quick else count, 1 if quick else ROUNDS)
+            findings += _measured(three, one, gateway, shape, count // 8 if quick else count, 1 if quick else ROUNDS)
         version = three.nodes[0].told("INFO", "server")["valkey_version"]
     show(findings, "clients of a cluster")
     if not quick:

@@ -150,6 +150,12 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
         "--capacity", type=positive, metavar="N", help=f"room, in blocks; {usual} if not given", **several
     )
     replay_.add_argument(
+        "--nodes",
+        type=positive,
+        metavar="N",
+        help="on how many nodes, for segments of 1 to 64 blocks; with one --policy and one --capacity",
+    )
+    replay_.add_argument(
         "--block-bytes", type=size, metavar="SIZE", default=64 << 20, help="of a block, such as 2mb; 64mb if not given"
     )
     replay_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
@@ -184,17 +190,25 @@ def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
     """A trace through policies, without any store."""
-    from kvpage_server.replay.command import CAPACITIES, USUAL, run
+    from kvpage_server.replay.command import CAPACITIES, ON_NODES, USUAL, run, run_nodes
     from kvpage_server.replay.report import Destination
 
+    to = Destination(out, args.json, args.plot)
     try:
-        run(
-            args.trace,
-            policies=args.policy or USUAL,
-            capacities=args.capacity or CAPACITIES,
-            block_bytes=args.block_bytes,
-            to=Destination(out, args.json, args.plot),
-        )
+        if args.nodes:
+            policy, *more = args.policy or ["allkeys-lru"]
+            capacity, *others = args.capacity or [10_000]
+            if more or others or policy not in ON_NODES:
+                raise LookError(f"--nodes takes one --policy, of {', '.join(ON_NODES)}, and one --capacity")
+            run_nodes(args.trace, policy=policy, capacity=capacity, nodes=args.nodes, to=to)
+        else:
+            run(
+                args.trace,
+                policies=args.policy or USUAL,
+                capacities=args.capacity or CAPACITIES,
+                block_bytes=args.block_bytes,
+                to=to,
+            )
     except ModuleNotFoundError as missing:
         raise LookError(f"--plot: {missing_extra(missing, 'bench')}") from None
     return True

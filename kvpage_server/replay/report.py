@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
 
+from kvpage_server.replay.nodes import Spread
 from kvpage_server.replay.simulate import Outcome
 
 
@@ -76,4 +77,85 @@ def write_plot(title: str, replays: list[Replay], path: Path) -> None:
     axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend()
+    figure.savefig(path, dpi=120)
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class SpreadReplay:
+    """One trace on several nodes, and again with one of them lost in the middle."""
+
+    whole: Spread
+    with_loss: Spread
+
+    @property
+    def lost(self) -> int:
+        """Blocks that were computed again because of the loss."""
+        return self.whole.outcome.hits - self.with_loss.outcome.hits
+
+    def figures(self) -> dict[str, float]:
+        """All of them by name."""
+        whole = self.whole
+        return {
+            "segment": whole.segment,
+            "ratio": whole.outcome.ratio,
+            "nodes_a_prompt": whole.nodes_a_prompt,
+            "busiest_by_blocks": whole.busiest_by_blocks,
+            "busiest_by_prompts": whole.busiest_by_prompts,
+            "lost": self.lost,
+            "lost_ratio": self.lost / whole.outcome.hits if whole.outcome.hits else 0.0,
+        }
+
+
+def spread_table(replays: list[SpreadReplay]) -> Table:
+    """For the terminal."""
+    found = Table(box=None, header_style="bold", pad_edge=False)
+    for column in (
+        "segment",
+        "prefix hits",
+        "nodes a prompt",
+        "busiest, blocks",
+        "busiest, prompts",
+        "lost with a node",
+    ):
+        found.add_column(column, justify="right")
+    for replay in replays:
+        told = replay.figures()
+        busiest = (f"{told[name]:.2f} x mean" for name in ("busiest_by_blocks", "busiest_by_prompts"))
+        lost = f"{replay.lost:,} ({told['lost_ratio']:.2%})"
+        found.add_row(
+            f"{replay.whole.segment}", f"{told['ratio']:.2%}", f"{told['nodes_a_prompt']:.2f}", *busiest, lost
+        )
+    return found
+
+
+def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[SpreadReplay], path: Path) -> None:
+    """Every figure."""
+    told = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
+    path.write_text(json.dumps(told, indent=1) + "\n")
+
+
+def write_spread_plot(title: str, replays: list[SpreadReplay], path: Path) -> None:
+    """Balance and round trips over the segment's size. Needs matplotlib."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    told = [replay.figures() for replay in replays]
+    segments = [replay.whole.segment for replay in replays]
+    for name, label in (("busiest_by_blocks", "blocks moved"), ("busiest_by_prompts", "prompts that ask it")):
+        left.plot(segments, [figures[name] for figures in told], "o-", label=label)
+    left.set_ylabel("busiest node / mean of all nodes")
+    left.legend()
+    right.plot(segments, [figures["nodes_a_prompt"] for figures in told], "o-", color="C2")
+    right.set_ylabel("nodes that a prompt asks")
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(segments, [str(segment) for segment in segments])
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("blocks of a segment")
+        axes.grid(alpha=0.3)
+    figure.suptitle(title)
     figure.savefig(path, dpi=120)

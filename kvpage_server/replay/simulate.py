@@ -35,20 +35,24 @@ def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
     for request in trace:
-        policy.now = request.second
-        blocks = request.blocks[:capacity]
-        _count(outcome, request, there)
-        for block in blocks:
-            if block in there:
-                policy.used(block)
-        outcome.evicted += _evict(policy, there, capacity - sum(block not in there for block in blocks))
-        for block in blocks:
-            if block not in there:
-                outcome.written += 1
-                there.add(block)
-                policy.used(block)
-        policy.follows(blocks)
+        count_hits(outcome, request, there)
+        enter(policy, there, request.blocks[:capacity], request.second, capacity, outcome)
     return outcome
+
+
+def enter(policy: Policy, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
+    """Have the blocks of a prompt there, in place of others if need be."""
+    policy.now = second
+    new = [block for block in blocks if block not in there]
+    for block in blocks:
+        if block in there:
+            policy.used(block)
+    outcome.evicted += _evict(policy, there, capacity - len(new))
+    for block in new:
+        there.add(block)
+        policy.used(block)
+    outcome.written += len(new)
+    policy.follows(blocks)
 
 
 def _evict(policy: Policy, there: set[bytes], most: int) -> int:
@@ -69,7 +73,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
     outcome = Outcome()
     there: set[bytes] = set()
     for request in trace:
-        _count(outcome, request, there)
+        count_hits(outcome, request, there)
         for block in request.blocks:
             if block not in there:
                 if len(there) == capacity:
@@ -79,7 +83,8 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
     return outcome
 
 
-def _count(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
+def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
+    """Count what was asked for, and what of it need not be computed."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:

@@ -42,7 +42,7 @@ MAY_KNOW = {
     "app": "client commands configuration core gateway net page renewal slot_map store system",
     "client": "core page",
     "snapshot": "client page system",
-    "replay": "store system",
+    "replay": "slot_map store system",
     "bench": "client page system",
     "look": "address observe page system",
     "observe": "page",

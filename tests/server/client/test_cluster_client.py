@@ -295,7 +295,8 @@ def test_what_a_replica_does_not_have_yet_is_found_at_its_master(pages: PageClie
 
 def test_the_documented_example_runs(cluster: Cluster) -> None:
     text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text()
-    (*_, example) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    examples = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    [example] = [each for each in examples if "127.0.0.1:7000" in each]
     done = subprocess.run(
         [sys.executable, "-c", example.replace("127.0.0.1:7000,127.0.0.1:7001", cluster.addresses)],
         capture_output=True,

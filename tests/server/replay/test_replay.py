@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvpage_server.replay.clairvoyant import clairvoyant
+from kvpage_server.replay.nodes import simulate_nodes
 from kvpage_server.replay.simulate import simulate, simulate_noeviction
 from kvpage_server.replay.trace import TracedPrompt, TraceError, read_trace
 from kvpage_server.store.eviction.lru import LRU
@@ -146,3 +147,56 @@ def test_a_replay_is_fast(tmp_path: Path) -> None:
 def run(*words: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "kvpage_server.cli", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+
+
+# -- several nodes -----------------------------------------------------------------------------------------------------
+
+
+def test_on_several_nodes_everything_is_found_that_one_with_their_room_finds() -> None:
+    trace = trace_of("abcdefgh", "abcdxyz", "abcdefgh")
+    for nodes in (1, 2, 5):
+        for segment in (1, 2, 64):
+            found = simulate_nodes(LRU, trace, 1000, nodes, segment)
+            assert found.outcome.hits == simulate(LRU, trace, 1000).hits
+            assert sum(load.blocks for load in found.loads) == found.outcome.asked
+
+
+def test_a_longer_segment_asks_fewer_nodes_and_is_spread_less_evenly(tmp_path: Path) -> None:
+    trace = read_trace(write_trace(tmp_path / "trace", chat_trace(300, 20)))
+    spreads = [simulate_nodes(LRU, trace, 400, 8, segment) for segment in (1, 4, 64)]
+    assert [s.nodes_a_prompt for s in spreads] == sorted((s.nodes_a_prompt for s in spreads), reverse=True)
+    assert 1 <= spreads[0].busiest_by_blocks < spreads[2].busiest_by_blocks
+
+
+def test_prompts_that_begin_alike_are_spread_all_the_same() -> None:
+    trace = trace_of(*("s" + "abcdefgh"[i] + "123" for i in range(8)))
+    found = simulate_nodes(LRU, trace, 100, 8, 64)
+    assert max(load.blocks for load in found.loads) < sum(load.blocks for load in found.loads) / 2
+
+
+def test_a_lost_node_costs_what_it_had_and_nothing_else() -> None:
+    trace = trace_of("abcd", "abcd", "abcd", "abcd")
+    whole = simulate_nodes(LRU, trace, 100, 1, 1)
+    lossy = simulate_nodes(LRU, trace, 100, 1, 1, lose_at=2)
+    assert whole.outcome.hits - lossy.outcome.hits == 4
+    two = simulate_nodes(LRU, trace, 100, 4, 1, lose_at=2)
+    assert 0 < whole.outcome.hits - two.outcome.hits <= 4
+
+
+def test_the_command_shows_what_nodes_are_worth(tmp_path: Path) -> None:
+    trace = write_trace(tmp_path / "trace.jsonl", chat_trace(100, 10))
+    figures, plot = tmp_path / "figures.json", tmp_path / "plot.png"
+    words = ["replay", str(trace), "--nodes", "4", "--capacity", "200", "--json", str(figures), "--plot", str(plot)]
+    shown = subprocess.run([sys.executable, "-m", "kvpage_server.cli", *words], capture_output=True, text=True)
+    assert shown.returncode == 0, shown.stderr
+    assert "busiest, blocks" in shown.stdout
+    told = json.loads(figures.read_text())
+    assert [each["segment"] for each in told["replays"]] == [1, 2, 4, 8, 16, 32, 64]
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    refused = subprocess.run(
+        [sys.executable, "-m", "kvpage_server.cli", *words[:4], "--policy", "clairvoyant"],
+        capture_output=True,
+        text=True,
+    )
+    assert refused.returncode != 0
+    assert "--nodes takes one --policy, of" in refused.stderr
