@@ -13,8 +13,6 @@ from kvpage_server.core.python.words import Argument, Command
 if TYPE_CHECKING or NAME == "python":
     from kvpage_server.core.python import (
         AT_ONCE,
-        MOST_SPARE,
-        SPARE_FOR,
         Arena,
         Bodies,
         Chunk,
@@ -39,8 +37,6 @@ if TYPE_CHECKING or NAME == "python":
 else:
     from kvpage_server.core.native import (
         AT_ONCE,
-        MOST_SPARE,
-        SPARE_FOR,
         Arena,
         Bodies,
         Chunk,
@@ -65,10 +61,8 @@ else:
 
 __all__ = [
     "AT_ONCE",
-    "MOST_SPARE",
     "NAME",
     "REASON",
-    "SPARE_FOR",
     "Arena",
     "Argument",
     "Bodies",

@@ -1,8 +1,13 @@
 """Memory from the system: few large mappings, from which chunks are cut and to which they return.
 
-A mapping costs the system nothing until it is written to. What is cut from it is written from then on; what returns is
-handed back to the system at once and can be cut again. Where the system has huge pages, it is asked for them: the first
-touch of fresh memory costs half as much so, and it has to be touched sooner or later.
+A mapping costs the system nothing until it is written to. What returns can be cut again at once, whatever the size:
+memory that is fresh has to be zeroed first, which costs more than all else that is done with it. What was spare for a
+while without a break is handed back; and what is spare does not come on top of what is fresh: when all of it is too
+small, as much of it is handed back as is taken.
+
+Memory is taken from a mapping and handed back in whole huge pages: where the system uses some, a part that went back
+would split one. They are not asked for. A value that comes into small pages finds each in the processor's cache, zeroed
+a moment ago; two megabytes that are zeroed at once have left it by then.
 
 Memory is handed back by a thread, since that takes milliseconds for large values.
 """
@@ -15,58 +20,84 @@ import sys
 import threading
 from bisect import bisect_left
 from collections import deque
+from collections.abc import Iterator
 from queue import SimpleQueue
+from time import monotonic
 
+from kvpage_server.core.sizes import round_up
+
+SPARE_FOR = 5.0  # seconds; twice as long at most
 SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
-ALONE = 16 << 20  # bytes: a chunk of at least as many has a mapping of its own
+HUGE = 2 << 20  # bytes of a huge page
 
-_IS_LINUX = sys.platform == "linux"
-_IN_HUGE_PAGES = 14  # madvise(2): MADV_HUGEPAGE, of Linux alone
-_GIVE_BACK = 4 if _IS_LINUX else 5  # MADV_DONTNEED; elsewhere MADV_FREE
+_GIVE_BACK = 4 if sys.platform == "linux" else 5  # madvise(2): MADV_DONTNEED; elsewhere MADV_FREE
+_GIVEN_AT_ONCE = 16 << 20  # bytes: others who change what is mapped wait meanwhile
+_TOO_SMALL = 16 << 20  # bytes that may be spare, and too small for what is taken
+_AT_ONCE = 256  # spans that are handed back before others have their turn
 _madvise = ctypes.CDLL(None).madvise  # which lets other threads run meanwhile; `mmap.madvise` does not
 _madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
+class Spans:
+    """Parts of a region, from start to stop, in order, none touching another."""
+
+    def __init__(self, *spans: tuple[int, int]) -> None:
+        self._spans = list(spans)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._spans)
+
+    def cut(self, size: int) -> int | None:
+        """Where so many bytes begin, which are taken out; None when they are not there side by side."""
+        for i, (start, stop) in enumerate(self._spans):
+            if start + size <= stop:
+                self._spans[i : i + 1] = [(start + size, stop)] if start + size < stop else []
+                return start
+        return None
+
+    def cut_pages(self, most: int) -> tuple[int, int] | None:
+        """A span of whole huge pages, of up to `most` bytes, which is taken out; None when there is none."""
+        for i, (start, stop) in enumerate(self._spans):
+            first = round_up(start, HUGE)
+            last = min(stop // HUGE * HUGE, first + most)
+            if first < last:
+                self._spans[i : i + 1] = [span for span in ((start, first), (last, stop)) if span[0] < span[1]]
+                return first, last
+        return None
+
+    def add(self, start: int, stop: int) -> None:
+        """Have a part more, which is not there."""
+        i = bisect_left(self._spans, (start, stop))
+        if i < len(self._spans) and self._spans[i][0] == stop:
+            stop = self._spans.pop(i)[1]
+        if i and self._spans[i - 1][1] == start:
+            i -= 1
+            start = self._spans.pop(i)[0]
+        self._spans.insert(i, (start, stop))
+
+
 class Region:
-    """One mapping. `free` are the parts of it that can be cut, from start to stop, in order, none touching another.
+    """One mapping, of whole huge pages. What is not cut is `fresh`, or `spare` when it may have been written to.
 
     Raises MemoryError when the system has no more.
     """
 
     def __init__(self, size: int) -> None:
         try:
-            self.memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"the system has no {size} bytes more") from error
-        self.view = memoryview(self.memory)
+        first = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % HUGE
+        self.memory = memoryview(memory)[first : first + size]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self.memory))
         self.size = size
-        self.free = [(0, size)]
-        if _IS_LINUX:
-            _madvise(self.address, size, _IN_HUGE_PAGES)  # or pages of the usual size, where it refuses
+        self.fresh = Spans((0, size))
+        self.spare = Spans()
 
     @property
     def is_whole(self) -> bool:
-        """Whether nothing of it is cut."""
-        return self.free == [(0, self.size)]
-
-    def cut(self, size: int) -> int | None:
-        """Where so many bytes begin that are no longer free; None when they are not there side by side."""
-        for i, (start, stop) in enumerate(self.free):
-            if start + size <= stop:
-                self.free[i : i + 1] = [(start + size, stop)] if start + size < stop else []
-                return start
-        return None
-
-    def put_back(self, start: int, stop: int) -> None:
-        """A part of it is free again."""
-        i = bisect_left(self.free, (start, stop))
-        if i < len(self.free) and self.free[i][0] == stop:
-            stop = self.free.pop(i)[1]
-        if i and self.free[i - 1][1] == start:
-            i -= 1
-            start = self.free.pop(i)[0]
-        self.free.insert(i, (start, stop))
+        """Whether nothing of it is cut or spare."""
+        return [*self.fresh] == [(0, self.size)]
 
 
 class Stretch:
@@ -89,6 +120,9 @@ class Regions:
     """Stretches of any size. Its owner's thread calls it; the thread that it has ends with it."""
 
     def __init__(self) -> None:
+        self.spare = 0  # bytes
+        self._least = 0  # that were spare all the time
+        self._since = monotonic()
         self._regions: list[Region] = []
         self._leaving: SimpleQueue[Stretch | None] = SimpleQueue()
         self._returned: deque[Stretch] = deque()  # by the thread
@@ -97,8 +131,81 @@ class Regions:
     def __del__(self) -> None:
         self._leaving.put(None)
 
-    def give(self, stretch: Stretch) -> None:
+    def take(self, size: int) -> Stretch:
+        """So many bytes. Raises MemoryError when the system has no more."""
+        self._take_back()
+        found = self._cut(size)
+        if found is None:
+            self._give_back(min(size, self.spare - _TOO_SMALL))
+            self._have_more(round_up(size, HUGE))
+            found = self._cut(size)
+            assert found is not None
+        self._least = min(self._least, self.spare)
+        return found
+
+    def put(self, stretch: Stretch) -> None:
         """Nobody refers to its bytes any more."""
+        stretch.region.spare.add(stretch.start, stretch.start + stretch.size)
+        self.spare += stretch.size
+
+    def rest(self) -> None:
+        """Hand back what was spare for long enough; the rest of very much the next time."""
+        now = monotonic()
+        if now - self._since >= SPARE_FOR:
+            gone = self._give_back(self._least)
+            self._least -= gone
+            if not gone:
+                self._least, self._since = self.spare, now
+
+    def _cut(self, size: int) -> Stretch | None:
+        for region in self._regions:
+            start = region.spare.cut(size)
+            if start is not None:
+                self.spare -= size
+                return Stretch(region, start, size)
+        return None
+
+    def _have_more(self, size: int) -> None:
+        """Have so many bytes more to cut from, side by side."""
+        for region in self._regions:
+            start = region.fresh.cut(size)
+            if start is not None:
+                break
+        else:
+            region = self._map(size)
+            start = region.fresh.cut(size)
+            assert start is not None
+        self.put(Stretch(region, start, size))
+
+    def _map(self, size: int) -> Region:
+        """A new region with room for `size` bytes: a large one, as far as the system allows it."""
+        mapped = sum(region.size for region in self._regions)
+        large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
+        while True:
+            try:
+                region = Region(max(round_up(large, HUGE), size))
+                self._regions.append(region)
+                return region
+            except MemoryError:
+                if large <= size:
+                    raise
+                large //= 2
+
+    def _give_back(self, most: int) -> int:
+        """Hand up to so many bytes back that are spare, some of them; how many."""
+        wanted = left = max(most, 0) // HUGE * HUGE
+        spans = 0
+        for region in reversed(self._regions):
+            while left > 0 and spans < _AT_ONCE and (span := region.spare.cut_pages(left)):
+                stretch = Stretch(region, span[0], span[1] - span[0])
+                self.spare -= stretch.size
+                left -= stretch.size
+                spans += 1
+                self._hand_over(stretch)
+        return wanted - left
+
+    def _hand_over(self, stretch: Stretch) -> None:
+        """Have the thread hand it back to the system."""
         if not self._begun:
             thread = threading.Thread(target=_give_all_back, args=(self._leaving, self._returned), daemon=True)
             thread.name = "kvpage-memory"
@@ -110,40 +217,12 @@ class Regions:
             self._begun = True
         self._leaving.put(stretch)
 
-    def take(self, size: int) -> Stretch:
-        """So many bytes. Raises MemoryError when the system has no more."""
-        if size >= ALONE:
-            return Stretch(Region(size), 0, size)
-        self._take_back()
-        for region in self._regions:
-            start = region.cut(size)
-            if start is not None:
-                return Stretch(region, start, size)
-        region = self._map(size)
-        start = region.cut(size)
-        assert start is not None
-        return Stretch(region, start, size)
-
-    def _map(self, size: int) -> Region:
-        """A new region with room for `size` bytes: a large one, as far as the system allows it."""
-        mapped = sum(region.size for region in self._regions)
-        large = min(max(mapped, SMALLEST_REGION), LARGEST_REGION)
-        while True:
-            try:
-                region = Region(max(large, size))
-                self._regions.append(region)
-                return region
-            except MemoryError:
-                if large <= size:
-                    raise
-                large //= 2
-
     def _take_back(self) -> None:
-        """What the thread has given back to the system can be cut again. A region of which nothing is cut goes."""
+        """What the thread has given back to the system is fresh again. A region that is so as a whole goes."""
         while self._returned:
             stretch = self._returned.popleft()
             region = stretch.region
-            region.put_back(stretch.start, stretch.start + stretch.size)
+            region.fresh.add(stretch.start, stretch.start + stretch.size)
             if region.is_whole and len(self._regions) > 1:
                 self._regions.remove(region)
 
@@ -151,11 +230,11 @@ class Regions:
 def _give_all_back(leaving: SimpleQueue[Stretch | None], returned: deque[Stretch]) -> None:
     while (stretch := leaving.get()) is not None:
         _give_back(stretch, returned)
-        del stretch  # or a mapping of its own would stay until the next
+        del stretch  # or its region would stay until the next
 
 
 def _give_back(stretch: Stretch, returned: deque[Stretch]) -> None:
-    """Hand memory back to the system; a mapping of its own ends with it."""
-    _madvise(stretch.address, stretch.size, _GIVE_BACK)
-    if stretch.size < ALONE:
-        returned.append(stretch)
+    """Hand memory back to the system."""
+    for at in range(0, stretch.size, _GIVEN_AT_ONCE):
+        _madvise(stretch.address + at, min(_GIVEN_AT_ONCE, stretch.size - at), _GIVE_BACK)
+    returned.append(stretch)

@@ -11,12 +11,10 @@ from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.uses import enter, use_again
 from kvpage_server.core.native.words import Words
-from kvpage_server.core.python import AT_ONCE, MOST_SPARE, SPARE_FOR, Columns
+from kvpage_server.core.python import AT_ONCE, Columns
 
 __all__ = [
     "AT_ONCE",
-    "MOST_SPARE",
-    "SPARE_FOR",
     "Arena",
     "Bodies",
     "Chunk",

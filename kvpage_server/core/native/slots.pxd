@@ -21,23 +21,20 @@ cdef struct Chunk:  # some memory in slots of one size
     uint16_t *places  # which
     Chunk *before  # among those with a free slot
     Chunk *behind
-    Chunk *older  # among those that are empty
-    Chunk *newer
-    double since  # when it became empty
+    Chunk *empty_before  # among those that are empty
+    Chunk *empty_behind
 
 
 cdef class Arena:
     cdef readonly Py_ssize_t used  # bytes of slots in use
-    cdef readonly Py_ssize_t spare  # bytes of empty chunks
-    cdef readonly Py_ssize_t held  # bytes that were taken from the system
+    cdef Py_ssize_t in_chunks  # bytes of chunks
+    cdef Py_ssize_t in_empty_chunks
     cdef object regions
     cdef SizeClass *classes
-    cdef Chunk *oldest  # of the empty ones
-    cdef Chunk *newest
-    cdef double now  # when it last rested, in monotonic seconds: it need not be told at every slot
+    cdef Chunk *empty  # chunks that are
     cdef Slot take(self, Py_ssize_t size)  # raises MemoryError
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL
-    cdef int give_back(self, double since) except -1
+    cdef int let_go(self) except -1
 
 
 cdef class Slot:

@@ -12,10 +12,6 @@ from cpython.memoryview cimport PyMemoryView_FromObject
 from cpython.ref cimport Py_DECREF, Py_INCREF
 from libc.stdlib cimport calloc, free, malloc
 
-from time import monotonic
-
-from kvpage_server.core.python.slots import MOST_SPARE as _MOST_SPARE
-from kvpage_server.core.python.slots import SPARE_FOR as _SPARE_FOR
 from kvpage_server.core.regions import Regions
 from kvpage_server.core.sizes import LARGEST as _LARGEST
 from kvpage_server.core.sizes import chunk_shape, slot_shape
@@ -26,10 +22,8 @@ cdef extern from * nogil:
 cdef Py_ssize_t HEADER = 64
 cdef Py_ssize_t CLASSES = 165  # up to bodies of 2**47 bytes
 
-cdef Py_ssize_t MOST_SPARE = _MOST_SPARE
 cdef Py_ssize_t LARGEST = _LARGEST
-cdef double SPARE_FOR = _SPARE_FOR
-cdef int AT_ONCE = 256  # chunks that are given back before others have their turn
+cdef int AT_ONCE = 256  # chunks that are returned before others have their turn
 
 
 # -- sizes -------------------------------------------------------------------------------------------------------------
@@ -85,26 +79,21 @@ cdef inline Py_ssize_t in_use(Chunk *chunk) noexcept nogil:
 
 
 cdef inline void note_empty(Arena arena, Chunk *chunk) noexcept:
-    arena.spare += chunk.size
-    chunk.since = arena.now
-    chunk.newer, chunk.older = NULL, arena.newest
-    if arena.newest != NULL:
-        arena.newest.newer = chunk
-    else:
-        arena.oldest = chunk
-    arena.newest = chunk
+    arena.in_empty_chunks += chunk.size
+    chunk.empty_before, chunk.empty_behind = NULL, arena.empty
+    if chunk.empty_behind != NULL:
+        chunk.empty_behind.empty_before = chunk
+    arena.empty = chunk
 
 
 cdef inline void note_not_empty(Arena arena, Chunk *chunk) noexcept:
-    arena.spare -= chunk.size
-    if chunk.older != NULL:
-        chunk.older.newer = chunk.newer
+    arena.in_empty_chunks -= chunk.size
+    if chunk.empty_before != NULL:
+        chunk.empty_before.empty_behind = chunk.empty_behind
     else:
-        arena.oldest = chunk.newer
-    if chunk.newer != NULL:
-        chunk.newer.older = chunk.older
-    else:
-        arena.newest = chunk.older
+        arena.empty = chunk.empty_behind
+    if chunk.empty_behind != NULL:
+        chunk.empty_behind.empty_before = chunk.empty_before
 
 
 cdef Chunk *new_chunk(object regions, Py_ssize_t size, Py_ssize_t slots) except NULL:
@@ -189,6 +178,11 @@ cdef class Slot:
         cdef int frame = frame_size(self.size)
         return view_of(self, -frame, frame + self.size + 2)
 
+    @property
+    def blob(self):
+        """Header and body as a bulk string, in pieces."""
+        return b"$%d\r\n%b" % (HEADER + self.size, header_of(self)[:HEADER]), Part(self, 0, self.size), b"\r\n"
+
     def part(self, Py_ssize_t start, Py_ssize_t stop):
         """The bytes of the body from `start` to before `stop`."""
         return Part(self, start, stop)
@@ -250,19 +244,18 @@ cdef class Arena:
 
     def __cinit__(self):
         self.regions = Regions()
-        self.now = monotonic()
         self.classes = <SizeClass *>calloc(CLASSES, sizeof(SizeClass))
         if self.classes == NULL:
             raise MemoryError
 
     def __dealloc__(self):
         """No slot is in use: each has a reference."""
-        cdef Chunk *chunk = self.oldest
-        cdef Chunk *newer
+        cdef Chunk *chunk = self.empty
+        cdef Chunk *behind
         while chunk != NULL:
-            newer = chunk.newer
+            behind = chunk.empty_behind
             free_chunk(chunk)
-            chunk = newer
+            chunk = behind
         free(self.classes)
 
     def allocate(self, Py_ssize_t size):
@@ -271,10 +264,20 @@ cdef class Arena:
             raise ValueError(f"a slot has 0 bytes or more, got {size}")
         return self.take(size)
 
+    @property
+    def spare(self):
+        """Bytes of empty chunks, and of what can be cut into others."""
+        return self.in_empty_chunks + self.regions.spare
+
+    @property
+    def held(self):
+        """Bytes that were taken from the system."""
+        return self.in_chunks + self.regions.spare
+
     def rest(self):
-        """Give back chunks that have been empty for long enough, or that are more than is kept."""
-        self.now = monotonic()
-        self.give_back(self.now - SPARE_FOR)
+        """Hand memory back to the system that was spare for long enough."""
+        self.let_go()
+        self.regions.rest()
 
     cdef Slot take(self, Py_ssize_t size):
         if size > LARGEST:
@@ -305,7 +308,7 @@ cdef class Arena:
 
     cdef Chunk *map_chunk(self, Py_ssize_t index) except NULL:
         cdef SizeClass *size_class = &self.classes[index]
-        self.give_back(0)
+        self.let_go()
         shape = slot_shape(capacity_of(index))
         size_class.pitch, size_class.lead = shape.pitch, shape.lead
         nbytes, slots = chunk_shape(shape, size_class.held)
@@ -314,26 +317,26 @@ cdef class Arena:
         chunk.size_class = size_class
         chunk.start += size_class.lead
         size_class.held += chunk.size
-        self.held += chunk.size
+        self.in_chunks += chunk.size
         open_chunk(chunk)
         note_empty(self, chunk)
         return chunk
 
-    cdef int give_back(self, double since) except -1:
-        """Give back chunks that have been empty since then, and those that are more than is kept: some of them."""
+    cdef int let_go(self) except -1:
+        """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
         cdef int i
         cdef Chunk *chunk
         for i in range(AT_ONCE):
-            chunk = self.oldest
-            if chunk == NULL or (self.spare <= MOST_SPARE and chunk.since > since):
+            chunk = self.empty
+            if chunk == NULL:
                 return 0
             note_not_empty(self, chunk)
             close_chunk(chunk)
             chunk.size_class.held -= chunk.size
-            self.held -= chunk.size
+            self.in_chunks -= chunk.size
             stretch = <object>chunk.stretch
             free_chunk(chunk)
-            self.regions.give(stretch)
+            self.regions.put(stretch)
         return 0
 
 

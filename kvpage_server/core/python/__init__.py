@@ -8,14 +8,12 @@ from kvpage_server.core.python.outgoing import Outgoing
 from kvpage_server.core.python.page_keys import PageKeys
 from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, look_up
 from kvpage_server.core.python.sent_pages import Chunk, SentPages
-from kvpage_server.core.python.slots import MOST_SPARE, SPARE_FOR, Arena, Part, Slot
+from kvpage_server.core.python.slots import Arena, Part, Slot
 from kvpage_server.core.python.uses import Columns, enter, use_again
 from kvpage_server.core.python.words import Words
 
 __all__ = [
     "AT_ONCE",
-    "MOST_SPARE",
-    "SPARE_FOR",
     "Arena",
     "Bodies",
     "Chunk",

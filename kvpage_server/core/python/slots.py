@@ -1,9 +1,8 @@
 """Memory for values, in slots of a few sizes, recycled.
 
 Slots are cut from chunks; a size has its own chunks, so a freed slot fits the next value of its size and memory neither
-fragments nor is made ready again. A chunk whose last slot is freed is kept for a while, for the next values of its
-size, as long as those that are kept take no more than `MOST_SPARE` together; the one that has been empty for longest
-goes first.
+fragments nor is made ready again. A chunk whose last slot is freed is returned to its region when the arena rests, or
+when slots of another size need one: `regions` says how long its memory is kept.
 
 Who owns a slot? Whoever refers to the `Slot` object or to a view of its memory: the index, a parser that is filling it,
 a session that is sending it, a thread that writes it to disk. The last reference to go returns the memory, so a buffer
@@ -13,7 +12,7 @@ in flight is never recycled and an aborted upload leaks nothing.
 from __future__ import annotations
 
 from collections import deque
-from time import monotonic
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,9 +21,7 @@ from kvpage_server.core.regions import Regions, Stretch
 from kvpage_server.core.sizes import LARGEST, SUFFIX, SlotShape, capacity_for, chunk_shape, slot_shape
 from kvpage_server.page import HEADER_SIZE
 
-MOST_SPARE = 128 << 20  # bytes
-SPARE_FOR = 5.0  # seconds
-_AT_ONCE = 256  # chunks that are given back before others have their turn
+_AT_ONCE = 256  # chunks that are returned before others have their turn
 
 
 class SizeClass:
@@ -110,7 +107,12 @@ class Slot:
     @property
     def borrowed(self) -> memoryview:
         """The same, sooner, for who refers to the slot as long as to this."""
-        return self._chunk.stretch.region.view[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
+        return self._chunk.stretch.region.memory[self._start + HEADER_SIZE : self.at + self.size + SUFFIX]
+
+    @property
+    def blob(self) -> tuple[bytes, Part, bytes]:
+        """Header and body as a bulk string, in pieces."""
+        return b"$%d\r\n%b" % (HEADER_SIZE + self.size, bytes(self.header)), self.part(0, self.size), b"\r\n"
 
     def part(self, start: int, stop: int) -> Part:
         """The bytes of the body from `start` to before `stop`."""
@@ -146,10 +148,8 @@ class Arena:
     def __init__(self) -> None:
         self.returned: deque[tuple[SlotChunk, int]] = deque()  # slots that nobody refers to, not yet taken back
         self._used = 0
-        self._spare = 0
-        self.held = 0  # bytes that were taken from the system
-        self._empty: dict[SlotChunk, float] = {}  # and since when; the oldest first
-        self._now = monotonic()  # when it last rested, in seconds: it need not be told at every slot
+        self._in_chunks = 0  # bytes
+        self._empty: dict[SlotChunk, None] = {}
         self._classes: dict[int, SizeClass] = {}
         self._regions = Regions()
 
@@ -161,9 +161,14 @@ class Arena:
 
     @property
     def spare(self) -> int:
-        """Bytes of chunks that are empty."""
+        """Bytes of empty chunks, and of what can be cut into others."""
         self._take_back()
-        return self._spare
+        return sum(chunk.stretch.size for chunk in self._empty) + self._regions.spare
+
+    @property
+    def held(self) -> int:
+        """Bytes that were taken from the system."""
+        return self._in_chunks + self._regions.spare
 
     def allocate(self, size: int) -> Slot:
         """A slot for a body of `size` bytes. Raises MemoryError when the system has no more."""
@@ -174,8 +179,7 @@ class Arena:
         if not size_class.open:
             self._map_chunk(size_class)
         chunk = next(reversed(size_class.open))
-        if self._empty.pop(chunk, None) is not None:
-            self._spare -= chunk.stretch.size
+        self._empty.pop(chunk, None)
         start = chunk.free.pop()
         if not chunk.free:
             del size_class.open[chunk]
@@ -183,10 +187,9 @@ class Arena:
         return Slot(chunk, start, size)
 
     def rest(self) -> None:
-        """Give back chunks that have been empty for long enough, or that are more than is kept."""
-        self._take_back()
-        self._now = monotonic()
-        self._give_back(self._now - SPARE_FOR)
+        """Hand memory back to the system that was spare for long enough."""
+        self._let_go()
+        self._regions.rest()
 
     def _take_back(self) -> None:
         """Slots that nobody refers to can be cut again."""
@@ -197,8 +200,7 @@ class Arena:
             size_class.open[chunk] = None
             chunk.free.append(start)
             if len(chunk.free) == chunk.slots:
-                self._spare += chunk.stretch.size
-                self._empty[chunk] = self._now
+                self._empty[chunk] = None
 
     def _class_for(self, size: int) -> SizeClass:
         if size > LARGEST:
@@ -210,24 +212,19 @@ class Arena:
         return found
 
     def _map_chunk(self, size_class: SizeClass) -> None:
-        self._give_back(0)
+        self._let_go()
         nbytes, slots = chunk_shape(size_class.shape, size_class.held)
         chunk = SlotChunk(self, size_class, self._regions.take(nbytes), slots)
         size_class.open[chunk] = None
         size_class.held += nbytes
-        self.held += nbytes
-        self._spare += nbytes
-        self._empty[chunk] = self._now
+        self._in_chunks += nbytes
+        self._empty[chunk] = None
 
-    def _give_back(self, since: float) -> None:
-        """Give back chunks that have been empty since then, and those that are more than is kept: some of them."""
-        for _ in range(_AT_ONCE):
-            chunk, empty_since = next(iter(self._empty.items()), (None, 0.0))
-            if chunk is None or (self._spare <= MOST_SPARE and empty_since > since):
-                return
-            del self._empty[chunk]
-            del chunk.size_class.open[chunk]
+    def _let_go(self) -> None:
+        """Return chunks that are empty, some of them: slots of other sizes may be cut from their memory."""
+        self._take_back()
+        for chunk in [*islice(self._empty, _AT_ONCE)]:
+            del self._empty[chunk], chunk.size_class.open[chunk]
             chunk.size_class.held -= chunk.stretch.size
-            self.held -= chunk.stretch.size
-            self._spare -= chunk.stretch.size
-            self._regions.give(chunk.stretch)
+            self._in_chunks -= chunk.stretch.size
+            self._regions.put(chunk.stretch)
