@@ -42,6 +42,9 @@ from kvpage_server.core.python.slots import Arena, Slot
 from kvpage_server.core.python.words import Argument, Command, Words
 
 _CRLF = b"\r\n"
+_NOWHERE = memoryview(b"")
+_LENGTHS = {b"$%d" % length: length for length in range(KEEP_FROM)}  # that lines announce before short words
+_LONGEST_LINE = len(b"$%d\r\n" % KEEP_FROM)
 _BLANK = re.compile(rb"(?:[ \t\r\0\v\f]{0,%d}\n)+" % MAX_LINE)  # lines without a word
 
 
@@ -83,7 +86,8 @@ class Parser:
         self._size = 0  # bytes of its words so far
         self._length = -1  # of the next word, once its line was read
         self._slot: Slot | None = None  # of the next word, if it is long
-        self._filled = 0  # bytes of it that are there, those of its CRLF included
+        self._place = _NOWHERE  # the memory of that, with room for its CRLF
+        self._filled = 0  # bytes of it that are there
         self._digest: Any = None  # of them, if that is wanted
         self._ahead = SCRATCH_SIZE  # bytes received of what is not known yet
         self._fault: ProtocolError | MemoryError | None = None  # that `next` is to raise
@@ -105,6 +109,7 @@ class Parser:
     def give_up(self) -> Command:
         """The words of the command under way, which will not come to its end; nothing is held any more."""
         self._slot = self._fault = None
+        self._place = _NOWHERE
         self._data, self._pos = b"", 0
         return self._taken()
 
@@ -141,7 +146,7 @@ class Parser:
         scratch = self._scratch.memory
         if self._slot is None:
             return [scratch[: self._ahead]]
-        rest = self._slot.room[self._filled :]
+        rest = self._place[self._filled :]
         return [rest, scratch[:AHEAD]] if len(rest) >= DIRECT else [scratch]
 
     def _put(self, room: list[memoryview], count: int) -> None:
@@ -231,6 +236,9 @@ class Parser:
         """Take the words that have arrived; false when one is missing."""
         while self._missing:
             if self._length < 0:
+                self._take_short_words()
+                if not self._missing:
+                    break
                 line = self._line(_CRLF, LONG_LENGTH)
                 if line is None:
                     return False
@@ -247,6 +255,24 @@ class Parser:
             self._length = -1
         return True
 
+    def _take_short_words(self) -> None:
+        """Take the short words that are there whole, up to the first with anything unusual about it."""
+        data, pos, size, most = self._data, self._pos, self._size, self.limits
+        for left in range(self._missing, 0, -1):
+            line_end = data.find(_CRLF, pos, pos + _LONGEST_LINE)
+            length = _LENGTHS.get(data[pos:line_end]) if line_end > pos else None
+            if length is None or length > most.max_bulk or size + length > most.max_command:
+                break
+            stop = line_end + 2 + length
+            if data[stop : stop + 2] != _CRLF:
+                break
+            self._words.append(data[line_end + 2 : stop])
+            self._missing = left - 1
+            size += length
+            pos = stop + 2
+        if pos > self._pos:
+            self._pos, self._size, self._scanned = pos, size, 0
+
     def _short_word(self) -> bytes | None:
         stop = self._pos + self._length
         if stop + len(_CRLF) > len(self._data):
@@ -260,11 +286,11 @@ class Parser:
         if self._slot is None:
             self._slot = self._arena.allocate(self._length)
             self.receiving += self._slot.footprint
-            self._filled = 0
+            self._place, self._filled = self._slot.room, 0
             if self._length >= DIRECT + AHEAD:
                 self._ahead = AHEAD
             self._digest = xxhash.xxh3_64() if self._words and self._words[0] in self._hashed else None
-        slot, room = self._slot, self._slot.room
+        slot, room = self._slot, self._place
         part = memoryview(self._data)[self._pos : self._pos + len(room) - self._filled]
         room[self._filled : self._filled + len(part)] = part
         self._pos += len(part)
@@ -274,7 +300,7 @@ class Parser:
         _check_end(room[-len(_CRLF) :])
         if self._digest is not None:
             slot.digest = self._digest.intdigest()
-        self._slot = None
+        self._slot, self._place = None, _NOWHERE
         return slot
 
     def _arrived(self, part: memoryview) -> None:
