@@ -83,7 +83,7 @@ class Keyspace:
         self.find, self.expires_of, self.set_expiry = contents.find, contents.expires_of, contents.set_expiry
         self.delete, self.remove_block, self.evict = contents.delete, contents.remove_block, contents.evict
         self.remove_corrupt, self.chain = contents.remove_corrupt, contents.evictor.chain
-        self.look, self.read, self.idle = reader.look, reader.read, reader.idle
+        self.look, self.read, self.read_all, self.idle = reader.look, reader.read, reader.read_all, reader.idle
         self.read_pages, self.find_pages, self.pages_at = reader.read_pages, reader.find_pages, reader.pages_at
         self.block, self.use_block, self.untouched = reader.block, reader.use_block, reader.untouched
 

@@ -68,8 +68,10 @@ class MemoryLimit:
     @property
     def is_full(self) -> bool:
         """Whether memory has more than it may."""
+        if not self.maxmemory:
+            return False
         held = self.tier.held if self.tier is not None else 0
-        return self.used - held > self.maxmemory > 0
+        return self.used - held > self.maxmemory
 
     def make_room(self) -> bool:
         """Let units go until memory is within its limit, or much has gone: whether there is no more to do for now.

@@ -70,6 +70,22 @@ class Reader:
             self._tier.used([unit])
         return entry
 
+    def read_all(self, keys: list[bytes]) -> list[Entry | None]:
+        """`read` of many keys; pages of one block in a row are one use of it."""
+        found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
+        entries, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
+        self._counters.hits += len(keys) - len(absent) - len(others)
+        self._used(units)
+        for i in absent + others:
+            entries[i] = self.read(keys[i])
+        return entries
+
+    def _used(self, units: list[Unit]) -> None:
+        if self._touching:
+            self._contents.evictor.units.used_all(units)
+        if self._tier is not None:
+            self._tier.used(units)
+
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
         self._contents.tell("keymiss", key)
@@ -98,14 +114,11 @@ class Reader:
         if self._contents.on_event is not None:
             for i in found.missing:
                 self._contents.tell("keymiss", names.keys[i])
-        if self._touching:
-            self._contents.evictor.units.used_all(found.units)
-        if self._tier is not None:
-            self._tier.used(found.units)
+        self._used(found.units)
         return found
 
     def _look_up(self, names: PageNames, first: int, stop: int, most: int) -> Found:
-        entries, blocks, absent, others = look_up(self._catalogue.entries, names, first, stop, most, unix_ms())
+        entries, blocks, absent, others = look_up(self._catalogue.entries, names.keys, first, stop, most, unix_ms())
         found = Found(cast("list[Entry | None]", entries), cast("list[Unit]", blocks), [], [])
         for i in others:
             self._add(found, i, first, names.keys[i], self._contents.find(names.keys[i]))

@@ -149,7 +149,7 @@ class Run:
             return
         self.seen.append((names.keys, [tuple(names.name(i)) for i in range(len(names))]))
         self.seen.append(names.runs(range(len(names))))
-        found, blocks, absent, others = self.core.look_up(self.entries, names, 0, AT_ONCE, MOST, NOW + 5000)
+        found, blocks, absent, others = self.core.look_up(self.entries, names.keys, 0, AT_ONCE, MOST, NOW + 5000)
         self.seen.append(([slot and self.shown(slot) for slot in found], absent, others))
         self.seen.append([(block.req_id, block.page) for block in blocks])
 

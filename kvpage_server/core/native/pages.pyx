@@ -5,7 +5,7 @@ from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc
+from libc.stdlib cimport calloc, free, malloc, qsort
 from libc.string cimport memcmp, memcpy
 
 from kvpage_server.core.native.hashing cimport digest_of
@@ -189,13 +189,22 @@ cdef class PageSet:
 
     @property
     def bits(self):
-        cdef uint32_t i
-        cdef list found = []
-        for i in range(<uint32_t>1 << self.bits_of_room):
-            if self.rows[i].heads:
-                found.append((self.rows[i].number - 1, self.rows[i].heads))
-        found.sort()
-        return dict(found)
+        cdef size_t i, count = 0, room = <size_t>1 << self.bits_of_room
+        cdef dict found = {}
+        cdef Row *sorted = <Row *>malloc(room * sizeof(Row))
+        if sorted == NULL:
+            raise MemoryError("the system has no memory for the index of a block")
+        try:
+            for i in range(room):
+                if self.rows[i].heads:
+                    sorted[count] = self.rows[i]
+                    count += 1
+            qsort(sorted, count, sizeof(Row), by_number)
+            for i in range(count):
+                found[sorted[i].number - 1] = sorted[i].heads
+        finally:
+            free(sorted)
+        return found
 
     @bits.setter
     def bits(self, rows):
@@ -208,6 +217,11 @@ cdef class PageSet:
             row = self.row_to_fill(number + 1)
             row.heads = heads
             self.pages += popcount(heads)
+
+
+cdef int by_number(const void *one, const void *other) noexcept nogil:
+    cdef uint32_t first = (<const Row *>one).number, second = (<const Row *>other).number
+    return (first > second) - (first < second)
 
 
 cdef inline uint32_t number_of(uint32_t layer, uint32_t head, uint32_t kv_type) noexcept:
@@ -565,14 +579,14 @@ cdef uint64_t hash_of(Slot slot) noexcept:
 
 # -- finding -----------------------------------------------------------------------------------------------------------
 
-def look_up(dict entries not None, PageNames names not None, Py_ssize_t first, Py_ssize_t stop, Py_ssize_t most, int64_t now):
+def look_up(dict entries not None, list keys not None, Py_ssize_t first, Py_ssize_t stop, Py_ssize_t most, int64_t now):
     cdef list found = [], blocks = [], absent = [], others = []
     cdef PyObject *entry
     cdef PyObject *last = NULL
     cdef Slot slot
     cdef Py_ssize_t i
-    for i in range(max(first, 0), min(stop, names.count)):
-        entry = PyDict_GetItemWithError(entries, <object>PyList_GET_ITEM(names.keys, i))
+    for i in range(max(first, 0), min(stop, len(keys))):
+        entry = PyDict_GetItemWithError(entries, <object>PyList_GET_ITEM(keys, i))
         if entry == NULL:
             found.append(None)
             absent.append(i)

@@ -262,11 +262,11 @@ class NewPages(PageNames):
 
 
 def look_up(
-    entries: Mapping[bytes, Any], names: PageNames, first: int, stop: int, most: int, now: int
+    entries: Mapping[bytes, Any], keys: Sequence[bytes], first: int, stop: int, most: int, now: int
 ) -> tuple[list[Slot | None], list[PageSet], list[int], list[int]]:
-    """Find living pages in slots, from the name `first` to before `stop`, or until they are `most` bytes.
+    """Find living pages in slots, from the key `first` to before `stop`, or until they are `most` bytes.
 
-    What was found, in order; the blocks that they belong to, once for those in a row; and the names that have no entry,
+    What was found, in order; the blocks that they belong to, once for those in a row; and the keys that have no entry,
     and those whose entry is something else: it is None for these.
     """
     found: list[Slot | None] = []
@@ -274,8 +274,8 @@ def look_up(
     absent: list[int] = []
     others: list[int] = []
     last: object = None
-    for i in range(first, min(stop, len(names))):
-        entry = entries.get(names.name(i).key)
+    for i in range(first, min(stop, len(keys))):
+        entry = entries.get(keys[i])
         if type(entry) is Slot and isinstance(entry.unit, PageSet) and not 0 < entry.expires <= now:
             found.append(entry)
             most -= entry.size

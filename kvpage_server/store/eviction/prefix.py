@@ -84,6 +84,9 @@ class Prefix(Queues):
 
     def used_all(self, units: list[Unit]) -> None:
         """The units were written or read, in that order; those that are new come after the others."""
+        if len(units) == 1:
+            self.used(units[0])
+            return
         if self.hands_over:
             super().used_all(units)
             return

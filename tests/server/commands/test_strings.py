@@ -224,3 +224,18 @@ class TestSet:
             assert client.get("number") == b"1"
             client.delete("filler")
             assert client.incr("number") == 2
+
+
+def test_mget_answers_as_so_many_gets_would(client: redis.Redis, page: bytes) -> None:
+    """Pages, long strings and short ones, what is absent and what is overdue, in any order; each is a hit or a miss."""
+    client.mset({"short": b"s", "long": b"l" * 5000})
+    client.set("soon", b"gone", px=1)
+    keys = ["absent", page, "short", "soon", "long", page, "short", "kv:r:0:0:0:0"]
+    until(lambda: client.get("soon") is None, "the end of a key")
+    before = client.info("stats")
+    found = client.mget(keys)
+    after = client.info("stats")
+    assert found == [None, BLOB, b"s", None, b"l" * 5000, BLOB, b"s", None]
+    assert after["keyspace_hits"] - before["keyspace_hits"] == 5
+    assert after["keyspace_misses"] - before["keyspace_misses"] == 3
+    assert found == [client.get(key) for key in keys]

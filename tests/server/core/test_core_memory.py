@@ -62,7 +62,7 @@ class Churn:
                 pages.put(self.entries, self.requests, at, core.PageSet, [], one_block=True)
         with suppress(BadPage):
             names = core.PageNames(command, 2, min(count // NAME_WORDS, AT_ONCE))
-            core.look_up(self.entries, names, 0, len(names), MOST, NOW)
+            core.look_up(self.entries, names.keys, 0, len(names), MOST, NOW)
 
 
 _MAPPED, _LENT = 4, 7  # hblkhd and uordblks of glibc's struct mallinfo2

@@ -112,7 +112,7 @@ class Core:
             names = self.pages.PageNames(words, 0, len(asked))
         except BadPage as error:
             return str(error), error.place
-        found, blocks, absent, others = self.pages.look_up(self.entries, names, 0, len(names), most, now)
+        found, blocks, absent, others = self.pages.look_up(self.entries, names.keys, 0, len(names), most, now)
         bodies = [None if slot is None else (bytes(slot.body), bytes(slot.header)) for slot in found]
         return bodies, [(one.req_id, one.page) for one in blocks], absent, others, names.runs(absent), names.blocks()
 

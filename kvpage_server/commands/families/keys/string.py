@@ -236,8 +236,7 @@ def getex(client: Client, args: list[Argument]) -> Reply:
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
     """Null for each that does not exist."""
-    keyspace = client.server.keyspace
-    return [string_of(keyspace.read(key)) for key in plain_all(args)]
+    return [*map(string_of, client.server.keyspace.read_all(plain_all(args)))]
 
 
 def _mset(client: Client, args: list[Argument]) -> None:

@@ -18,6 +18,7 @@ from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page
+from kvpage_server.store.memory.index import Block
 from kvpage_server.store.quota_limit import Coming
 
 PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace.set_page takes
@@ -27,13 +28,13 @@ def string_of(entry: Entry | None) -> Reply:
     """A value as GET replies it: borrowed when it is a long one."""
     if entry is None:
         return None
-    if type(entry) is Text:
+    if type(entry) is Slot:
+        return entry.blob if type(entry.unit) is Block else (entry,)
+    if isinstance(entry, Text):
         return entry.data
     if type(entry) is Cold:
         raise Absent(entry.name)  # now, not when the reply is sent
-    if is_page(entry):
-        return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
-    return (entry,)
+    return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
 
 
 def length_of(entry: Entry) -> int:

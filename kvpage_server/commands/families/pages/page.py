@@ -114,9 +114,11 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
         page = new_pages(client, args, 0, 1, unix_ms())
     except PageError as error:
         raise ReplyError(f"ERR {error}") from None
-    for _ in client.keyspace.admit_pages([page]):
-        pass
-    client.keyspace.set_pages(page)
+    keyspace = client.keyspace
+    if keyspace.is_limited:
+        for _ in keyspace.admit_pages([page]):
+            pass
+    keyspace.set_pages(page)
     return OK
 
 
