@@ -25,7 +25,6 @@ from kvpage_server.commands.table.spec import Spec
 from kvpage_server.configuration.config import Config
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
-from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.keyspace import Keyspace
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
@@ -43,18 +42,17 @@ def _nobody_listens() -> None:
     raise RuntimeError("the server does not run")
 
 
-@dataclass(slots=True)
 class Totals:
     """Sums over all connections."""
 
-    connections: int = 0
-    sent: int = 0  # bytes, so far
-    most_incoming: int = 0  # bytes of one
-    most_outgoing: int = 0
-    paused: int = 0
-    listening: int = 0
-    watching: int = 0
-    watched: int = 0  # keys
+    connections = 0
+    sent = 0  # bytes, so far
+    most_incoming = 0  # bytes of one
+    most_outgoing = 0
+    paused = 0
+    listening = 0
+    watching = 0
+    watched = 0  # keys
 
     def add(self, client: Client) -> None:
         """Count a connection."""
@@ -69,44 +67,45 @@ class Totals:
         self.watched += len(client.watching)
 
 
-@dataclass(slots=True)
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
-    config: Config
-    keyspace: Keyspace
-    tiered: DiskTier | None = field(init=False)  # the disk below memory, if there is one
-    placing: Placing | None = None  # which keys are here, where several servers have a static map of slots
     instead: Callable[[Spec], Spec] | None = None  # the row of a command whose keys lie behind this server, not in it
-    stop: Callable[[], None] = _nobody_listens
-    run_id: str = field(default_factory=lambda: os.urandom(20).hex())
-    started_ms: int = field(default_factory=unix_ms)
-    port: int = 0  # the port that is really listened on
+    port = 0  # the port that is really listened on
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
-    users: Users = field(default_factory=Users)
-    refusals: Refusals = field(init=False)
-    guesses: Guesses = field(default_factory=Guesses)
-    stats: Stats = field(default_factory=Stats)
-    slow_log: SlowLog = field(init=False)
-    latency: Latency = field(default_factory=Latency)
-    slow_from: int = NEVER  # nanoseconds: calls that take longer are noted
-    clients: dict[int, Client] = field(default_factory=dict)
-    client_ids: count[int] = field(default_factory=lambda: count(1))
-    channels: Channels = field(default_factory=Channels)
-    events: KeyEvents = field(init=False)
-    monitors: dict[Client, None] = field(default_factory=dict)
+    slow_from = NEVER  # nanoseconds: calls that take longer are noted
     pause: Pause | None = None
-    totals: Totals = field(default_factory=Totals)  # of the connections, when they were counted last
-    rates: tuple[int, float, float] = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
-    peak_memory: int = 0
-    in_flight: int = 0  # bytes that clients hold: commands half received, replies not yet sent
+    rates = (0, 0.0, 0.0)  # commands, bytes in, bytes out: of the last second
+    peak_memory = 0
+    in_flight = 0  # bytes that clients hold: commands half received, replies not yet sent
 
-    def __post_init__(self) -> None:
-        self.tiered = self.keyspace.tier
-        tracking = Tracking(self.clients, lambda: self.config.tracking_table_max_keys)
-        self.events = KeyEvents(self.keyspace, self.channels, tracking)
+    def __init__(
+        self,
+        config: Config,
+        keyspace: Keyspace,
+        stop: Callable[[], None] = _nobody_listens,
+        placing: Placing | None = None,
+    ) -> None:
+        self.config = config
+        self.keyspace = keyspace
+        self.tiered = keyspace.tier  # the disk below memory, if there is one
+        self.stop = stop
+        self.placing = placing  # which keys are here, where several servers have a static map of slots
+        self.run_id = os.urandom(20).hex()
+        self.started_ms = unix_ms()
+        self.users = Users()
         self.refusals = Refusals(lambda: self.config.acllog_max_len)
+        self.guesses = Guesses()
+        self.stats = Stats()
         self.slow_log = SlowLog(lambda: self.config.slowlog_max_len)
+        self.latency = Latency()
+        self.clients: dict[int, Client] = {}
+        self.client_ids = count(1)
+        self.channels = Channels()
+        tracking = Tracking(self.clients, lambda: self.config.tracking_table_max_keys)
+        self.events = KeyEvents(keyspace, self.channels, tracking)
+        self.monitors: dict[Client, None] = {}
+        self.totals = Totals()  # of the connections, when they were counted last
 
     @property
     def mode(self) -> str:
@@ -192,30 +191,30 @@ class Client:
     keyspace: Keyspace = field(init=False)
     id: int = 0
     descriptor: int = -1  # of its socket
-    user: User | None = None  # None until it has authenticated
-    free: bool = False  # its commands run without further questions; `settle` decides
-    waited_to_authenticate: bool = False  # it has waited for its turn to try a password
-    protocol: int = 2
-    name: bytes = b""
-    lib_name: bytes = b""
-    lib_version: bytes = b""
-    last_command: str = ""
-    connected: float = field(default_factory=time.monotonic)
-    active: float = field(default_factory=time.monotonic)  # when something came from it
-    finished: int = field(default_factory=time.monotonic_ns)  # when a command was last answered, or its reply read
-    owes: int = 0  # position in the changes that must be on disk before it gets a reply
-    silence: int = 0  # replies to swallow; negative: all of them
-    unanswered: bool = False  # the reply to the current command will not be sent
-    spared: bool = False  # CLIENT NO-EVICT
-    touches: bool = True  # reading a key is a use of it
-    closing: bool = False
-    gone: bool = False  # its connection is over, and it will be forgotten before others have their turn
-    transaction: Transaction | None = None  # what was queued since MULTI
-    watching: set[bytes] = field(default_factory=set)  # keys, kept by KeyEvents
-    watched_changed: bool = False  # so the next EXEC fails
-    tracking: Mode | None = None  # how it is told of changes to what it read, kept by Tracking
-    channels: dict[bytes, None] = field(default_factory=dict)  # listened to, kept by Channels
-    patterns: dict[bytes, None] = field(default_factory=dict)
+    user: User | None = field(default=None, init=False)  # None until it has authenticated
+    free: bool = field(default=False, init=False)  # its commands run without further questions; `settle` decides
+    waited_to_authenticate: bool = field(default=False, init=False)  # it has waited for its turn to try a password
+    protocol: int = field(default=2, init=False)
+    name: bytes = field(default=b"", init=False)
+    lib_name: bytes = field(default=b"", init=False)
+    lib_version: bytes = field(default=b"", init=False)
+    last_command: str = field(default="", init=False)
+    connected: float = field(default_factory=time.monotonic, init=False)
+    active: float = field(default_factory=time.monotonic, init=False)  # when something came from it
+    finished: int = field(default_factory=time.monotonic_ns, init=False)  # when it was last answered, or read a reply
+    owes: int = field(default=0, init=False)  # position in the changes that must be on disk before it gets a reply
+    silence: int = field(default=0, init=False)  # replies to swallow; negative: all of them
+    unanswered: bool = field(default=False, init=False)  # the reply to the current command will not be sent
+    spared: bool = field(default=False, init=False)  # CLIENT NO-EVICT
+    touches: bool = field(default=True, init=False)  # reading a key is a use of it
+    closing: bool = field(default=False, init=False)
+    gone: bool = field(default=False, init=False)  # its connection is over, and it is about to be forgotten
+    transaction: Transaction | None = field(default=None, init=False)  # what was queued since MULTI
+    watching: set[bytes] = field(default_factory=set, init=False)  # keys, kept by KeyEvents
+    watched_changed: bool = field(default=False, init=False)  # so the next EXEC fails
+    tracking: Mode | None = field(default=None, init=False)  # how it is told of changes; kept by Tracking
+    channels: dict[bytes, None] = field(default_factory=dict, init=False)  # listened to, kept by Channels
+    patterns: dict[bytes, None] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.keyspace = self.server.keyspace

@@ -46,22 +46,23 @@ class CallCounts:
                 yield max(1, (1 << bucket) // 1000), seen
 
 
-@dataclass(slots=True)
 class Stats:
     """What the server did since the start (or CONFIG RESETSTAT)."""
 
-    connections: int = 0
-    rejected: int = 0  # connections above maxclients
-    errors: int = 0
-    bytes_in: int = 0
-    bytes_out: int = 0
-    evicted_clients: int = 0
-    overflown_inputs: int = 0  # connections ended because a command was too long
-    overflown_outputs: int = 0  # connections ended because they did not read
-    idle_closed: int = 0
-    calls: defaultdict[str, CallCounts] = field(default_factory=lambda: defaultdict(CallCounts))  # by command name
-    error_codes: Counter[str] = field(default_factory=Counter)
-    page_misses: dict[str, int] = field(default_factory=dict)  # by reason
+    connections = 0
+    rejected = 0  # connections above maxclients
+    errors = 0
+    bytes_in = 0
+    bytes_out = 0
+    evicted_clients = 0
+    overflown_inputs = 0  # connections ended because a command was too long
+    overflown_outputs = 0  # connections ended because they did not read
+    idle_closed = 0
+
+    def __init__(self) -> None:
+        self.calls: defaultdict[str, CallCounts] = defaultdict(CallCounts)  # by command name
+        self.error_codes: Counter[str] = Counter()
+        self.page_misses: Counter[str] = Counter()  # by reason
 
     @property
     def commands(self) -> int:

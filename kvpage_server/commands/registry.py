@@ -52,7 +52,6 @@ def command(
     summary: str,
     complexity: str = "O(1)",
     reply: str,
-    usage: str = "",
     keys: tuple[int, int, int] = (0, 0, 0),
     uses: Uses | None = None,
     access: int = 0,
@@ -65,8 +64,7 @@ def command(
     parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
     """Enter a function into the table. `arity` and `access` are what `call` and `flags` say unless they are given."""
-    name, _, spelt = call.partition(" ")
-    usage = usage or spelt
+    name, _, usage = call.partition(" ")
     given = set(flags.split())
     unknown = given - FLAGS - set(CATEGORIES) - _OWN
     assert not unknown, f"{name}: {unknown} are neither flags nor categories"

@@ -16,13 +16,14 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from kvpage_server.page import KVType
-from kvpage_server.snapshot.dump import Dumped, Selection, dump
+from kvpage_server.page import KVType, PageKey
+from kvpage_server.snapshot.amount import Amount
+from kvpage_server.snapshot.dump import Selection, dump
 from kvpage_server.snapshot.errors import DumpError
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor
 from kvpage_server.snapshot.format.names import bytes_of, text_of
 from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
-from kvpage_server.snapshot.restore import Restored, restore
+from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
 from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, table_of, when
@@ -42,7 +43,8 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
-    out.print(f"{_counted(dumped)} in {how_many(dumped.files, 'file')}{kept}, {time.monotonic() - started:.1f} s")
+    files, took = how_many(dumped.files, "file"), time.monotonic() - started
+    out.print(f"{_counted(dumped.amount)} in {files}{kept}, {took:.1f} s")
     return _none("are not what was stored, and were not dumped", dumped.corrupt)
 
 
@@ -60,7 +62,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
-    out.print(f"{_counted(restored)} restored, {time.monotonic() - started:.1f} s")
+    out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
@@ -70,7 +72,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
         out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
-    if args.request and not restored.pages + restored.there + restored.expired + len(restored.corrupt):
+    if args.request and not restored.amount.pages + restored.there + restored.expired + len(restored.corrupt):
         raise DumpError(f"{args.directory} has no page of what --request names")
     fitted = _none("did not fit into the store, and were not restored", restored.no_room)
     return _none("are corrupt, and were not restored", restored.corrupt) and fitted and restored.finished
@@ -97,7 +99,7 @@ def _show_head(path: Path, found: Inspected) -> None:
         out.print(f"a dump of {escape(found.summary.selection)}, {when(found.summary.dumped_ms)}", end="")
     else:
         out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
-    out.print(f": {how_many(found.files, 'file')}, {decimal(found.nbytes)}")
+    out.print(f": {how_many(len(found.sizes), 'file')}, {decimal(sum(found.sizes))}")
 
 
 def _show_requests(found: Inspected) -> None:
@@ -116,21 +118,26 @@ def _row(held: Holding, blocks: str) -> list[str]:
 
 def _show_planes(planes: list[PageTensor]) -> None:
     shown = table_of("tensor", "plane", "holds", "lives", "shape", "size", numbers_from=4)
-    for pages in sorted(planes, key=lambda pages: (pages.req_id, pages.page, pages.layer, pages.head, pages.kv_type)):
-        matrix = f"{how_many(pages.page_size, 'token')} x {pages.head_dim} {pages.dtype.name.lower()}"
+    for pages in sorted(planes, key=lambda pages: _place(pages.first)):
+        dtype, page_size, head_dim, _ = pages.geometry
+        matrix = f"{how_many(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = decimal(sum(pages.sizes))
-        shown.add_row(escape(pages.name), KVType(pages.kv_type).name, matrix, _lives(left), shape, size)
+        shown.add_row(escape(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
     if shown.row_count:
         out.print(shown)
+
+
+def _place(key: PageKey) -> tuple[bytes, int, int, int, int]:
+    return key.req_id, key.page, key.layer, key.head, key.kv_type
 
 
 def _lives(left_ms: int) -> str:
     return "for ever" if left_ms == FOREVER else for_people(timedelta(milliseconds=left_ms))
 
 
-def _counted(what: Dumped | Restored) -> str:
+def _counted(what: Amount) -> str:
     return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {decimal(what.nbytes)}"
 
 

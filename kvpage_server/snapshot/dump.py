@@ -18,10 +18,11 @@ from pathlib import Path
 
 from kvpage_server.page import PageError, PageKey, checksum, decode_page
 from kvpage_server.snapshot.ahead import ahead
+from kvpage_server.snapshot.amount import Amount
 from kvpage_server.snapshot.errors import BadFile, DumpError
 from kvpage_server.snapshot.format import directory
 from kvpage_server.snapshot.format.entries import FOREVER, PageTensor, String
-from kvpage_server.snapshot.format.files import FileContents, Tensor, write_file
+from kvpage_server.snapshot.format.files import DumpOf, FileContents, Tensor, write_file
 from kvpage_server.snapshot.format.names import plane_name, string_name, text_of
 from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
 from kvpage_server.snapshot.store import KEY_COSTS, Listed, RunningStore, Value, batches
@@ -51,9 +52,7 @@ class Selection:
 class Dumped:
     """What a dump did."""
 
-    pages: int = 0
-    strings: int = 0
-    nbytes: int = 0
+    amount: Amount = field(default_factory=Amount)
     files: int = 0
     kept: int = 0  # files that stayed as they were
     corrupt: list[str] = field(default_factory=list)  # what the server has that is not what was stored in it
@@ -62,11 +61,7 @@ class Dumped:
         """A file is part of the dump."""
         self.files += 1
         for entry, start, stop in contents.spans:
-            self.nbytes += stop - start
-            if isinstance(entry, String):
-                self.strings += 1
-            else:
-                self.pages += len(entry.checksums)
+            self.amount.add(stop - start, len(entry.checksums), are_pages=isinstance(entry, PageTensor))
 
 
 def dump(
@@ -116,7 +111,7 @@ class _Dump:
         numbers = directory.file_names(self._path)
         for kind, tensors in ahead(chain(self._full("strings", self._strings()), self._full("pages", self._pages()))):
             file = self._path / f"{kind}-{next(numbers):06}.safetensors"
-            contents = write_file(file, tensors, dumped_ms=self._began_ms, selection=str(self._selection))
+            contents = write_file(file, tensors, DumpOf(self._began_ms, str(self._selection)))
             self._dumped.count(contents)
             files[file.name] = contents.digest
         directory.write_summary(self._path, directory.Summary(self._began_ms, str(self._selection), files))
@@ -134,11 +129,11 @@ class _Dump:
         for file, contents in directory.read_all(files, None):
             if isinstance(contents, BadFile):
                 continue
-            self._check_selection(contents.selection)
+            self._check_selection(contents.of.selection)
             if is_unchanged(self._store, contents):
                 self._dumped.count(contents)
                 for entry, _, _ in contents.spans:
-                    self._kept[entry.name] = (entry.layers, entry.heads) if isinstance(entry, PageTensor) else (0, 0)
+                    self._kept[entry.name] = entry.grid if isinstance(entry, PageTensor) else (0, 0)
                 yield file.name, contents.digest
 
     def _is_kept(self, key: PageKey) -> bool:

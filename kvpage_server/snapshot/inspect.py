@@ -30,8 +30,8 @@ class Holding:
         self.count += len(entry.checksums)
         self.nbytes += nbytes
         if isinstance(entry, PageTensor):
-            self.blocks.add(entry.page)
-            self.kinds.add(entry.dtype.name.lower())
+            self.blocks.add(entry.first.page)
+            self.kinds.add(entry.geometry.dtype.name.lower())
         left = [ms for ms in (*entry.ttl_left_ms, self.soonest_ms) if ms != FOREVER]
         self.soonest_ms = min(left, default=FOREVER)
 
@@ -41,8 +41,7 @@ class Inspected:
     """What was found."""
 
     summary: Summary | None
-    files: int = 0
-    nbytes: int = 0  # of the files
+    sizes: list[int] = field(default_factory=list)  # of the files, in bytes
     requests: dict[bytes, Holding] = field(default_factory=lambda: defaultdict(Holding))
     strings: Holding = field(default_factory=Holding)
     planes: list[PageTensor] = field(default_factory=list)  # of the requests that were asked for
@@ -80,13 +79,12 @@ def inspect(
 
 
 def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -> None:
-    found.files += 1
-    found.nbytes += contents.size
+    found.sizes.append(contents.size)
     for entry, start, stop in contents.spans:
         if not isinstance(entry, PageTensor):
             found.strings.add(entry, stop - start)
-        elif not requests or entry.req_id in requests:
-            found.requests[entry.req_id].add(entry, stop - start)
+        elif not requests or entry.first.req_id in requests:
+            found.requests[entry.first.req_id].add(entry, stop - start)
             if requests:
                 found.planes.append(entry)
 

@@ -56,15 +56,15 @@ def plan(spans: Iterable[EntrySpan], data: memoryview, age_ms: int) -> Plan:
         entry, body = span.entry, data[span.start : span.stop]
         items = list(_alive(made, _sound(made, span, data), age_ms))
         if isinstance(entry, PageTensor):
-            blocks[entry.req_id, entry.page].append((entry, body, items))
+            blocks[entry.first.req_id, entry.first.page].append((entry, body, items))
         else:
             made.items += items
     for planes in blocks.values():
-        planes.sort(key=lambda plane: plane[0].kv_type)
+        planes.sort(key=lambda plane: plane[0].first.kv_type)
         pages = [item for _, _, items in planes for item in items]
         shape = _shape([entry for entry, _, _ in planes])
         if shape is not None and len(pages) == shape.pages and len({page.ttl_left_ms for page in pages}) == 1:
-            first = planes[0][0]
+            first = planes[0][0].first
             pieces = list(_by_layer([body for _, body, _ in planes], shape.layers))
             made.blocks.append(PlannedBlock(first.req_id, first.page, shape, pieces, pages))
         else:
@@ -87,8 +87,8 @@ def _items(span: EntrySpan, data: memoryview) -> Iterator[Item]:
         yield Item(entry.key, [data[start : span.stop]], entry.left_ms, False)
         return
     for key, header, left in zip(entry.keys(), entry.headers(), entry.ttl_left_ms, strict=True):
-        yield Item(bytes(key), [bytes(header), data[start : start + entry.body_size]], left, True)
-        start += entry.body_size
+        yield Item(bytes(key), [bytes(header), data[start : start + entry.geometry.body_size]], left, True)
+        start += entry.geometry.body_size
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
@@ -106,12 +106,12 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
 def _shape(planes: list[PageTensor]) -> BlockShape | None:
     """The shape of the block that consists of these, by kv_type; None when they are of no one block."""
     first = planes[0]
-    same = (True, first.layers, first.heads, first.page_size)
-    if any((plane.is_plane, plane.layers, plane.heads, plane.page_size) != same for plane in planes):
+    page_size = first.geometry.page_size
+    if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):
         return None
-    kinds = tuple(Plane(plane.kv_type, plane.dtype, plane.head_dim) for plane in planes)
+    kinds = tuple(Plane(plane.first.kv_type, plane.geometry.dtype, plane.geometry.head_dim) for plane in planes)
     try:
-        return BlockShape(first.layers, first.heads, first.page_size, kinds)
+        return BlockShape(*first.grid, page_size, kinds)
     except PageError:  # more pages than a block may have
         return None
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from kvpage_server.snapshot.ahead import ahead
+from kvpage_server.snapshot.amount import Amount
 from kvpage_server.snapshot.errors import NOT_WRITTEN, BadFile
 from kvpage_server.snapshot.format import directory
 from kvpage_server.snapshot.format.directory import Summary
@@ -36,9 +37,7 @@ Done = Callable[[int], None]  # told how many bytes more are done
 class Restored:
     """What a restore did."""
 
-    pages: int = 0
-    strings: int = 0
-    nbytes: int = 0
+    amount: Amount = field(default_factory=Amount)
     there: int = 0  # keys that existed and were left
     expired: int = 0  # keys whose time was over when the dump was finished
     corrupt: list[str] = field(default_factory=list)  # files, pages and strings that are not what was written
@@ -105,14 +104,14 @@ class _Restore:
             except BadFile as error:
                 self._restored.corrupt.append(f"{file.name}: {error}")
                 continue
-            age_ms = max(self._summary.dumped_ms - contents.dumped_ms, 0) if self._summary else 0
+            age_ms = max(self._summary.dumped_ms - contents.of.dumped_ms, 0) if self._summary else 0
             made = plan(filter(self._is_wanted, contents.spans), data, age_ms)
             self._restored.expired += made.expired
             self._restored.corrupt += [f"{key} in {file.name}: {NOT_WRITTEN}" for key in made.corrupt]
             yield contents.size, made
 
     def _is_wanted(self, span: EntrySpan) -> bool:
-        return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.req_id in self._requests)
+        return not self._requests or (isinstance(span.entry, PageTensor) and span.entry.first.req_id in self._requests)
 
     def _send_blocks(self, blocks: list[PlannedBlock]) -> None:
         there = [] if self._replace else self._store.keys_of_blocks([(block.req_id, block.page) for block in blocks])
@@ -163,7 +162,5 @@ class _Restore:
             elif written is Written.NO_ROOM:
                 self._restored.no_room += map(text_of, write.keys)
             else:
-                self._restored.pages += len(write.keys) * write.are_pages
-                self._restored.strings += len(write.keys) * (not write.are_pages)
-                self._restored.nbytes += write.nbytes
+                self._restored.amount.add(write.nbytes, len(write.keys), are_pages=write.are_pages)
         self._writes, self._waiting = Writes(), []

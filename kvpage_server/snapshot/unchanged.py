@@ -45,4 +45,4 @@ def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
     """Whether a key that had `left_ms` to live when a file was written would expire when it does now."""
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
-    return abs(contents.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT
+    return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT

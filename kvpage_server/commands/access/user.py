@@ -11,7 +11,6 @@ import hmac
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
-from dataclasses import dataclass, field, fields
 from functools import cache, partial
 from typing import NamedTuple
 
@@ -81,20 +80,21 @@ def digest(password: bytes) -> str:
     return hashlib.sha256(password).hexdigest()
 
 
-@dataclass(slots=True)
 class User:
     """A user and its rights. `commands` are those it may run, `rules` how they were given."""
 
-    name: bytes
-    enabled: bool = False
-    no_password: bool = False  # any password will do
-    passwords: dict[str, None] = field(default_factory=dict)  # hashed
-    every_command: bool = False
-    commands: set[str] = field(default_factory=set)
-    rules: dict[str, bool] = field(default_factory=dict)  # after -@all, or after +@all: what is allowed
-    keys: KeyRules = field(default_factory=KeyRules)
-    channels: Patterns[bytes] = field(default_factory=Patterns)
-    unrestricted: bool = False  # nothing needs to be asked: every command, key and channel
+    enabled = False
+    no_password = False  # any password will do
+    every_command = False
+    unrestricted = False  # nothing needs to be asked: every command, key and channel
+
+    def __init__(self, name: bytes) -> None:
+        self.name = name
+        self.passwords: dict[str, None] = {}  # hashed
+        self.commands: set[str] = set()
+        self.rules: dict[str, bool] = {}  # after -@all, or after +@all: what is allowed
+        self.keys = KeyRules()
+        self.channels: Patterns[bytes] = Patterns()
 
     # -- asking ----------------------------------------------------------------------------------------------------
 
@@ -169,9 +169,7 @@ class User:
 
     def become(self, other: User) -> None:
         """Take the rights of another, name and identity being one's own."""
-        for attribute in fields(self):
-            if attribute.name != "name":
-                setattr(self, attribute.name, getattr(other, attribute.name))
+        vars(self).update(vars(other) | {"name": self.name})
 
     def enable(self, enabled: bool) -> None:
         """Let it in, or not; connections that it has stay."""

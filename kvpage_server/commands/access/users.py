@@ -153,10 +153,10 @@ class Refusal:
     user: bytes
     client: str  # as CLIENT INFO tells
     id: int
-    created_ms: int = field(default_factory=unix_ms)
-    updated_ms: int = field(default_factory=unix_ms)
-    updated: float = field(default_factory=time.monotonic)
-    count: int = 1
+    created_ms: int = field(default_factory=unix_ms, init=False)
+    updated_ms: int = field(default_factory=unix_ms, init=False)
+    updated: float = field(default_factory=time.monotonic, init=False)
+    count: int = field(default=1, init=False)
 
 
 class Refusals:

@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Protocol
 
 from kvpage_server.resp.reply import Reply
 
 
-@dataclass(slots=True, eq=False)
 class Mode:
     """How a client tracks."""
 
-    redirect: int = 0  # the id of the connection that is told in its place; 0 is itself
-    broadcast: bool = False
-    opt_in: bool = False  # only what is read after CLIENT CACHING YES is noted
-    opt_out: bool = False  # all is, but for what is read after CLIENT CACHING NO
-    no_loop: bool = False  # its own changes are not told
-    prefixes: dict[bytes, None] = field(default_factory=dict)
-    asked: bool = False  # CLIENT CACHING was called for the next command
-    broken: bool = False  # the connection to redirect to is gone
+    redirect = 0  # the id of the connection that is told in its place; 0 is itself
+    broadcast = False
+    opt_in = False  # only what is read after CLIENT CACHING YES is noted
+    opt_out = False  # all is, but for what is read after CLIENT CACHING NO
+    no_loop = False  # its own changes are not told
+    asked = False  # CLIENT CACHING was called for the next command
+    broken = False  # the connection to redirect to is gone
+
+    def __init__(self) -> None:
+        self.prefixes: dict[bytes, None] = {}
 
     @property
     def notes_reads(self) -> bool:

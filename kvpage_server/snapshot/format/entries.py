@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from kvpage_server.page import DType, PageHeader, PageKey
 from kvpage_server.snapshot.format.names import bytes_of, plane_name, string_name, text_of
@@ -39,102 +39,101 @@ SAFETENSORS_DTYPE = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class PageTensor:
-    """The pages of one tensor: a page, or a plane of a block, all of one geometry. Columns are by layer and head."""
+class Geometry(NamedTuple):
+    """What all pages of a tensor have in common."""
 
-    req_id: bytes
-    page: int
-    kv_type: int
-    layer: int  # of a page; 0 of a plane
-    head: int
-    layers: int  # how many of a plane; 1 of a page
-    heads: int
     dtype: DType
     page_size: int
     head_dim: int
     body_size: int  # bytes of each
+
+
+class WrittenPages(NamedTuple):
+    """What was noted of pages when they were stored, by layer and head."""
+
     created_ms: list[int]
     ttl: list[int]  # seconds given at the write
+    unchecked: list[bool]  # whether it was stored without a checksum
+
+
+@dataclass(frozen=True, slots=True)
+class PageTensor:
+    """The pages of one tensor: a page, or a plane of a block. Lists are by layer and head."""
+
+    first: PageKey  # of the pages
+    grid: tuple[int, int]  # layers and heads; a page by itself has one of each
+    geometry: Geometry
+    written: WrittenPages
     ttl_left_ms: list[int]
     checksums: list[int]  # XXH3-64 of each body
-    unchecked: list[bool]  # whether it was stored without a checksum
 
     @property
     def is_plane(self) -> bool:
         """Whether it is a plane: a page that stands alone is named for itself."""
-        return self.layers * self.heads > 1
+        return len(self.checksums) > 1
 
     @property
     def fits(self) -> bool:
         """Whether a body is as long as its shape says."""
-        return self.body_size == self.page_size * self.head_dim * self.dtype.itemsize
+        dtype, page_size, head_dim, body_size = self.geometry
+        return body_size == page_size * head_dim * dtype.itemsize
 
     @property
     def name(self) -> str:
         """The tensor's name."""
-        if self.is_plane:
-            return plane_name(self.req_id, self.page, self.kv_type)
-        return text_of(bytes(next(self.keys())))
+        first = self.first
+        return plane_name(first.req_id, first.page, first.kv_type) if self.is_plane else text_of(bytes(first))
 
     @property
     def element(self) -> str:
         """The tensor's element type, as safetensors spells it."""
-        return SAFETENSORS_DTYPE[self.dtype] if self.fits else "U8"
+        return SAFETENSORS_DTYPE[self.geometry.dtype] if self.fits else "U8"
 
     @property
     def shape(self) -> list[int]:
         """``[layers, heads, page_size, head_dim]``, ``[page_size, head_dim]``, or the length of a body of no shape."""
+        _, page_size, head_dim, body_size = self.geometry
         if not self.fits:
-            return [self.body_size]
-        matrix = [self.page_size, self.head_dim]
-        return [self.layers, self.heads, *matrix] if self.is_plane else matrix
+            return [body_size]
+        return [*self.grid, page_size, head_dim] if self.is_plane else [page_size, head_dim]
 
     @property
     def sizes(self) -> list[int]:
         """The bytes of each body, in the order in which they lie in the tensor."""
-        return [self.body_size] * len(self.checksums)
+        return [self.geometry.body_size] * len(self.checksums)
 
     def keys(self) -> Iterator[PageKey]:
         """The pages' keys, in that order."""
-        for layer in range(self.layer, self.layer + self.layers):
-            for head in range(self.head, self.head + self.heads):
-                yield PageKey(self.req_id, layer, head, self.page, self.kv_type)
+        first, (layers, heads) = self.first, self.grid
+        for layer in range(first.layer, first.layer + layers):
+            for head in range(first.head, first.head + heads):
+                yield PageKey(first.req_id, layer, head, first.page, first.kv_type)
 
     def headers(self) -> Iterator[PageHeader]:
         """The pages' headers, as they were stored."""
-        columns = zip(self.keys(), self.created_ms, self.ttl, self.checksums, self.unchecked, strict=True)
-        for key, created_ms, ttl, checksum, unchecked in columns:
-            yield PageHeader(
-                dtype=self.dtype,
-                kv_type=self.kv_type,
-                page_size=self.page_size,
-                head_dim=self.head_dim,
-                layer=key.layer,
-                head=key.head,
-                page=self.page,
-                created_ms=created_ms,
-                ttl=ttl,
-                body_size=self.body_size,
-                checksum=0 if unchecked else checksum,
-            )
+        dtype, page_size, head_dim, body_size = self.geometry
+        columns = zip(self.keys(), self.written.created_ms, self.written.ttl, self.checksums, strict=True)
+        for (key, created_ms, ttl, checksum), unchecked in zip(columns, self.written.unchecked, strict=True):
+            about = key.layer, key.head, key.page, created_ms, ttl, body_size, 0 if unchecked else checksum
+            yield PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
 
     def note(self) -> dict[str, Any]:
         """What the metadata says of it."""
-        plane = {"layers": self.layers, "heads": self.heads}
+        first, geometry, written = self.first, self.geometry, self.written
+        grid = {"layers": self.grid[0], "heads": self.grid[1]}
         return {
-            "request": text_of(self.req_id),
-            "page": self.page,
-            "kv_type": self.kv_type,
-            **(plane if self.is_plane else {"layer": self.layer, "head": self.head}),
-            "dtype": self.dtype.name.lower(),
-            "page_size": self.page_size,
-            "head_dim": self.head_dim,
-            "created_ms": _folded(self.created_ms),
-            "ttl": _folded(self.ttl),
+            "request": text_of(first.req_id),
+            "page": first.page,
+            "kv_type": first.kv_type,
+            **(grid if self.is_plane else {"layer": first.layer, "head": first.head}),
+            "dtype": geometry.dtype.name.lower(),
+            "page_size": geometry.page_size,
+            "head_dim": geometry.head_dim,
+            "created_ms": _folded(written.created_ms),
+            "ttl": _folded(written.ttl),
             "ttl_left_ms": _folded(self.ttl_left_ms),
             "checksum": _folded([f"{checksum:016x}" for checksum in self.checksums]),
-            "unchecked": _folded(self.unchecked),
+            "unchecked": _folded(written.unchecked),
         }
 
 
@@ -221,23 +220,15 @@ def _pages_of(told: dict[str, Any], nbytes: int) -> PageTensor:
     count = layers * heads
     if not 0 < count <= max(nbytes, 1) or nbytes % count:
         raise ValueError(f"{nbytes} bytes are not {layers} layers of {heads} heads")
+    layer, head, dtype = told.get("layer", 0), told.get("head", 0), DType[told["dtype"].upper()]
+    created_ms, ttl = (_unfolded(told[name], count, int) for name in ("created_ms", "ttl"))
     pages = PageTensor(
-        req_id=bytes_of(told["request"]),
-        page=told["page"],
-        kv_type=told["kv_type"],
-        layer=told.get("layer", 0),
-        head=told.get("head", 0),
-        layers=layers,
-        heads=heads,
-        dtype=DType[told["dtype"].upper()],
-        page_size=told["page_size"],
-        head_dim=told["head_dim"],
-        body_size=nbytes // count,
-        created_ms=_unfolded(told["created_ms"], count, int),
-        ttl=_unfolded(told["ttl"], count, int),
-        ttl_left_ms=_unfolded(told["ttl_left_ms"], count, int),
-        checksums=[int(digest, 16) for digest in _unfolded(told["checksum"], count, str)],
-        unchecked=_unfolded(told["unchecked"], count, bool),
+        PageKey(bytes_of(told["request"]), layer, head, told["page"], told["kv_type"]),
+        (layers, heads),
+        Geometry(dtype, told["page_size"], told["head_dim"], nbytes // count),
+        WrittenPages(created_ms, ttl, _unfolded(told["unchecked"], count, bool)),
+        _unfolded(told["ttl_left_ms"], count, int),
+        [int(digest, 16) for digest in _unfolded(told["checksum"], count, str)],
     )
     next(pages.headers())  # all of one geometry: what is out of range in one is so in each
     return pages

@@ -55,6 +55,16 @@ class EntrySpan(NamedTuple):
     stop: int
 
 
+class DumpOf(NamedTuple):
+    """What a file is a part of: the dump that began then, unix milliseconds of the server, of those keys.
+
+    The times to live in the file are those of then.
+    """
+
+    dumped_ms: int
+    selection: str
+
+
 @dataclass(frozen=True, slots=True)
 class FileContents:
     """What the header of a file says."""
@@ -63,18 +73,17 @@ class FileContents:
     size: int  # bytes of the whole file
     data: int  # where the data begins
     digest: str
-    dumped_ms: int  # when the dump began, unix milliseconds of the server; the times to live are those of then
-    selection: str
+    of: DumpOf
     spans: list[EntrySpan]
 
 
 # -- writing -----------------------------------------------------------------------------------------------------------
 
 
-def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: str) -> FileContents:
+def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
     """Write a file, which is there whole or not at all. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
-    facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(dumped_ms), "selection": selection}
+    facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
     header: dict[str, Any] = {"__metadata__": metadata}
     spans = []
@@ -94,7 +103,7 @@ def write_file(path: Path, tensors: list[Tensor], *, dumped_ms: int, selection: 
     with replacing(path) as file:
         _write(file.fileno(), [piece for piece in pieces if len(piece)])
     data = 8 + len(text)
-    return FileContents(path, data + start, data, digest, dumped_ms, selection, spans)
+    return FileContents(path, data + start, data, digest, of, spans)
 
 
 def _write(file: int, pieces: list[memoryview]) -> None:
@@ -139,9 +148,8 @@ def read_contents(path: Path) -> FileContents:
         raise BadFile("its header is corrupt")
     try:
         spans = list(_spans(header, metadata))
-        contents = FileContents(
-            path, size, 8 + length, digest, int(metadata["dumped_ms"]), metadata["selection"], spans
-        )
+        of = DumpOf(int(metadata["dumped_ms"]), metadata["selection"])
+        contents = FileContents(path, size, 8 + length, digest, of, spans)
     except (KeyError, TypeError, ValueError) as error:
         raise BadFile(f"its header makes no sense: {error}") from error
     end = contents.data + (spans[-1].stop if spans else 0)

@@ -7,7 +7,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from kvpage_server.page import PageHeader, PageKey, checksum
-from kvpage_server.snapshot.format.entries import PageTensor
+from kvpage_server.snapshot.format.entries import Geometry, PageTensor, WrittenPages
 from kvpage_server.snapshot.format.files import Tensor
 
 
@@ -42,20 +42,14 @@ def _is_whole(plane: list[FoundPage]) -> bool:
 def _entry(pages: list[FoundPage]) -> PageTensor:
     first, last, header = pages[0].key, pages[-1].key, pages[0].header
     return PageTensor(
-        req_id=first.req_id,
-        page=first.page,
-        kv_type=first.kv_type,
-        layer=first.layer,
-        head=first.head,
-        layers=last.layer - first.layer + 1,
-        heads=last.head - first.head + 1,
-        dtype=header.dtype,
-        page_size=header.page_size,
-        head_dim=header.head_dim,
-        body_size=header.body_size,
-        created_ms=[header.created_ms for _, header, _, _ in pages],
-        ttl=[header.ttl for _, header, _, _ in pages],
-        ttl_left_ms=[left for _, _, left, _ in pages],
-        checksums=[header.checksum or checksum(body) for _, header, _, body in pages],
-        unchecked=[not header.checksum for _, header, _, _ in pages],
+        first,
+        (last.layer - first.layer + 1, last.head - first.head + 1),
+        Geometry(header.dtype, header.page_size, header.head_dim, header.body_size),
+        WrittenPages(
+            [header.created_ms for _, header, _, _ in pages],
+            [header.ttl for _, header, _, _ in pages],
+            [not header.checksum for _, header, _, _ in pages],
+        ),
+        [left for _, _, left, _ in pages],
+        [header.checksum or checksum(body) for _, header, _, body in pages],
     )

@@ -88,7 +88,7 @@ class Loader:
             self._admit(record)
             units.append(record.name)
             used.append(record.used)
-            takes = footprint(record.name, record.size)
+            takes = footprint(record.name, record.body.size)
             self._stored.usage.know(record.name, takes)
             size += takes
         return size
@@ -109,11 +109,11 @@ class Loader:
 
     def _string_of(self, key: bytes, record: Record) -> Entry:
         self._catalogue.note_stray(key)
-        if record.first:
-            return Cold(record.name, record.size, expires=record.expires, used=record.used // 1000)
-        text = Text(record.inline)
+        if record.body.first:
+            return Cold(record.name, record.body.size, expires=record.expires, used=record.used // 1000)
+        text = Text(record.body.inline)
         text.expires = record.expires
-        self._contents.texts += len(key) + record.size + TEXT_OVERHEAD
+        self._contents.texts += len(key) + record.body.size + TEXT_OVERHEAD
         self._contents.evictor.units.used(key)
         return text
 

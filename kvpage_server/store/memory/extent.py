@@ -39,7 +39,7 @@ class Extent:
             span = self.shape.page_span(layer, head, kv_type)
         except PageError:
             return None
-        return ExtentPage(self, span, unit, page, layer, head, kv_type)
+        return ExtentPage(self, span, unit, page, (layer, head, kv_type))
 
     @property
     def is_intact(self) -> bool:
@@ -63,18 +63,14 @@ class ExtentPage:
 
     __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
 
-    def __init__(
-        self, extent: Extent, span: slice, unit: object, page: int, layer: int, head: int, kv_type: int
-    ) -> None:
+    def __init__(self, extent: Extent, span: slice, unit: object, page: int, spot: tuple[int, int, int]) -> None:
         self.extent = extent
         self.start: int = span.start
         self.size: int = span.stop - span.start
         self.expires = extent.expires
         self.unit = unit
         self.page = page
-        self.layer = layer
-        self.head = head
-        self.kv_type = kv_type
+        self.layer, self.head, self.kv_type = spot
 
     @property
     def body(self) -> memoryview:

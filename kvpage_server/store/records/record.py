@@ -53,38 +53,27 @@ class Body(NamedTuple):
     first: int
     inline: bytes = b""
 
+    @property
+    def pieces(self) -> range:
+        """The numbers of the pieces that it lies in."""
+        return range(self.first, self.first - (-self.size // PIECE)) if self.first else range(0)
+
 
 @dataclass(slots=True)
 class Record:
-    """A value on disk. `expires` and `used` (its last use, as far as was noted) are unix milliseconds, 0 for never.
-
-    A body of `size` bytes has the XXH3-64 `digest`. It is `inline`, or lies in pieces from number `first` on.
-    """
+    """A value on disk. `expires` and `used` (its last use, as far as was noted) are unix milliseconds, 0 for never."""
 
     name: bytes
     meta: bytes
     expires: int
     used: int
-    size: int
-    digest: int
-    first: int = 0
-    inline: bytes = b""
-
-    @property
-    def body(self) -> Body:
-        """Where its body lies."""
-        return Body(self.size, self.digest, self.first, self.inline)
-
-    @property
-    def pieces(self) -> range:
-        """The numbers of the pieces that the body lies in."""
-        return range(self.first, self.first - (-self.size // PIECE)) if self.first else range(0)
+    body: Body
 
     def __bytes__(self) -> bytes:
-        stored_under = database_key(self.name)
+        stored_under, (size, digest, first, inline) = database_key(self.name), self.body
         name = b"" if stored_under == self.name else self.name
-        head = _HEAD.pack(len(self.meta), len(name), self.expires, self.used, self.size, self.digest, self.first)
-        rest = b"".join((head, self.meta, name, self.inline))
+        head = _HEAD.pack(len(self.meta), len(name), self.expires, self.used, size, digest, first)
+        rest = b"".join((head, self.meta, name, inline))
         return _DIGEST.pack(checksum(rest + stored_under)) + rest
 
     @classmethod
@@ -98,7 +87,7 @@ class Record:
         after_meta = start + meta_size
         after_name = after_meta + name_size
         name = raw[after_meta:after_name] if name_size else stored_under
-        return cls(name, raw[start:after_meta], expires, used, size, digest, first, raw[after_name:])
+        return cls(name, raw[start:after_meta], expires, used, Body(size, digest, first, raw[after_name:]))
 
 
 def footprint(name: bytes, size: int) -> int:

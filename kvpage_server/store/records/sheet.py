@@ -114,13 +114,13 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
 
 def row_of(record: Record) -> bytes:
     """The row of a page, whose header is the record's meta."""
-    return record.meta + _TIMES.pack(record.expires, record.used, record.digest, record.first)
+    return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
     """What a row says of the page of that name."""
     _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
-    return Record(name, row[:HEADER_SIZE], expires, used, size, digest, first)
+    return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:

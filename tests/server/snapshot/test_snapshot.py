@@ -53,11 +53,11 @@ def test_what_was_dumped_comes_back(client: redis.Redis, store: RunningStore, tm
     fill(client)
     before = everything(client)
     dumped = dump(store, tmp_path, EVERYTHING, file_bytes=100_000)
-    assert (dumped.pages + dumped.strings, dumped.corrupt) == (len(before[0]), [])
-    assert dumped.strings == 5
+    assert (dumped.amount.pages + dumped.amount.strings, dumped.corrupt) == (len(before[0]), [])
+    assert dumped.amount.strings == 5
     client.flushall()
     restored = restore(store, tmp_path)
-    assert (restored.pages, restored.strings) == (dumped.pages, dumped.strings)
+    assert (restored.amount.pages, restored.amount.strings) == (dumped.amount.pages, dumped.amount.strings)
     assert (restored.there, restored.expired, restored.corrupt, restored.finished) == (0, 0, [], True)
     check_same(client, before)
 
@@ -72,9 +72,9 @@ def test_what_lies_on_disk_alone_is_dumped_too_and_comes_back(tmp_path: Path) ->
         before = everything(client)
         with RunningStore(server.url) as store:
             dumped = dump(store, tmp_path, EVERYTHING, file_bytes=500_000)
-            assert dumped.pages + dumped.strings == len(before[0])
+            assert dumped.amount.pages + dumped.amount.strings == len(before[0])
             client.flushall()
-            assert restore(store, tmp_path).pages == dumped.pages
+            assert restore(store, tmp_path).amount.pages == dumped.amount.pages
         check_same(client, before)
 
 
@@ -165,9 +165,9 @@ def test_a_request_that_has_no_page_is_said(server: RunningServer, client: redis
 def test_a_pattern_selects_pages_and_strings(client: redis.Redis, store: RunningStore, tmp_path: Path) -> None:
     fill(client)
     dumped = dump(store, tmp_path, Selection(match=b"*:alice"))
-    assert (dumped.pages, dumped.strings) == (0, 1)
+    assert (dumped.amount.pages, dumped.amount.strings) == (0, 1)
     dumped = dump(store, tmp_path / "pages", Selection(match=b"kv:chat-7:*:2:?"))
-    assert (dumped.pages, dumped.strings) == (HALVES.pages, 0)
+    assert (dumped.amount.pages, dumped.amount.strings) == (HALVES.pages, 0)
 
 
 def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
@@ -178,7 +178,7 @@ def test_a_user_dumps_what_they_may_see(tmp_path: Path) -> None:
         client.mset({"alice:x": 1, "bob:x": 2})
         with RunningStore(server.url.replace("//", "//alice:any@")) as store:
             dumped = dump(store, tmp_path, EVERYTHING)
-        assert (dumped.pages, dumped.strings) == (HALVES.pages, 1)
+        assert (dumped.amount.pages, dumped.amount.strings) == (HALVES.pages, 1)
 
 
 # -- what is there already -----------------------------------------------------------------------------------------
@@ -196,7 +196,7 @@ def test_what_is_there_stays_unless_it_is_to_be_replaced(
     client.set("manifest:alice", "new")
     before = client.dbsize()
     restored = restore(store, tmp_path)
-    assert (restored.pages, restored.strings, restored.there) == (1, 1, before - 1)
+    assert (restored.amount.pages, restored.amount.strings, restored.there) == (1, 1, before - 1)
     assert client.execute_command("KVPAGEGET", "chat-7", 0, 0, 1, 0) == b"new"
     assert client.get("manifest:alice") == b"new"
     restored = restore(store, tmp_path, replace=True)
@@ -233,7 +233,7 @@ def test_what_has_expired_meanwhile_stays_away(client: redis.Redis, store: Runni
     (tmp_path / "dump.json").write_text(summary.replace(str(began), str(began + 50)))  # as an update would leave it
     client.flushall()
     restored = restore(store, tmp_path)
-    assert (restored.strings, restored.expired) == (1, 1)
+    assert (restored.amount.strings, restored.expired) == (1, 1)
 
 
 # -- interrupted dumps, and those that are brought up to date ------------------------------------------------------

@@ -22,7 +22,15 @@ from kvpage_server.layouts import to_mlx
 from kvpage_server.page import DType, PageHeader, PageKey, checksum
 from kvpage_server.snapshot.errors import BadFile, DumpError
 from kvpage_server.snapshot.format.entries import String, entry_of
-from kvpage_server.snapshot.format.files import FileContents, Tensor, intact, read_contents, read_data, write_file
+from kvpage_server.snapshot.format.files import (
+    DumpOf,
+    FileContents,
+    Tensor,
+    intact,
+    read_contents,
+    read_data,
+    write_file,
+)
 from kvpage_server.snapshot.format.names import bytes_of, text_of
 from kvpage_server.snapshot.format.planes import FoundPage, tensors_of
 from kvpage_server.snapshot.restore import restore
@@ -48,7 +56,7 @@ def file(tmp_path: Path) -> Path:
     bodies = [random.Random(i).randbytes(8) for i in range(4)]
     plane = [found(i // 2, i % 2, body=body) for i, body in enumerate(bodies)]
     tensors = [*tensors_of([*plane, found(3, 1, 1, body=b"odd")]), string(b"s", b"value")]
-    write_file(tmp_path / "pages-000001.safetensors", tensors, dumped_ms=5, selection="everything")
+    write_file(tmp_path / "pages-000001.safetensors", tensors, DumpOf(5, "everything"))
     return tmp_path / "pages-000001.safetensors"
 
 
@@ -152,7 +160,7 @@ def test_numbers_of_every_width_are_read_as_what_they_were(
 
 def test_tensors_lie_aligned_to_their_elements(tmp_path: Path) -> None:
     tensors = [*tensors_of([found(3, body=b"odd")]), *tensors_of([found(1)]), string(b"s", b"x")]
-    contents = write_file(tmp_path / "f.safetensors", tensors, dumped_ms=5, selection="everything")
+    contents = write_file(tmp_path / "f.safetensors", tensors, DumpOf(5, "everything"))
     assert contents.data % 64 == 0
     assert [(span.entry.element, span.start) for span in contents.spans] == [("F16", 0), ("U8", 8), ("U8", 11)]
 
@@ -185,7 +193,7 @@ def test_what_the_metadata_tells_is_understood(layers: int, heads: int, data: st
 def test_what_was_written_is_whole(file: Path) -> None:
     assert whole(file)
     contents = read_contents(file)
-    assert (contents.dumped_ms, contents.selection) == (5, "everything")
+    assert contents.of == (5, "everything")
     assert [span.entry.name for span in contents.spans] == ["kv:r:*:*:7:0", "kv:r:3:1:7:1", "string:s"]
     assert file.stat().st_size == contents.size
 
@@ -238,7 +246,7 @@ def forged(file: Path, **changes: object) -> FileContents:
     (tensor,) = tensors_of([found(1)])
     entry, note = tensor.entry, tensor.entry.note() | changes
     forgery = SimpleNamespace(name=entry.name, element=entry.element, shape=entry.shape, note=lambda: note)
-    write_file(file, [Tensor(forgery, tensor.pieces)], dumped_ms=1, selection="everything")  # type: ignore[arg-type]
+    write_file(file, [Tensor(forgery, tensor.pieces)], DumpOf(1, "everything"))  # type: ignore[arg-type]
     return read_contents(file)
 
 

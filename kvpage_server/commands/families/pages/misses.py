@@ -16,8 +16,7 @@ REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", OVER_QUOTA, "de
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:
     """Something was asked for and is not there."""
-    misses = client.server.stats.page_misses
-    misses[reason] = misses.get(reason, 0) + times
+    client.server.stats.page_misses[reason] += times
 
 
 def page_missed(client: Client, name: PageName) -> None:

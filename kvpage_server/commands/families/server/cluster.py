@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
@@ -12,7 +13,7 @@ from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Reply, ReplyError, Verbatim
 from kvpage_server.slot_map import SLOTS, MappedNode, slot_of
 
-_FLAGS = "stale"
+_cluster = partial(command, flags="stale", group="cluster", since="3.0.0")
 
 container("cluster", group="cluster", since="3.0.0", summary="A container for Redis Cluster's commands.")
 
@@ -24,12 +25,8 @@ def _placing(client: Client) -> Placing:
     return placing
 
 
-@command(
+@_cluster(
     "cluster|slots",
-    2,
-    _FLAGS,
-    group="cluster",
-    since="3.0.0",
     complexity="O(N) with N ranges of slots",
     reply="array of array",
     summary="Returns which server has which slots.",
@@ -41,11 +38,8 @@ def cluster_slots(client: Client, args: list[Argument]) -> Reply:
     return [[*span, [node.host, node.port, node.id, []]] for span, node in ranges]
 
 
-@command(
+@_cluster(
     "cluster|shards",
-    2,
-    _FLAGS,
-    group="cluster",
     since="7.0.0",
     complexity="O(N) with N servers",
     reply="array of map",
@@ -71,12 +65,8 @@ def _described(node: MappedNode) -> dict[str, Reply]:
     }
 
 
-@command(
+@_cluster(
     "cluster|nodes",
-    2,
-    _FLAGS,
-    group="cluster",
-    since="3.0.0",
     complexity="O(N) with N servers",
     reply="bulk",
     summary="Describes the servers and their slots, a line each.",
@@ -93,16 +83,7 @@ def _lines(placing: Placing) -> Iterator[str]:
         yield f"{node.id} {node.host}:{node.port}@0 {flags} - 0 0 {placing.map.version} connected{slots}\n"
 
 
-@command(
-    "cluster|info",
-    2,
-    _FLAGS,
-    group="cluster",
-    since="3.0.0",
-    complexity="O(1)",
-    reply="bulk",
-    summary="Tells of the map of slots.",
-)
+@_cluster("cluster|info", reply="bulk", summary="Tells of the map of slots.")
 def cluster_info(client: Client, args: list[Argument]) -> Reply:
     """`name:value` lines. The epochs are the map's version; `cluster_map_digest` is equal where maps are."""
     placing = _placing(client)
@@ -122,32 +103,13 @@ def cluster_info(client: Client, args: list[Argument]) -> Reply:
     return Verbatim("".join(f"{name}:{value}\r\n" for name, value in told.items()).encode())
 
 
-@command(
-    "cluster|myid",
-    2,
-    _FLAGS,
-    group="cluster",
-    since="3.0.0",
-    complexity="O(1)",
-    reply="bulk",
-    summary="Returns this server's id.",
-)
+@_cluster("cluster|myid", reply="bulk", summary="Returns this server's id.")
 def cluster_myid(client: Client, args: list[Argument]) -> Reply:
     """The id that the map gives to it."""
     return _placing(client).me.id
 
 
-@command(
-    "cluster|keyslot",
-    3,
-    _FLAGS,
-    group="cluster",
-    since="3.0.0",
-    usage="key",
-    complexity="O(N) with N bytes",
-    reply="integer",
-    summary="Returns the slot of a key.",
-)
+@_cluster("cluster|keyslot key", complexity="O(N) with N bytes", reply="integer", summary="Returns the slot of a key.")
 def cluster_keyslot(client: Client, args: list[Argument]) -> Reply:
     """From what stands in its first braces, or from all of it."""
     _placing(client)

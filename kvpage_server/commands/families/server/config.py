@@ -158,10 +158,8 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
 
     def steps() -> Steps[Reply]:
         yield from counted(server)
-        fresh = Stats()
-        fresh.bytes_out = -server.totals.sent  # the connections go on counting
-        for name in Stats.__slots__:
-            setattr(server.stats, name, getattr(fresh, name))
+        server.stats = Stats()
+        server.stats.bytes_out = -server.totals.sent  # the connections go on counting
         server.refusals.forget_totals()
         server.keyspace.counters.reset()
         return OK

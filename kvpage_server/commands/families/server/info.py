@@ -287,7 +287,7 @@ def _keyspace(server: Server) -> Fields:
 def _kvpage(server: Server) -> Fields:
     index, guards, ghosts = server.keyspace.index, server.keyspace.leases, server.keyspace.ghosts
     guards.settle(unix_ms())
-    misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses.get(reason, 0) for reason in REASONS}
+    misses = {f"page_misses_{reason.replace(' ', '_')}": server.stats.page_misses[reason] for reason in REASONS}
     return {
         "requests": len(index),
         "blocks": index.blocks,

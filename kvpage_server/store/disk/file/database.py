@@ -217,16 +217,18 @@ class Disk:
 
     def _put(self, txn: _Txn, sheets: Sheets, write: Write, place: _Place) -> None:
         body = memoryview(write.body)
-        record = Record(write.name, write.meta, write.expires, write.used, len(body), write.digest or checksum(body))
         has_row = place is not None and len(write.meta) == HEADER_SIZE
+        first, inline = 0, b""
         if len(body) <= INLINE and not has_row:
-            record.inline = bytes(body)
+            inline = bytes(body)
         elif len(body):
-            record.first = self._next
+            first = self._next
             for start in range(0, len(body), PIECE):
                 number = _NUMBER.pack(self._next)
                 txn.put(number, body[start : start + PIECE], append=True, db=self._pieces)
                 self._next += 1
+        lies = Body(len(body), write.digest or checksum(body), first, inline)
+        record = Record(write.name, write.meta, write.expires, write.used, lies)
         if place is not None and has_row:
             key, spot = place
             sheets.of(key)[spot] = sheet.row_of(record)
@@ -250,7 +252,7 @@ class Disk:
         self._delete_pieces(txn, record)
 
     def _delete_pieces(self, txn: _Txn, record: Record) -> None:
-        for number in record.pieces:
+        for number in record.body.pieces:
             txn.delete(_NUMBER.pack(number), db=self._pieces)
 
     def _retime(self, txn: _Txn, sheets: Sheets, change: Retime, place: _Place) -> None:
@@ -422,7 +424,7 @@ class Disk:
             yield memoryview(body.inline)
             return
         left = body.size
-        for number in range(body.first, body.first - (-left // PIECE)):
+        for number in body.pieces:
             piece = self._piece(txn, number, min(left, PIECE))
             left -= len(piece)
             yield piece

@@ -61,9 +61,9 @@ def extent_of(record: Record, block: Block) -> Extent:
         shape = BlockShape(layers, heads, page_size, tuple(planes))
     except (struct.error, PageError, ValueError) as error:
         raise Damaged(f"its shape cannot be read: {error}") from None
-    if shape.nbytes != record.size:
+    if shape.nbytes != record.body.size:
         raise Damaged("its body has another length than its shape")
-    body = Cold(record.name, record.size, unit=block, used=record.used // 1000)
-    extent = Extent(shape, body, record.digest, created, ttl)
+    body = Cold(record.name, record.body.size, unit=block, used=record.used // 1000)
+    extent = Extent(shape, body, record.body.digest, created, ttl)
     extent.expires = record.expires
     return extent

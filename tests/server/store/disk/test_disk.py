@@ -61,7 +61,7 @@ def test_a_body_of_any_size_is_read_as_it_was_written(disk: Disk, size: int) -> 
     assert disk.check(b"kx") == size
     [(_, record)] = disk.records()
     assert isinstance(record, Record)
-    assert (record.name, record.meta, record.expires, record.used, record.size) == (b"kx", b"meta", 5, 7, size)
+    assert (record.name, record.meta, record.expires, record.used, record.body.size) == (b"kx", b"meta", 5, 7, size)
 
 
 def test_names_are_found_however_long_they_are(disk: Disk) -> None:
@@ -292,12 +292,12 @@ for key, record in list(disk.records()):
         damaged += 1
         continue
     try:
-        found = read(disk, record.name, record.size)
+        found = read(disk, record.name, record.body.size)
     except Damaged:
         damaged += 1
         disk.write([Quarantine(record.name)])
         continue
-    assert found == body(record.size, int(record.name[1:])), record.name
+    assert found == body(record.body.size, int(record.name[1:])), record.name
     intact += 1
 disk.close()
 print(intact, damaged)
