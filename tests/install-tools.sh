@@ -1,9 +1,9 @@
 #!/bin/sh
-# The tools of other people that the tests and the engine use: redis-cli and its friends, and OpenBLAS for MLX on a
+# The tools of other people that the tests and the engine use: redis-cli and its friends, promtool, and OpenBLAS for MLX on a
 # Linux CPU. As root on Debian or Ubuntu they are installed; elsewhere it says what is missing and goes on.
 set -eu
 
-wanted="redis-tools redis-server"
+wanted="redis-tools redis-server prometheus"
 [ "$(uname -s)" = Linux ] && wanted="$wanted libopenblas0-pthread"
 
 if command -v dpkg-query >/dev/null 2>&1; then

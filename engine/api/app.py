@@ -42,8 +42,7 @@ def make_app(service: Service) -> Starlette:
         return _health(service.ready)
 
     async def metrics(request: Request) -> Response:
-        service.tenant(request)
-        return Response(service.metrics.exposition(), media_type=EXPOSITION)
+        return Response(service.metrics.exposition(service.who(request)), media_type=EXPOSITION)
 
     app = Starlette(
         routes=[

@@ -19,6 +19,7 @@ from engine.api.openai.errors import ApiError, invalid
 from engine.memory.blocks import BlockError, check_agent_id
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
+WATCHER = "*"  # in place of a tenant's name: who may read the metrics of all, and nothing else
 AGENT_HEADER = "X-Agent-Id"
 
 
@@ -28,7 +29,7 @@ class TokenFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose agents a request is about; "" where no tokens are asked for."""
+    """Whose agents a request is about; "" where no tokens are asked for. WATCHER is nobody's, and sees all metrics."""
 
     name: str = ""
 
@@ -49,8 +50,12 @@ class Tenant:
 
     def given(self, agent_id: str) -> str | None:
         """What the tenant calls an agent; None for another's."""
-        given, _, tenant = agent_id.rpartition("@") if "@" in agent_id else (agent_id, "", "")
-        return given if tenant == self.name else None
+        return agent_id.rpartition("@")[0] or agent_id if tenant_of(agent_id) == self.name else None
+
+
+def tenant_of(agent_id: str) -> str:
+    """The name of the tenant whose agent it is; "" where no tokens are asked for."""
+    return agent_id.rpartition("@")[2] if "@" in agent_id else ""
 
 
 class Tokens:
@@ -62,7 +67,8 @@ class Tokens:
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """From a file of lines "NAME TOKEN"; empty lines and those that begin with # are left out.
+        """From a file of lines "NAME TOKEN", where NAME may be WATCHER; empty lines and those that begin with # are
+        left out.
 
         Raises TokenFileError.
         """
@@ -75,9 +81,9 @@ class Tokens:
             words = line.split()
             if not words or words[0].startswith("#"):
                 continue
-            if len(words) != 2 or not _NAME.fullmatch(words[0]):
+            if len(words) != 2 or not (words[0] == WATCHER or _NAME.fullmatch(words[0])):
                 raise TokenFileError(
-                    f'{path}, line {number}: expected "NAME TOKEN", the name 1 to 32 of A-Z a-z 0-9 . _ -'
+                    f'{path}, line {number}: expected "NAME TOKEN", the name 1 to 32 of A-Z a-z 0-9 . _ - or *'
                 )
             name, token = words
             if token in tenants:
@@ -88,7 +94,14 @@ class Tokens:
         return cls(tenants)
 
     def tenant(self, request: Request) -> Tenant:
-        """Who asks. Raises ApiError when that is nobody who may."""
+        """Whose agents may be asked for. Raises ApiError when that is nobody who may."""
+        tenant = self.who(request)
+        if tenant.name == WATCHER:
+            raise ApiError(403, "this token is for /metrics alone", code="metrics_only")
+        return tenant
+
+    def who(self, request: Request) -> Tenant:
+        """Who asks for metrics. Raises ApiError when the token is not known."""
         if not self._tenants:
             return Tenant()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

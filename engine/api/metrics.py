@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -17,45 +18,36 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from engine.agent_engine import Answer
+from engine.api.auth import WATCHER, Tenant, tenant_of
 from engine.startup import Engine
+from engine.tiers.metrics import PageServer
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
+PREFIX = "kvpage_engine_"
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 
 
-class Metrics:
-    """Of one server."""
+class _Answers:
+    """What is counted of answers: of all of them, or of a tenant's."""
 
-    def __init__(self, pending: Callable[[], int]) -> None:
+    def __init__(self) -> None:
         self.registry = CollectorRegistry()
-        name = "kvpage_engine_"
         shared: dict[str, Any] = {"registry": self.registry}
-        self.requests = Counter(name + "requests", "HTTP requests", ["endpoint", "status"], **shared)
-        self.cancelled = Counter(name + "cancelled", "Answers that their clients did not wait for", **shared)
-        self.closed = Counter(
-            name + "connections_closed", "Connections that were closed on their clients", ["reason"], **shared
-        )
-        self._answers = Counter(name + "answers", "Answers", ["tier", "finish_reason"], **shared)
-        self._prompt = Counter(name + "prompt_tokens", "Tokens of prompts", **shared)
-        self._reused = Counter(name + "reused_tokens", "Those that were not computed", ["tier"], **shared)
-        self._generated = Counter(name + "generated_tokens", "Tokens of answers", **shared)
+        self._answers = Counter(PREFIX + "answers", "Answers", ["tier", "finish_reason"], **shared)
+        self._prompt = Counter(PREFIX + "prompt_tokens", "Tokens of prompts", **shared)
+        self._reused = Counter(PREFIX + "reused_tokens", "Those that were not computed", ["tier"], **shared)
+        self._generated = Counter(PREFIX + "generated_tokens", "Tokens of answers", **shared)
         self._first = Histogram(
-            name + "time_to_first_token_seconds", "Since the prompt came", ["tier"], buckets=SECONDS, **shared
+            PREFIX + "time_to_first_token_seconds", "Since the prompt came", ["tier"], buckets=SECONDS, **shared
         )
         self._restore = Histogram(
-            name + "restore_seconds", "To look for a context and fetch it", ["tier"], buckets=SECONDS, **shared
+            PREFIX + "restore_seconds", "To look for a context and fetch it", ["tier"], buckets=SECONDS, **shared
         )
-        self._misses = Counter(name + "misses", "Prompts of which less was found, by reason", ["reason"], **shared)
-        waiting = Gauge(name + "pending", "Answers that are on their way or wait for their turn", **shared)
-        waiting.set_function(pending)
+        self._misses = Counter(PREFIX + "misses", "Prompts of which less was found, by reason", ["reason"], **shared)
 
-    def watch(self, engine: Engine) -> None:
-        """Tell of its memory and its tiers, too."""
-        self.registry.register(_EngineCollector(engine))
-
-    def answered(self, answer: Answer) -> None:
-        """Count an answer."""
+    def count(self, answer: Answer) -> None:
+        """One more."""
         reuse = answer.reuse
         self._answers.labels(reuse.tier, answer.finish_reason).inc()
         self._prompt.inc(answer.prompt_tokens)
@@ -66,9 +58,37 @@ class Metrics:
         if reuse.why:
             self._misses.labels(reuse.why).inc()
 
-    def exposition(self) -> bytes:
-        """All of it, as Prometheus reads it."""
-        return generate_latest(self.registry)
+
+class Metrics:
+    """Of one server."""
+
+    def __init__(self, pending: Callable[[], int]) -> None:
+        self._answers = _Answers()
+        self._of_tenants: defaultdict[str, _Answers] = defaultdict(_Answers)  # as many as there are tokens
+        self._registry = self._answers.registry
+        shared: dict[str, Any] = {"registry": self._registry}
+        self.requests = Counter(PREFIX + "requests", "HTTP requests", ["endpoint", "status"], **shared)
+        self.cancelled = Counter(PREFIX + "cancelled", "Answers that their clients did not wait for", **shared)
+        self.closed = Counter(
+            PREFIX + "connections_closed", "Connections that were closed on their clients", ["reason"], **shared
+        )
+        waiting = Gauge(PREFIX + "pending", "Answers that are on their way or wait for their turn", **shared)
+        waiting.set_function(pending)
+
+    def watch(self, engine: Engine) -> None:
+        """Tell of its memory and its tiers, too."""
+        self._registry.register(_EngineCollector(engine))
+
+    def answered(self, answer: Answer, agent_id: str) -> None:
+        """Count an agent's answer."""
+        self._answers.count(answer)
+        if tenant := tenant_of(agent_id):
+            self._of_tenants[tenant].count(answer)
+
+    def exposition(self, who: Tenant) -> bytes:
+        """As Prometheus reads it: a tenant is told of its own answers, and of nothing that depends on others."""
+        everything = who.name in ("", WATCHER)
+        return generate_latest(self._registry if everything else self._of_tenants[who.name].registry)
 
 
 class _EngineCollector(Collector):
@@ -94,6 +114,8 @@ class _EngineCollector(Collector):
             ("save_seconds", "Seconds that they took"),
         ):
             yield _counter(f"tier_{what}", help, "tier", {name: getattr(tier, what) for name, tier in tiers.items()})
+        if store.server is not None:
+            yield from _page_server(store.server)
         yield _counter("store_misses", "Loads that found nothing, by reason", "reason", store.misses)
         yield _counter("store_unsaved", "Writes that failed, by tier", "tier", store.unsaved)
         yield _counter("evictions", "Contexts that left memory", "", {"": store.evictions})
@@ -101,13 +123,36 @@ class _EngineCollector(Collector):
         yield _counter("lost", "Contexts dropped because no tier could be written to", "", {"": store.lost})
 
 
+def _page_server(server: PageServer) -> Iterator[Metric]:
+    """How it goes with the page server."""
+    breaker = GaugeMetricFamily(
+        PREFIX + "page_server_breaker", "Whether it is asked: 1 for the state that it is in", labels=["state"]
+    )
+    for state in ("closed", "half-open", "open"):
+        breaker.add_metric([state], server.breaker == state)
+    yield breaker
+    yield _counter("page_server_opened", "Times that it was not asked any more", "", {"": server.opened})
+    yield _counter("page_server_misses", "Loads that found less than they might have", "reason", server.misses)
+    yield _counter("page_server_unsaved", "Writes that failed", "reason", server.unsaved)
+    yield _counter("page_server_unasked", "Other questions without an answer", "reason", server.unasked)
+    decided = {"fetched": server.fetched, "computed": server.recomputed}
+    yield _counter("page_server_decisions", "Loads by what was expected to be sooner", "what", decided)
+    for name, help, value in (
+        ("bytes_per_second", "Measured lately: of the link", server.link_rate),
+        ("latency_seconds", "Measured lately: of a question", server.latency),
+        ("prefill_tokens_per_second", "Measured lately: of computing prompts", server.prefill_rate),
+    ):
+        if value is not None:
+            yield _gauge(f"page_server_{name}", help, value)
+
+
 def _gauge(name: str, help: str, value: float) -> Metric:
-    return GaugeMetricFamily(f"kvpage_engine_{name}", help, value)
+    return GaugeMetricFamily(PREFIX + name, help, value)
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
     """`label` is "" for a single one."""
-    family = CounterMetricFamily(f"kvpage_engine_{name}", help, labels=[label] if label else [])
+    family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])
     return family

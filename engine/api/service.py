@@ -86,8 +86,12 @@ class Service:
         return self._prompts
 
     def tenant(self, request: Request) -> Tenant:
-        """Who asks. Raises ApiError when that is nobody who may."""
+        """Whose agents are asked for. Raises ApiError when that is nobody who may."""
         return self._tokens.tenant(request)
+
+    def who(self, request: Request) -> Tenant:
+        """Who asks for metrics. Raises ApiError when that is nobody who may."""
+        return self._tokens.who(request)
 
     async def body(self, request: Request) -> bytes:
         """What was sent. Raises ApiError when it is too much, or too slow."""

@@ -33,6 +33,7 @@ HEALTH = "/health"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 MOST_BODY = 4096  # bytes of what is sent to log in
 BODY_SECONDS = 10.0
+NO_ANSWER = "the store gives no answer; one that needs no password takes connections of its own machine alone\n"
 ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 
@@ -136,7 +137,7 @@ async def _to_login(request: Request, error: Exception) -> Response:
 
 
 async def _no_answer(request: Request, error: Exception) -> Response:
-    return PlainTextResponse("the store gives no answer\n", 503, {"Retry-After": "1"})
+    return PlainTextResponse(NO_ANSWER, 503, {"Retry-After": "1"})
 
 
 async def _gone(request: Request, error: Exception) -> Response:

@@ -107,7 +107,7 @@ class Logins:
             return key
         store = self._entrance.store(address, *((user, password) if password else ("", "")))
         try:
-            await store.ping()
+            await store.connection_pool.release(await store.connection_pool.get_connection())  # type: ignore[no-untyped-call]
         except redis.RedisError as error:
             await store.aclose()
             if isinstance(error, redis.AuthenticationError) and known is not None:

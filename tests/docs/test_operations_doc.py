@@ -13,6 +13,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
+from browsing import start_seen_server
 from documents import NO_REDIS_CLI, REDIS_CLI, ROOT, blocks, check, check_program, commands, entry_point, run
 from keyspaces import block, set_block
 from redis.exceptions import NoPermissionError
@@ -169,3 +170,6 @@ def test_its_user_may_ask_what_redis_exporter_asks(tmp_path: Path) -> None:
             client.set("a", "b")
         with pytest.raises(NoPermissionError):
             client.get("a")
+    with start_seen_server("--requirepass", "another", file=file) as seen:
+        elsewhere = {"X-Forwarded-For": "192.0.2.1"}
+        assert seen.metrics(headers=elsewhere, auth=("metrics", "a-third-password"))["kvpage_blocks",] == 0

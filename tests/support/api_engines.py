@@ -76,6 +76,7 @@ class RunningEngine(RunningServer):
     """A process that answers OpenAI's clients."""
 
     token: str = "none"  # that may ask
+    watcher: str = "none"  # the token for the metrics of all
 
     @property
     def url(self) -> str:
@@ -87,7 +88,7 @@ class RunningEngine(RunningServer):
 
     def metric(self, name: str) -> float:
         """The sum of a metric of its own, over all its labels; 0 when it was never counted."""
-        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.token}"}).text
+        text = httpx.get(f"{self.url}/metrics", headers={"Authorization": f"Bearer {self.watcher}"}).text
         values = (line.rpartition(" ") for line in text.splitlines() if line.startswith(f"kvpage_engine_{name}"))
         named = (f"kvpage_engine_{name}", f"kvpage_engine_{name}{{")
         return sum(float(value) for key, _, value in values if key == named[0] or key.startswith(named[1]))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import socket
 import struct
 import time
@@ -18,7 +19,7 @@ from api_engines import CALL, RunningEngine, start_engine, write_caller, write_t
 from servers import RunningServer
 from waiting import PATIENCE, eventually
 
-TOKENS = "# who may ask\n\nacme acme-secret\numbrella umbrella-secret\n"
+TOKENS = "# who may ask\n\nacme acme-secret\numbrella umbrella-secret\n* watcher-secret\n"
 HELLO = [{"role": "user", "content": "Hello"}]
 QUEUE = 40
 
@@ -34,7 +35,7 @@ def engine(tiny: Path, server: RunningServer, tmp_path_factory: pytest.TempPathF
     tokens.write_text(TOKENS)
     limits = ["--max-queue", str(QUEUE), "--max-body", "1mb"]
     with start_engine(tiny, "--token-file", str(tokens), "--store", server.url, *limits) as engine:
-        engine.token = "acme-secret"
+        engine.token, engine.watcher = "acme-secret", "watcher-secret"
         yield engine
         assert eventually(lambda: engine.metric("pending") == 0)
 
@@ -350,9 +351,27 @@ def test_nothing_can_be_had_without_a_token_but_its_health(engine: RunningEngine
     for path in ("/health", "/health/live", "/health/ready"):
         assert httpx.get(engine.url + path).json() == {"status": "ok"}
     assert httpx.get(engine.url + "/metrics").status_code == 401
-    metrics = httpx.get(engine.url + "/metrics", headers={"Authorization": "Bearer umbrella-secret"}).text
+    metrics = httpx.get(engine.url + "/metrics", headers={"Authorization": "Bearer watcher-secret"}).text
     assert 'kvpage_engine_requests_total{endpoint="chat",status="401"}' in metrics
     assert "secret" not in metrics
+    assert post(engine, "/v1/chat/completions", asked(), token="watcher-secret").status_code == 403
+
+
+def test_a_tenant_is_told_of_its_own_answers_alone(engine: RunningEngine) -> None:
+    def told(token: str) -> str:
+        return httpx.get(engine.url + "/metrics", headers={"Authorization": f"Bearer {token}"}).text
+
+    def answers(token: str) -> float:
+        return sum(map(float, re.findall(r"^kvpage_engine_answers_total\{.*\} (\S+)$", told(token), re.MULTILINE)))
+
+    before = answers("acme-secret"), answers("umbrella-secret"), answers("watcher-secret")
+    post(engine, "/v1/chat/completions", asked(), token="acme-secret").raise_for_status()
+    assert answers("acme-secret") == before[0] + 1
+    assert answers("umbrella-secret") == before[1]
+    assert answers("watcher-secret") == before[2] + 1
+    assert "kvpage_engine_pool_used_bytes" in told("watcher-secret")
+    for of_all in ("pool", "requests", "hot_agents", "pending", "tier_hits"):
+        assert f"kvpage_engine_{of_all}" not in told("umbrella-secret")
 
 
 def test_tenants_share_nothing(engine: RunningEngine) -> None:

@@ -1,0 +1,136 @@
+"""docs/monitoring/: what alerts and dashboard ask for exists, and what the page lists is all there is."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from browsing import SeenServer, start_seen_server
+
+ROOT = Path(__file__).parents[2]
+MONITORING = ROOT / "docs" / "monitoring"
+ALERTS, DASHBOARD, PAGE = (MONITORING / name for name in ("alerts.yml", "grafana.json", "README.md"))
+NAME = re.compile(r"\bkvpage_\w+")
+PROMTOOL = shutil.which("promtool")
+NO_PROMTOOL = "promtool is not installed (Debian: apt-get install prometheus)"
+ENGINE = "kvpage_engine_"
+
+
+@pytest.fixture(scope="module")
+def told() -> Iterator[str]:
+    """An exposition in which nothing is left out."""
+    with start_seen_server("--store", "tiered", "--quota", "kv:tenant.*", "1mb", "--maxmemory", "4mb") as seen:
+        work(seen)
+        with seen.browser() as browser:
+            yield browser.get("/metrics").text
+
+
+def work(seen: SeenServer) -> None:
+    with seen.server.client() as client:
+        for page in range(20):
+            client.execute_command("KVPAGESET", "tenant.1", 0, 0, page, 0, 1, 64, 512, 0, bytes(1 << 16))
+        client.execute_command("KVPAGEGET", "nobody", 0, 0, 0, 0)
+        client.get("nothing")
+
+
+def families(told: str) -> dict[str, str]:
+    """The kind of each metric by its name, as a question may name it."""
+    found = {}
+    for name, kind in re.findall(r"^# TYPE (\S+) (\w+)$", told, re.MULTILINE):
+        found[name] = kind
+        if kind == "histogram":
+            found |= dict.fromkeys((f"{name}_bucket", f"{name}_sum", f"{name}_count"), kind)
+    return found
+
+
+def expressions() -> list[str]:
+    """What alerts and dashboard ask."""
+    asked = re.findall(r"^ +expr: (.*)$", ALERTS.read_text(), re.MULTILINE)
+    panels = json.loads(DASHBOARD.read_text())["panels"]
+    return asked + [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def test_alerts_and_dashboard_ask_for_metrics_that_exist(told: str) -> None:
+    there = families(told)
+    asked = {name for expression in expressions() for name in NAME.findall(expression)}
+    assert len(asked) > 30
+    assert {name for name in asked if not name.startswith(ENGINE)} - there.keys() == set()
+
+
+def test_what_they_ask_of_the_engine_exists() -> None:
+    source = "".join(path.read_text() for path in (ROOT / "engine" / "api").glob("*.py"))
+    asked = {name for expression in expressions() for name in NAME.findall(expression) if name.startswith(ENGINE)}
+    assert asked
+    for name in asked:
+        short = re.sub(r"_(total|bucket|sum|count)$", "", name.removeprefix(ENGINE))
+        assert f'"{short}"' in source, name
+
+
+def test_the_page_lists_all_metrics_and_no_other(told: str) -> None:
+    listed = set(NAME.findall(PAGE.read_text().partition("## What is told")[2]))
+    there = {name for name, kind in families(told).items() if not name.endswith(("_bucket", "_sum", "_count"))}
+    assert listed == there
+
+
+def test_labels_that_are_asked_for_exist(told: str) -> None:
+    labels = set(re.findall(r'[{,](\w+)="', told)) | {"instance", "job", "le", "tier", "state"}
+    for expression in expressions():
+        by = re.findall(r"\bby \(([\w, ]+)\)", expression)
+        assert {name for group in by for name in re.split(", *", group)} <= labels, expression
+        assert set(re.findall(r"[{,](\w+)=", expression)) <= labels, expression
+
+
+def test_the_dashboard_is_one_that_grafana_imports() -> None:
+    board: dict[str, Any] = json.loads(DASHBOARD.read_text())
+    assert {"title", "uid", "schemaVersion", "panels", "templating", "time"} <= board.keys()
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    taken: set[tuple[int, int]] = set()
+    variables = {each["name"] for each in board["templating"]["list"]} | {"__rate_interval"}
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        squares = {
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        }
+        assert not taken & squares, panel["title"]
+        taken |= squares
+        assert panel["type"] in ("row", "stat", "timeseries")
+        for target in panel.get("targets", []):
+            assert target["refId"]
+            assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables
+
+
+@pytest.mark.skipif(not PROMTOOL, reason=NO_PROMTOOL)
+def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
+    assert PROMTOOL
+    checked = subprocess.run([PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
+    linted = subprocess.run([PROMTOOL, "check", "metrics"], input=told, capture_output=True, text=True, timeout=60)
+    assert linted.returncode == 0, linted.stdout + linted.stderr
+    rules = {
+        "groups": [
+            {
+                "name": "dashboard",
+                "rules": [
+                    {
+                        "record": f"r{i}",
+                        "expr": re.sub(r"\$__rate_interval", "5m", expression).replace("$instance", ".*"),
+                    }
+                    for i, expression in enumerate(expressions())
+                ],
+            }
+        ]
+    }
+    asked = tmp_path / "asked.yml"
+    asked.write_text(json.dumps(rules))  # which is YAML, too
+    checked = subprocess.run([PROMTOOL, "check", "rules", str(asked)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
