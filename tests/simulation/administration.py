@@ -29,7 +29,15 @@ class Administration:
         if not self.tenants:
             return (b"ACL", b"WHOAMI")
         first = [b"~%b:*" % user, b"~kv:q%b:*" % user[1:]]
-        rules = [[b"-get"], [b"+get"], [b"-kvpagemget"], [b"+kvpagemget"], [b"~s*"], [b"~kv:q1:*"], [b"resetkeys", *first]]
+        rules = [
+            [b"-get"],
+            [b"+get"],
+            [b"-kvpagemget"],
+            [b"+kvpagemget"],
+            [b"~s*"],
+            [b"~kv:q1:*"],
+            [b"resetkeys", *first],
+        ]
         return b"ACL", b"SETUSER", user, *rng.choice(rules)
 
     def _limits(self) -> Words:

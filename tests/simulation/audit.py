@@ -167,7 +167,7 @@ class Audit:
         judge.positions.clear()
         judge.acknowledged = 0
         self._failed_at = 0 if judge.disk_fails else -1
-        self._run._go_on()
+        self._run.begin_work()
 
     def _find_moment(self) -> None:
         judge, store = self._judge, self._judge.model.store

@@ -12,9 +12,9 @@ import hiredis
 from kvpage_server.commands.context import Client
 from kvpage_server.resp.reply import ReplyError, Stream
 from tests.simulation.model import Conversation, Model, Words
+from tests.simulation.model_rights import Rights
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
-from tests.simulation.model_rights import Rights
 from tests.simulation.replies import ANYTHING, Err, May, agrees, gathered, is_error, one_of
 from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
@@ -96,7 +96,10 @@ class Judge:
             peer.unanswered.append(asked)
             return reply
         runs_many = said[0].lower() == b"exec"
+        watched = dict(talk.watched)
         evicted = self.note_evictions(exact=not runs_many)
+        if runs_many:
+            talk.watched = watched  # what it evicts itself has not changed before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         self._answer(talk, asked, reply)
         if evicted and runs_many:
@@ -211,7 +214,7 @@ class Judge:
         if not agrees(asked.expected, reply) and not self._agreed_meanwhile(asked, reply):
             self.fail(
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
-                f"  but may be       {asked.expected!r:.600}"
+                f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
         if asked.changes and not is_error(reply):
             self.acknowledged = max(self.acknowledged, asked.at + asked.changes)
@@ -386,6 +389,14 @@ class Judge:
     def _lost_to_disk(self) -> int:
         tiered = self.process.server.tiered
         return 0 if tiered is None else tiered.stored.counts.corrupt
+
+
+def _differences(expected: Any, reply: Any) -> str:
+    """In which a set is not what it may be."""
+    if not isinstance(expected, May) or expected.members is None or not isinstance(reply, list | set):
+        return ""
+    more, less = sorted(set(reply) - expected.members), sorted(expected.members - set(reply))
+    return f"\n  too many are {more[:5]!r}, missing are {less[:5]!r}"
 
 
 def _block_of(key: bytes) -> tuple[bytes, int]:

@@ -93,7 +93,7 @@ class Model(Strings, Pages):
             return QUEUED
         done = [words, *(talk.queued or ())]
         expected = self.run(words)
-        if talk.tracks:
+        if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
             talk.read.update(key for one in done if one[0].lower() in _READ for key in keys_used(one))
         return expected
 

@@ -59,7 +59,7 @@ class Run:
         self._at = 0
         self._over = False
         self._begun = -1
-        self._after: Callable[[], None] = self._go_on
+        self._after: Callable[[], None] = self.begin_work
         self.audit = Audit(self)
         self.judge.tenants = [b"u%d" % peer for peer in TENANTS if program.tenants]
         self.now = directory / "now"  # where the process lives that serves now
@@ -78,11 +78,9 @@ class Run:
             self.machine.after_round = self._look
             here = self._new_directory()
             here.mkdir()
-            self._after = self._go_on
             while not self._over:
                 self.machine.disk.faults.unreadable = False  # or it would say so, and not begin
                 self.now.unlink(missing_ok=True)
-                self.now.symlink_to(here)
                 self.process = Process(self.machine, here, self.program.options, self.program.users, self.judge.ran)
                 self.judge.begin(self.process)
                 self.machine.later(_ALIVE, lambda process=self.process: self._connect(process))
@@ -112,8 +110,13 @@ class Run:
         self._killed = False
         for peer in self.peers:
             self._enter(peer)
-        after, self._after = self._after, self._go_on
+        after, self._after = self._after, self.begin_work
         after()
+
+    def begin_work(self) -> None:
+        """The server is what it was before: others than the peers find it, too."""
+        self.now.symlink_to(self.process.directory)
+        self._go_on()
 
     def _enter(self, peer: Peer) -> None:
         peer.connect(str(self.process.directory / SOCKET))
