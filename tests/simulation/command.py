@@ -18,7 +18,7 @@ from tests.simulation.shrink import fewest, like, spelt
 from tests.simulation.world.clock import Clock, real_monotonic
 
 STEPS = 600
-LONGEST = 8  # seconds of the real clock, and some for each step: the code that is stuck then is told
+LONGEST = 60  # seconds of the real clock, and some for each step: the code that is stuck then is told
 KNOWN = Path(__file__).parent / "seeds.txt"
 
 Play = Callable[[int, int, Sequence[int] | None], Outcome]  # a seed, how many steps, and which of these
@@ -115,7 +115,7 @@ def apart(clock: Clock, seed: int, steps: int, only: Sequence[int] | None = None
 
 
 def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome:
-    faulthandler.dump_traceback_later(LONGEST + steps // 100, exit=True)
+    faulthandler.dump_traceback_later(LONGEST + steps // 20, exit=True)
     try:
         program = Program(seed)
         chosen = program.steps(steps)

@@ -145,7 +145,7 @@ class Judge:
             self._doubt(asked)
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
-        """Whose connection it is, and what was said on it. The first command of peers is their name, of others it is not."""
+        """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
         if client.id not in self._by_id:
             peer, talk = self._stranger, Conversation("", stranger=True)
             if words[:2] == (b"CLIENT", b"SETNAME"):

@@ -54,7 +54,7 @@ class Process:
         session.execute = self._execute
         self.ready = True
         try:
-            self.loop.run_until_complete(app.serve(self.server))
+            self.loop.run_until_complete(app.serve(self.server, None))
         except ServerDied:
             self._die()
             return

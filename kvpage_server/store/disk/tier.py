@@ -149,9 +149,8 @@ class DiskTier:
             lost += self.left_out  # nothing was promised of these, but the server ends in order
         await self.fetching.close()
         self.disk.close()
-        return (
-            f"{lost} values that were to be written are not on disk: {self.behind.failing or failing}" if lost else ""
-        )
+        why = self.behind.failing or failing
+        return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
 
     def sweep(self) -> None:
         """What is done now and then."""
