@@ -24,6 +24,7 @@ from engine.memory.blocks import AgentBlocks, KVBlock
 from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
+from engine.tiers.cache_config import CacheConfig
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 from kvpage_server.page import DType, Plane
@@ -139,9 +140,8 @@ class Engine:
             self._tier = tier = PageTier(self._url, SPEC, self._pool, restore_within=WITHIN)
             self._store = None
             if self._with_store:
-                self._store = AgentCacheStore(
-                    SPEC, self._pool, pages=tier, max_hot_agents=1, prefix_bytes=512, restore_within=WITHIN
-                )
+                config = CacheConfig(max_hot_agents=1, prefix_bytes=512, restore_within=WITHIN)
+                self._store = AgentCacheStore(SPEC, self._pool, pages=tier, config=config)
             while (order := self._orders.get())[0] != _CLOSE:
                 self.busy = True
                 getattr(self, f"_do_{order[0]}")(*order[1:])
