@@ -25,6 +25,7 @@ block was stored whole) goes through plain Python, a page at a time.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from typing import Any
 
 from kvpage_server.core import NewPages, Slot
@@ -226,7 +227,9 @@ class Keyspace:
         self._use_written(block)
         if self.contents.on_block is not None:
             keys = list(block.page_keys())
-            self.contents.on_block(keys, _events_of_block(keys, had, extent.expires))
+            gone = list(had.keys() - set(keys))
+            events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
+            self.contents.on_block([*keys, *gone], events)
         if self.tier is not None:
             self.tier.stored_block(block, known=known)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from tests.simulation import accounts
 from tests.simulation.judge import shown
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.replies import agrees
@@ -19,8 +20,10 @@ PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
 _BEGUN_LATE = 5000  # milliseconds
+_MAY_ROT = 24  # bytes
 _GONE = -2  # what PEXPIRETIME says of a key that is not there
 _OWN_TASKS = 4  # of a server: serving, sweeping, watching, renewing
+_OWN_TIMERS = 4  # the sweeper's and the watch's pauses, the next commit's, the scrubber's
 
 
 class Found(NamedTuple):
@@ -73,6 +76,8 @@ class Audit:
         for peer in run.peers:
             if peer.pushes and peer.sock is not None:
                 judge.fail(f"peer {peer.number} was not told {peer.pushes[0]!r:.200}")
+            if peer.sock is not None and (owed := peer.talk.owed - {*judge.model.store.lately_expired()}):
+                judge.fail(f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed")
         store.now = run.machine.clock.unix_ms
         if not store.doubts and not store.fog:
             there, known = set(server.keyspace.listing.names()), set(store.living())
@@ -80,6 +85,8 @@ class Audit:
                 judge.fail(f"the server has lost {sorted(known - there)[:5]!r}")
             if extra := [key for key in there - known if not 0 < server.keyspace.expires_of(key) <= store.now]:
                 judge.fail(f"the server has kept {sorted(extra)[:5]!r}")
+        for mistake in accounts.mistakes(server) if self._is_well() else ():
+            judge.fail(mistake)
         if self._is_well():
             judge.disk_fails, self._failed_at = False, -1
 
@@ -109,6 +116,7 @@ class Audit:
     def died(self, *, in_order: bool) -> None:
         """A process is over: note what of its work the next one has to know."""
         judge, store = self._judge, self._judge.model.store
+        self._overdue = store.overdue()
         self._most = len(store.log)
         if in_order:
             self._least = self._most
@@ -148,8 +156,9 @@ class Audit:
         """Find the moment of the past that is there."""
         judge, store = self._judge, self._judge.model.store
         self._found = {key: Found(*told) for key, told in self._told.items()}
-        if not judge.disk_fails or not judge.read_failed:
-            self._find_moment()
+        self._find_moment()
+        due = {key: cell for key, cell in store.keys.items() if cell.expires and self._found[key].value is None}
+        store.expired = [(store.elapsed(), key, value) for key, value in (self._overdue | due).items()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
         store.log.clear()
         store.doubts.clear()
@@ -158,7 +167,7 @@ class Audit:
         judge.positions.clear()
         judge.acknowledged = 0
         self._failed_at = 0 if judge.disk_fails else -1
-        self._run._go_on()
+        self._run.begin_work()
 
     def _find_moment(self) -> None:
         judge, store = self._judge, self._judge.model.store
@@ -209,7 +218,8 @@ class Audit:
         if key in self._judge.model.store.fog:
             return True
         if found.value is None:
-            return cell is None or 0 < cell.expires <= found.at
+            lost = self._judge.rotted and cell is not None and cell.size >= _MAY_ROT
+            return lost or cell is None or 0 < cell.expires <= found.at
         if cell is None or not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:
@@ -232,7 +242,24 @@ class Audit:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def final(self) -> None:
-        """All but one leave, and that one has everything removed."""
+        """Engines end, all but one peer leave, and that one has everything removed."""
+        run = self._run
+        for engine in run.engines:
+            engine.close()
+        self._since = run.machine.clock.now
+        self._wait_for_engines()
+
+    def _wait_for_engines(self) -> None:
+        run = self._run
+        going = [engine.number for engine in run.engines if not engine.over]
+        if going and run.machine.clock.now - self._since > 5 * PATIENCE:
+            self._judge.fail(f"engines {going} do not end")
+        if going:
+            run.machine.later(20 * MS, self._wait_for_engines)
+        else:
+            self._remove_all()
+
+    def _remove_all(self) -> None:
         run = self._run
         for peer in run.peers[1:]:
             peer.drop()
@@ -252,20 +279,13 @@ class Audit:
 
     def _check_empty(self) -> None:
         run, judge = self._run, self._judge
-        server = run.process.server
-        keyspace, tiered = server.keyspace, server.tiered
-        left = {
-            "clients": len(server.clients),
-            "bytes held by clients": server.in_flight,
-            "bytes being received": keyspace.memory.receiving,
-            "keys": len(keyspace),
-            "bytes of values": keyspace.memory.used,
-            "bytes of slots": keyspace.arena.used if tiered is None or tiered.behind.settled else 0,
-            "leases and pins": len(keyspace.leases),
+        found = {
+            **accounts.left(run.process.server),
             "tasks": len(run.process.tasks) - _OWN_TASKS,
+            "timers": max(len(run.process.timers) - _OWN_TIMERS, 0),
         }
-        if any(left.values()):
-            judge.fail(f"all have gone, and there is left: { {name: n for name, n in left.items() if n} }")
+        if any(found.values()):
+            judge.fail(f"all have gone, and there is left: { {name: n for name, n in found.items() if n} }")
         run.finish()
 
 
@@ -275,11 +295,13 @@ def _of(peer: Peer) -> str:
 
 
 def doubt_overdue(run: Run) -> None:
-    """The clock is about to go back: what was due may have been removed, or may live on."""
+    """The clock is about to go back: what was due may have been removed, or may live on, and also come back.
+
+    A server that dies may leave it on disk, where nobody has noted yet that it is gone.
+    """
     store = run.judge.model.store
     store.now = run.machine.clock.unix_ms
     store.expire()
-    store.lately_expired()
-    for key, value in {key: value for _, key, value in store.expired}.items():
+    for key, value in store.overdue().items():
         if key not in store.keys:
             store.doubts.append(Doubt([{key: None}, {key: value}]))

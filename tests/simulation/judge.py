@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
+
+import hiredis
 
 from kvpage_server.commands.context import Client
 from kvpage_server.resp.reply import ReplyError, Stream
 from tests.simulation.model import Conversation, Model, Words
+from tests.simulation.model_rights import Rights
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
 from tests.simulation.replies import ANYTHING, Err, May, agrees, gathered, is_error, one_of
@@ -19,6 +23,9 @@ READS_IN_STEPS = frozenset(
     (b"kvpagemget", b"kvblockget", b"kvblockmget", b"kvpagemexists", b"kvblockexists", b"kvpageindex", b"kvpageverify")
 )
 SETS_IN_STEPS = frozenset((b"keys", b"smembers"))
+_CHANGE = frozenset(
+    b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
+)
 _MOST_MOMENTS = 400
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
@@ -33,6 +40,8 @@ class Judge:
     def __init__(self, machine: Machine, peers: list[Peer]) -> None:
         self.machine = machine
         self.peers = peers
+        self.tenants: list[bytes] = []
+        self.checksums = True  # of pages, as a server begins
         self.model = Model(lambda: machine.clock.unix_ms, lambda: machine.clock.now // 1_000_000)
         self.process: Process
         self.commands = 0
@@ -40,9 +49,10 @@ class Judge:
         self.acknowledged = 0  # changes of the model that were told to be done
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
         self.boundaries: set[int] = set()  # of the model's log, between commands
-        self.read_failed = False  # a read has failed, or found damage
+        self.rotted = False  # bits have flipped on disk: what lies there may be lost, and may not be wrong
         self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
+        self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
         self._evicted = 0
         self.violation: Violation | None = None
 
@@ -55,6 +65,8 @@ class Judge:
         self.model.pinned.clear()
         self.model.leased.clear()
         self.model.talks = []
+        self.model.checksums = self.checksums
+        self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
     def fail(self, text: str) -> None:
         """Something is wrong: the first thing is what is told."""
@@ -69,11 +81,11 @@ class Judge:
 
     # -- commands --------------------------------------------------------------------------------------------------
 
-    def ran(self, client: Client, words: Any, reply: Any) -> None:
-        """The server has run a command, or refused it."""
+    def ran(self, client: Client, words: Any, reply: Any) -> Any:
+        """The server has run a command, or refused it. What it sends in reply."""
         said = tuple(word if isinstance(word, bytes) else bytes(word.body) for word in words)
         peer, talk = self._who(client, said)
-        here = peer.talk is talk and peer.sock is not None  # or it has left, and what it sent is done all the same
+        here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
         if here and (not peer.unrun or peer.unrun[0].words != said):
             expected = peer.unrun[0].words if peer.unrun else None
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
@@ -82,9 +94,12 @@ class Judge:
         asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
         if asked.audit is not None:
             peer.unanswered.append(asked)
-            return
+            return reply
         runs_many = said[0].lower() == b"exec"
+        watched = dict(talk.watched)
         evicted = self.note_evictions(exact=not runs_many)
+        if runs_many:
+            talk.watched = watched  # what it evicts itself has not changed before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         self._answer(talk, asked, reply)
         if evicted and runs_many:
@@ -96,6 +111,18 @@ class Judge:
             for one in self.peers:
                 if one.talk is listening:
                     one.pushes.append(message)
+        return reply if here or asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
+
+    def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
+        """A reply in steps that no peer will tell of."""
+        last = None
+        try:
+            for last in items:
+                yield last
+        except GeneratorExit:
+            self._abandon(asked)
+            raise
+        self._resolve(asked, hiredis.ReplyError(str(last)) if isinstance(last, ReplyError) else last)
 
     def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
         """Have the model do the same."""
@@ -105,6 +132,8 @@ class Judge:
         if refusal:
             model.pushes = []
             asked.expected = self._refused(talk, said, refusal)
+        elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
+            asked.expected = ANYTHING  # nobody here is told, and it is as it was
         else:
             asked.expected = model.answer(talk, said)
         asked.at, asked.changes = before, len(store.log) - before
@@ -116,10 +145,12 @@ class Judge:
             self._doubt(asked)
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
-        """Whose connection it is, and what was said on it: its first command is its name."""
+        """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
         if client.id not in self._by_id:
-            peer = self.peers[int(words[2].split(b".")[0])]
-            talk = peer.talk if peer.name == words[2] else Conversation(words[2].decode())
+            peer, talk = self._stranger, Conversation("", stranger=True)
+            if words[:2] == (b"CLIENT", b"SETNAME"):
+                peer = self.peers[int(words[2].split(b".")[0])]
+                talk = peer.talk if peer.name == words[2] else Conversation(words[2].decode())
             self._by_id[client.id] = peer, talk
             self.model.talks.append(talk)
         return self._by_id[client.id]
@@ -161,6 +192,9 @@ class Judge:
 
     def told(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
+        if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
+            peer.talk.told(reply[1])
+            return
         if peer.pushes and self._is_push(peer, reply):
             if not agrees(peer.pushes[0], list(reply)):
                 self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {peer.pushes[0]!r:.200}")
@@ -180,14 +214,14 @@ class Judge:
         if not agrees(asked.expected, reply) and not self._agreed_meanwhile(asked, reply):
             self.fail(
                 f"peer {peer.number}, step {asked.step}: {shown(asked.words)}\n  was answered {reply!r:.600}\n"
-                f"  but may be       {asked.expected!r:.600}"
+                f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
         if asked.changes and not is_error(reply):
             self.acknowledged = max(self.acknowledged, asked.at + asked.changes)
         self._note_protection(asked, reply)
 
     def _is_push(self, peer: Peer, reply: Any) -> bool:
-        return isinstance(reply, list) and bool(reply) and reply[0] in (b"message", b"invalidate")
+        return isinstance(reply, list) and reply[:1] == [b"message"]
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
@@ -212,8 +246,10 @@ class Judge:
         if not self._may_fail_late(reply):
             self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
         asked.expected = Err(str(reply)[:12])
+        store.sure = False
         for key, value in doubt.variants[1].items():
             store._set(key, value)
+        store.sure = True
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
         """A time to live begins when a command in steps comes to it, which is not when it was begun."""
@@ -238,7 +274,7 @@ class Judge:
 
     def _agreed_meanwhile(self, asked: Asked, reply: Any) -> bool:
         """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
-        if self.disk_fails and (reply is None or is_error(reply, "ERR reading from disk failed")):
+        if self._may_miss and (reply is None or is_error(reply, "ERR reading from disk failed")):
             return True
         name = asked.words[0].lower()
         if name not in READS_IN_STEPS | SETS_IN_STEPS or not asked.streamed:
@@ -267,10 +303,14 @@ class Judge:
             return gathered(sets, reply)
         if isinstance(reply, list) and all(isinstance(moment, list) for moment in moments):
             parts = [one_of(options) for options in zip(*moments, strict=True)]
-            if self.disk_fails:
+            if self._may_miss:
                 parts = [one_of([part, None]) for part in parts]
             return agrees(parts, reply)
         return any(agrees(moment, reply) for moment in moments)
+
+    @property
+    def _may_miss(self) -> bool:
+        return self.disk_fails or self.rotted
 
     def _note_protection(self, asked: Asked, reply: Any) -> None:
         """What pins and leases were promised."""
@@ -324,7 +364,7 @@ class Judge:
         if count == self._evicted:
             return False
         store = self.model.store
-        certain = exact and not (store.doubts or store.fog or self.disk_fails)
+        certain = exact and not (store.doubts or store.fog or self.disk_fails or self.rotted)
         grew, self._evicted = count - self._evicted, count
         gone = self._forget_gone()
         due = len(store.lately_expired())  # may have been evicted before they were swept
@@ -349,6 +389,14 @@ class Judge:
     def _lost_to_disk(self) -> int:
         tiered = self.process.server.tiered
         return 0 if tiered is None else tiered.stored.counts.corrupt
+
+
+def _differences(expected: Any, reply: Any) -> str:
+    """In which a set is not what it may be."""
+    if not isinstance(expected, May) or expected.members is None or not isinstance(reply, list | set):
+        return ""
+    more, less = sorted(set(reply) - expected.members), sorted(expected.members - set(reply))
+    return f"\n  too many are {more[:5]!r}, missing are {less[:5]!r}"
 
 
 def _block_of(key: bytes) -> tuple[bytes, int]:

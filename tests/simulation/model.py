@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tests.simulation.model_pages import Pages
+from tests.simulation.model_rights import NO_RIGHT, Rights, keys_used
 from tests.simulation.model_strings import Strings
 from tests.simulation.replies import ANYTHING, OK, QUEUED, Err, any_order, between, one_of
 from tests.simulation.values import Store
@@ -23,6 +24,7 @@ class Conversation:
     """What the server knows of a connection."""
 
     name: str
+    stranger: bool = False  # no peer's: an engine's, or a tool's
     protocol: int = 2
     queued: list[Words] | None = None  # after MULTI
     refused: bool = False  # one of these
@@ -30,10 +32,23 @@ class Conversation:
     maybe: bool = False  # it may have
     channels: dict[bytes, None] = field(default_factory=dict)
     user: bytes = b"default"
+    tracks: bool = False  # what it reads
+    read: set[bytes] = field(default_factory=set)  # and has not been told of since
+    owed: set[bytes] = field(default_factory=set)  # what it is to be told of
+
+    def told(self, keys: list[bytes] | None) -> None:
+        """It was told that these have changed, or that everything has."""
+        if keys is None:
+            self.owed.clear()
+            self.read.clear()
+        else:
+            self.owed.difference_update(keys)
+            self.read.difference_update(keys)
 
 
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
 _NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
+_READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
 _TELLS_TIME = frozenset((b"ttl", b"pttl", b"expiretime", b"pexpiretime"))
 
 
@@ -52,10 +67,14 @@ class Model(Strings, Pages):
         self.pinned: set[tuple[bytes, int]] = set()
         self.leased: dict[tuple[bytes, int], int] = {}  # until unix milliseconds
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
-        self.quotas = False
+        self.users: dict[bytes, Rights] = {}  # those who may not do everything
 
     def _changed(self, key: bytes) -> None:
         for talk in self.talks:
+            if key in talk.read:
+                talk.read.discard(key)
+                if self.store.sure and talk.tracks:
+                    talk.owed.add(key)
             if key in talk.watched:
                 talk.watched[key] = True
 
@@ -63,13 +82,24 @@ class Model(Strings, Pages):
         """The reply to a command, which is carried out."""
         self.talk, self.pushes, self.store.now = talk, [], self._now()
         name = words[0].lower()
+        if not self._may(words):
+            talk.refused = talk.queued is not None
+            return NO_RIGHT
         if talk.queued is not None and name not in _AT_ONCE:
             if name in _NOT_IN_MULTI:
                 talk.refused = True
                 return Err("ERR Command not allowed inside a transaction")
             talk.queued.append(words)
             return QUEUED
-        return self.run(words)
+        done = [words, *(talk.queued or ())]
+        expected = self.run(words)
+        if talk.tracks and (len(done) == 1 or isinstance(expected, list)):  # or it was given up
+            talk.read.update(key for one in done if one[0].lower() in _READ for key in keys_used(one))
+        return expected
+
+    def _may(self, words: Words) -> bool:
+        rights = self.users.get(self.talk.user)
+        return rights is None or rights.may(words)
 
     def run(self, words: Words) -> Any:
         """The same, whatever was queued before."""
@@ -164,7 +194,7 @@ class Model(Strings, Pages):
         for words in queued:
             handler = self._handler(words)
             assert handler is not None
-            replies.append(handler())
+            replies.append(handler() if self._may(words) else NO_RIGHT)
         return replies
 
     # -- connections -----------------------------------------------------------------------------------------------
@@ -177,8 +207,23 @@ class Model(Strings, Pages):
     def do_echo(self, message: bytes) -> Any:
         return message
 
-    def do_hello(self, protocol: bytes) -> Any:
+    def do_hello(self, protocol: bytes, *_: bytes) -> Any:
         self.talk.protocol = int(protocol)
+        return ANYTHING
+
+    def do_auth(self, user: bytes, _: bytes) -> Any:
+        self.talk.user = user
+        return OK
+
+    def do_acl(self, what: bytes, *words: bytes) -> Any:
+        if what != b"SETUSER":
+            return ANYTHING
+        self.users[words[0]].change(words[1:])
+        return OK
+
+    def do_client(self, what: bytes, *words: bytes) -> Any:
+        if what == b"TRACKING":
+            self.talk.tracks = words[0] == b"ON" and self.talk.protocol == 3
         return ANYTHING
 
     def do_reset(self) -> Any:
@@ -189,7 +234,7 @@ class Model(Strings, Pages):
     def _anything(self, *_: bytes) -> Any:
         return ANYTHING
 
-    do_client = do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_time = do_acl = _anything
+    do_info = do_memory = do_object = do_slowlog = do_latency = do_command = do_time = _anything
     do_lastsave = do_kvpagewhy = _anything
 
     # -- channels --------------------------------------------------------------------------------------------------
@@ -211,6 +256,9 @@ class Model(Strings, Pages):
 
     def do_config_set(self, name: bytes, value: bytes) -> Any:
         self.config[name] = value
+        self.limited = self.limited or name in (b"maxmemory", b"quota")
+        if name == b"page-checksums":
+            self.checksums = value == b"yes"
         return OK
 
     def do_config_get(self, name: bytes) -> Any:
@@ -224,11 +272,15 @@ class Model(Strings, Pages):
     # -- all keys --------------------------------------------------------------------------------------------------
 
     def do_keys(self, _: bytes) -> Any:
-        return any_order(self.store.living())
+        return any_order(filter(self._sees, self.store.living()))
 
     def do_dbsize(self) -> Any:
-        living = len(list(self.store.living()))
-        return between(living, living + len(self.store.lately_expired()))
+        living = len(list(filter(self._sees, self.store.living())))
+        return between(living, living + len(list(filter(self._sees, self.store.lately_expired()))))
+
+    def _sees(self, key: bytes) -> bool:
+        rights = self.users.get(self.talk.user)
+        return rights is None or rights.may_use(key)
 
     def do_flushall(self) -> Any:
         for key in list(self.store.keys):

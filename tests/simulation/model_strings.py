@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from tests.simulation.replies import OK, Err
-from tests.simulation.values import Cell, Store, Value
+from tests.simulation.values import Cell, Store, Value, read_page
 
 _BOUNDS = -(2**63), 2**63 - 1
 NO_INTEGER = Err("ERR value is not an integer")
@@ -28,7 +28,8 @@ class Strings:
         return int(time) * _UNITS[option] + (0 if option.endswith(b"AT") else self.store.now)
 
     def _put(self, key: bytes, data: bytes, expires: int = 0) -> None:
-        self.store.put(key, Value(data, expires))
+        is_page = data[:4] == b"KVPG" and key.startswith(b"kv:") and key.count(b":") == 5
+        self.store.put(key, read_page(key, data, expires) if is_page else Value(data, expires))
 
     def do_set(self, key: bytes, data: bytes, *options: bytes) -> Any:
         old, expires = self.store.get(key), 0

@@ -7,6 +7,8 @@ import socket
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import count
+from operator import itemgetter
 from typing import Any
 
 import hiredis
@@ -14,6 +16,7 @@ import hiredis
 from tests.simulation.model import Conversation, Words
 
 READ = 1 << 16
+PEERS = 5
 
 
 @dataclass(eq=False)
@@ -122,21 +125,25 @@ class BlockedError(Exception):
 
 
 class Watchers:
-    """Which peers have something to read."""
+    """Which peers have something to read; and who else, outside of the server, waits for a descriptor."""
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
+        self._numbers = count(PEERS)
 
     def look(self) -> None:
         """Have them read it, in their order."""
-        found = self._selector.select(0)
-        for peer in sorted((key.data for key, _ in found), key=lambda peer: peer.number):
-            peer.read()
+        for _, read in sorted((key.data for key, _ in self._selector.select(0)), key=itemgetter(0)):
+            read()
+
+    def watch(self, descriptor: int, read: Callable[[], None]) -> None:
+        """Call that when something can be read."""
+        self._selector.register(descriptor, selectors.EVENT_READ, (next(self._numbers), read))
 
     def attend(self, peer: Peer) -> None:
         """It reads."""
         assert peer.sock is not None
-        self._selector.register(peer.sock, selectors.EVENT_READ, peer)
+        self._selector.register(peer.sock, selectors.EVENT_READ, (peer.number, peer.read))
 
     def ignore(self, peer: Peer) -> None:
         """It does not."""

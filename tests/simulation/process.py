@@ -16,9 +16,10 @@ from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
 from kvpage_server.net import session
 from tests.simulation.world.machine import Machine, ServerDied
+from tests.simulation.world.threads import SERVER
 
 SOCKET = "socket"
-Ran = Callable[[Client, Any, Any], None]  # client, words, reply
+Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
 
 _execute = session.execute
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
@@ -27,10 +28,11 @@ _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 class Process:
     """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
 
-    def __init__(self, machine: Machine, directory: Path, options: dict[str, str], ran: Ran) -> None:
+    def __init__(self, machine: Machine, directory: Path, options: dict[str, str], users: list[str], ran: Ran) -> None:
         self.machine = machine
         self.directory = directory
         self.options = options
+        self.users = users
         self.ready = False
         self.over = False
         self.lost = ""  # what could not be written when it ended
@@ -41,16 +43,18 @@ class Process:
         """Run until it ends in order, or dies."""
         os.chdir(self.directory)
         words = [word for name, value in self.options.items() for word in (f"--{name}", *value.split())]
+        words += [word for user in self.users for word in ("--user", *user.split())]
         config = from_arguments([*words, "--unixsocket", SOCKET, "--port", "0"])
         self.loop = self.machine.new_loop()
         self.loop.set_exception_handler(lambda _, context: self.broke(_described(context)))
         _listen(self.broke)
         self.server = Server(config, app._open_store(config))
+        app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         session.execute = self._execute
         self.ready = True
         try:
-            self.loop.run_until_complete(app.serve(self.server))
+            self.loop.run_until_complete(app.serve(self.server, None))
         except ServerDied:
             self._die()
             return
@@ -60,9 +64,7 @@ class Process:
         self._close()
 
     def _execute(self, client: Client, words: Any) -> Any:
-        reply = _execute(client, words)
-        self._ran(client, words, reply)
-        return reply
+        return self._ran(client, words, _execute(client, words))
 
     def end(self) -> None:
         """Somebody asks it to end, as `kill` does."""
@@ -70,7 +72,7 @@ class Process:
 
     def _die(self) -> None:
         self.over = True
-        self.machine.kill_threads()
+        self.machine.turns.kill(SERVER)
         _graveyard.append((self, self.server, self.loop, asyncio.all_tasks(self.loop)))
         selector: Any = self.loop._selector
         clients = [client for client in self.server.clients.values() if not client.gone]
@@ -80,13 +82,19 @@ class Process:
         asyncio.set_event_loop(None)
 
     def _close(self) -> None:
-        self.machine.kill_threads()
+        self.machine.turns.kill(SERVER)
         self.loop.close()
 
     @property
     def tasks(self) -> list[str]:
         """What goes on in it."""
         return sorted(str(task.get_coro()) for task in asyncio.all_tasks(self.loop))
+
+    @property
+    def timers(self) -> list[str]:
+        """What it would do later."""
+        scheduled: list[asyncio.TimerHandle] = self.loop._scheduled  # type: ignore[attr-defined]
+        return sorted(str(timer) for timer in scheduled if not timer.cancelled())
 
 
 def _described(context: dict[str, Any]) -> str:

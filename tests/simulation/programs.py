@@ -11,10 +11,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from tests.simulation.administration import MS, TENANTS, Administration
 from tests.simulation.model import Words
+from tests.simulation.peers import PEERS
 
-MS = 1_000_000  # nanoseconds
-PEERS = 5
 STRINGS = [b"s%d" % i for i in range(8)]
 REQUESTS = [b"r%d" % i for i in range(3)]  # everybody writes their pages, one by one
 PLANES = [(0, 1, 8), (1, 4, 6)]  # type, dtype, columns: of blocks
@@ -33,13 +33,15 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program:
+class Program(Administration):
     """`steps(count)` are the first of a seed's; `options` is how its server is started."""
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"program {seed}")
         self.seed = seed
         self.disk = rng.random() < 0.65
+        self.tenants = rng.random() < 0.25
+        self.engines = rng.choice([0, 0, 0, 1, 2])
         self.options = self._options()
         self.costs = rng.choice([(0, 0), (0, 2_000), (0, 60_000), (0, 900_000)])  # of a look at the clock
         self.large = rng.choice([200, 3_000, 20_000])  # bytes of a long value
@@ -48,20 +50,23 @@ class Program:
             (self._string_write, 4), (self._string_read, 4), (self._counter, 1), (self._keys, 1),
             (self._time, 2), (self._page_set, 3), (self._page_get, 3), (self._batch_set, 2), (self._batch_get, 3),
             (self._block_set, 2), (self._block_get, 3), (self._page_other, 2), (self._protect, 1), (self._all, 0.3),
-            (self._server, 0.3), (self._flush, 0.05), (self._channel, 0.5),
+            (self._server, 0.3), (self._flush, 0.05), (self._channel, 0.5), (self._limits, 0.2), (self._tracking, 0.3),
+            (self._rights, 0.2),
         ]  # fmt: skip
         self._commands = [one for one, _ in commands]
         self._weights = [weight * rng.choice([0, 0.3, 1, 1, 4]) for _, weight in commands]
         self._weights[0] += 0.1
         worlds: list[tuple[Callable[[], Step], float]] = [
             (self._stall, 1), (self._reset, 1), (self._half, 1), (self._kill, 0.4 if self.disk else 0.05),
-            (self._stop, 0.2), (self._fault, 1.0 if self.disk else 0.0), (self._clock, 0.3), (self._settle, 1.0),
+            (self._stop, 0.2), (self._fault, 1.0 if self.disk else 0.0), (self._rot, 0.5 if self.disk else 0.0),
+            (self._clock, 0.3), (self._dump, 0.1), (self._settle, 1.0),
         ]  # fmt: skip
         self._worlds = [one for one, _ in worlds]
         self._world_weights = [weight * rng.choice([0, 0.3, 1, 3]) for _, weight in worlds[:-1]] + [0.3]
         self._share = rng.choice([0.0, 0.004, 0.02, 0.06])  # of steps that are the world's
         self._transactions = rng.choice([0, 0.02, 0.08])
         self._splits = rng.choice([0.0, 0.05, 0.5])
+        self._engines_share = rng.choice([0.03, 0.15]) if self.engines else 0.0
         self._gaps = rng.choice([20_000, 200_000, 2 * MS, 30 * MS])
 
     def _options(self) -> dict[str, str]:
@@ -91,6 +96,8 @@ class Program:
         while len(steps) < count:
             if self.rng.random() < self._share:
                 steps.append(self.rng.choices(self._worlds, self._world_weights)[0]())
+            elif self.rng.random() < self._engines_share:
+                steps.append(self._engine())
             elif self.rng.random() < self._transactions:
                 steps += self._transaction()
             else:
@@ -115,13 +122,31 @@ class Program:
     def _command(self, peer: int) -> Words:
         """What a peer says. Batches and blocks go to a request of its own: so nobody has to guess whose came last."""
         self.peer = peer
-        return self.rng.choices(self._commands, self._weights)[0]()
+        command = self.rng.choices(self._commands, self._weights)[0]
+        if self._is_tenant and command in (self._server, self._flush, self._limits, self._tracking, self._rights):
+            command = self._string_read
+        return command()
+
+    @property
+    def users(self) -> list[str]:
+        """Those of a server with tenants."""
+        return [f"u{peer} on nopass ~u{peer}:* ~kv:q{peer}:* &* +@all" for peer in TENANTS if self.tenants]
+
+    @property
+    def _is_tenant(self) -> bool:
+        return self.tenants and self.peer in TENANTS
+
+    @property
+    def _strings(self) -> list[bytes]:
+        own = self._is_tenant and self.rng.random() < 0.85
+        return [b"u%d:%b" % (self.peer, key) for key in STRINGS] if own else STRINGS
 
     def _transaction(self) -> list[Step]:
         rng, peer = self.rng, self.rng.randrange(PEERS)
         steps = []
         if rng.random() < 0.5:
-            steps.append(self._send(peer, (b"WATCH", *rng.sample(STRINGS, 2))))
+            self.peer = peer
+            steps.append(self._send(peer, (b"WATCH", *rng.sample(self._strings, 2))))
         steps.append(self._send(peer, (b"MULTI",)))
         for _ in range(rng.randrange(1, 6)):
             steps.append(self._send(peer, self._command(peer)))
@@ -141,7 +166,8 @@ class Program:
         return rng.choice([b"%d" % rng.randrange(-5, 1000), self._bytes(40), self._bytes(self.large)])
 
     def _string_write(self) -> Words:
-        rng, key, value = self.rng, self.rng.choice(STRINGS), self._value()
+        rng, strings, value = self.rng, self._strings, self._value()
+        key = rng.choice(strings)
         options: list[bytes] = []
         if rng.random() < 0.3:
             options += [rng.choice([b"NX", b"XX"])]
@@ -155,27 +181,28 @@ class Program:
             (b"SET", key, value, *options), (b"SET", key, value),
             (b"SETEX", key, b"%d" % rng.randrange(1, 5), value), (b"PSETEX", key, b"%d" % rng.randrange(1, 900), value),
             (b"SETNX", key, value), (b"GETSET", key, value), (b"GETDEL", key),
-            (b"MSET", *(w for k in rng.sample(STRINGS, 3) for w in (k, self._value()))),
-            (b"MSETNX", *(w for k in rng.sample(STRINGS, 2) for w in (k, self._value()))),
+            (b"MSET", *(w for k in rng.sample(strings, 3) for w in (k, self._value()))),
+            (b"MSETNX", *(w for k in rng.sample(strings, 2) for w in (k, self._value()))),
             (b"GETEX", key, *rng.choice([(), (b"PX", b"500"), (b"PERSIST",)])),
         ])  # fmt: skip
 
     def _string_read(self) -> Words:
-        rng, key = self.rng, self.rng.choice(STRINGS)
+        rng, strings = self.rng, self._strings
+        key = rng.choice(strings)
         return rng.choice([
-            (b"GET", key), (b"GET", key), (b"MGET", *rng.choices(STRINGS, k=4)), (b"STRLEN", key),
+            (b"GET", key), (b"GET", key), (b"MGET", *rng.choices(strings, k=4)), (b"STRLEN", key),
             (b"GETRANGE", key, b"%d" % rng.randrange(-50, 50), b"%d" % rng.randrange(-50, 5000)),
         ])  # fmt: skip
 
     def _counter(self) -> Words:
-        rng, key = self.rng, self.rng.choice([*STRINGS[:2], b"n"])
+        rng, key = self.rng, self.rng.choice([*self._strings[:2], b"n"])
         return rng.choice(
             [(b"INCR", key), (b"DECR", key), (b"INCRBY", key, b"%d" % rng.randrange(-9, 99)), (b"DECRBY", key, b"3")]
         )
 
     def _any_key(self) -> bytes:
         if self.rng.random() < 0.5:
-            return self.rng.choice(STRINGS)
+            return self.rng.choice(self._strings)
         return b"kv:" + b":".join(self._page(self._any_request()))
 
     def _keys(self) -> Words:
@@ -194,6 +221,8 @@ class Program:
         ])  # fmt: skip
 
     def _any_request(self) -> bytes:
+        if self._is_tenant and self.rng.random() < 0.85:
+            return b"q%d" % self.peer
         return self.rng.choice([*REQUESTS, *(b"q%d" % i for i in range(PEERS))])
 
     def _page(self, req: bytes) -> Words:
@@ -297,8 +326,6 @@ class Program:
         rng = self.rng
         return rng.choice([
             (b"INFO",), (b"SAVE",), (b"PING",), (b"ECHO", b"hello"), (b"CLIENT", b"LIST"), (b"MEMORY", b"STATS"),
-            (b"CONFIG", b"SET", b"maxmemory-policy", rng.choice([b"allkeys-lru", b"allkeys-prefix", b"noeviction"])),
-            (b"CONFIG", b"SET", b"maxmemory", b"%d" % rng.choice([200_000, 600_000, 3_000_000])),
             (b"CLIENT", b"PAUSE", b"%d" % rng.randrange(1, 400), rng.choice([b"ALL", b"WRITE"])),
         ])  # fmt: skip
 

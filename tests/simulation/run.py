@@ -10,12 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.administration import MS, TENANTS
 from tests.simulation.audit import PATIENCE, Audit, doubt_overdue
+from tests.simulation.dumps import Dumper
+from tests.simulation.engines import Engine
 from tests.simulation.judge import Judge, Violation
 from tests.simulation.model import Words
 from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
 from tests.simulation.process import SOCKET, Process
-from tests.simulation.programs import MS, PEERS, Program, Step
+from tests.simulation.programs import PEERS, Program, Step
 from tests.simulation.replies import ANYTHING
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import copy_of
@@ -48,7 +51,7 @@ class Run:
         self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
         self.judge = Judge(self.machine, self.peers)
         self.judge.model.limited = program.options["maxmemory"] != "0"
-        self.judge.model.checksums = program.options["page-checksums"] == "yes"
+        self.judge.checksums = program.options["page-checksums"] == "yes"
         self.directory = directory
         self.digest = hashlib.blake2b(digest_size=12)
         self._watchers = Watchers()
@@ -56,8 +59,15 @@ class Run:
         self._at = 0
         self._over = False
         self._begun = -1
-        self._after: Callable[[], None] = self._go_on
+        self._after: Callable[[], None] = self.begin_work
         self.audit = Audit(self)
+        self.judge.tenants = [b"u%d" % peer for peer in TENANTS if program.tenants]
+        self.now = directory / "now"  # where the process lives that serves now
+        self.machine.attend = self._watchers.watch
+        self.engines = [self._new_engine(number) for number in range(program.engines)]
+
+    def _new_engine(self, number: int) -> Engine:
+        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, store=number == 1)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -68,10 +78,10 @@ class Run:
             self.machine.after_round = self._look
             here = self._new_directory()
             here.mkdir()
-            self._after = self._go_on
             while not self._over:
                 self.machine.disk.faults.unreadable = False  # or it would say so, and not begin
-                self.process = Process(self.machine, here, self.program.options, self.judge.ran)
+                self.now.unlink(missing_ok=True)
+                self.process = Process(self.machine, here, self.program.options, self.program.users, self.judge.ran)
                 self.judge.begin(self.process)
                 self.machine.later(_ALIVE, lambda process=self.process: self._connect(process))
                 self.process.live()
@@ -100,13 +110,20 @@ class Run:
         self._killed = False
         for peer in self.peers:
             self._enter(peer)
-        after, self._after = self._after, self._go_on
+        after, self._after = self._after, self.begin_work
         after()
+
+    def begin_work(self) -> None:
+        """The server is what it was before: others than the peers find it, too."""
+        self.now.symlink_to(self.process.directory)
+        self._go_on()
 
     def _enter(self, peer: Peer) -> None:
         peer.connect(str(self.process.directory / SOCKET))
         self._watchers.attend(peer)
         self.send(peer, 0, (b"CLIENT", b"SETNAME", peer.name))
+        if self.program.tenants and peer.number in TENANTS:
+            self.send(peer, 0, (b"AUTH", b"u%d" % peer.number, b"any"))
 
     def _disconnect(self) -> None:
         for peer in self.peers:
@@ -171,9 +188,13 @@ class Run:
 
     def _told(self, peer: Peer, reply: Any) -> None:
         machines_own = peer.unanswered and peer.unanswered[0].expected is ANYTHING  # such as INFO's process id
-        told = b"" if machines_own else repr(reply).encode()
-        self.digest.update(b"%d %d " % (self.machine.clock.now, peer.number) + told)
+        self.digest.update(b"%d %d " % (self.machine.clock.now, peer.number))
+        if not machines_own:
+            self.digest.update(reply if type(reply) is bytes else repr(reply).encode())
         self.judge.told(peer, reply)
+
+    def _said(self, text: str) -> None:
+        self.digest.update(b"%d %b" % (self.machine.clock.now, text.encode()))
 
     def _lost(self, peer: Peer) -> None:
         if not peer.stalled:
@@ -258,6 +279,20 @@ class Run:
             setattr(faults, name, 0 if name == "slow" else False)
 
         self.machine.later(step.extra["nanoseconds"], mend)
+
+    def _do_rot(self, step: Step) -> None:
+        if self.machine.disk.rot(random.Random(f"rot {self.program.seed} {step.number}"), step.extra["bits"]):
+            self.judge.rotted = True
+
+    def _do_engine(self, step: Step) -> None:
+        engine = self.engines[step.peer]
+        if step.extra["what"] == "die":
+            engine.die()
+        else:
+            engine.order(step.extra["what"], *step.extra["args"])
+
+    def _do_dump(self, step: Step) -> None:
+        Dumper(self, step).start()
 
     def _do_clock(self, step: Step) -> None:
         if step.extra["milliseconds"] < 0:

@@ -16,6 +16,7 @@ from tests.simulation.replies import ANYTHING, blob, one_of
 _HEADER = struct.Struct("<4sBBBBIIIIQQQIIQ")
 MOST_VARIANTS = 32
 SWEPT_WITHIN = 2000  # milliseconds after which nothing that is due is counted any more
+FORGOTTEN_WITHIN = 4000  # after which it is gone from the disk, too: it is swept, and a second later committed
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ class Store:
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
+    sure: bool = True  # whether what is said to change does
     elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
 
     def get(self, key: bytes) -> Cell:
@@ -87,11 +89,15 @@ class Store:
         self.keys[key] = value
         self.changed(key)
 
+    def overdue(self, within: int = FORGOTTEN_WITHIN) -> dict[bytes, Value]:
+        """What was due lately, so that the disk may still have it."""
+        since = self.elapsed() - FORGOTTEN_WITHIN
+        self.expired[:] = [one for one in self.expired if one[0] > since]
+        return {key: value for when, key, value in self.expired if when > self.elapsed() - within}
+
     def lately_expired(self) -> list[bytes]:
         """Keys that the server may not have swept yet."""
-        since = self.elapsed() - SWEPT_WITHIN
-        self.expired[:] = [one for one in self.expired if one[0] > since]
-        return [key for _, key, _ in self.expired]
+        return list(self.overdue(SWEPT_WITHIN))
 
     def drop(self, key: bytes) -> bool:
         """Have it no more."""
@@ -170,6 +176,7 @@ class Store:
     def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt]) -> None:
         """Go on from what a command did in each case: certain where all agree, in doubt elsewhere."""
         touched = {key for log, _ in after for key in log}
+        self.sure = False
         for key in sorted(touched):
             ends: list[Cell] = []
             for log, choice in after:
@@ -183,6 +190,7 @@ class Store:
             self._set(key, ends[0])
             if len(ends) > 1:
                 self.doubts.append(Doubt([{key: end} for end in ends]))
+        self.sure = True
 
     def _set(self, key: bytes, value: Cell) -> None:
         if value is None:

@@ -143,10 +143,14 @@ class DiskTier:
         """Write what waits, and let go of the disk; why some could not be written, empty when all was."""
         await self.scrubber.close()
         log.info("the last save: %s", await self.save() or "everything is on disk")
+        failing = self.behind.failing
         lost = await self.behind.close()
+        if failing:
+            lost += self.left_out  # nothing was promised of these, but the server ends in order
         await self.fetching.close()
         self.disk.close()
-        return f"{lost} values that were to be written are not on disk: {self.behind.failing}" if lost else ""
+        why = self.behind.failing or failing
+        return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
 
     def sweep(self) -> None:
         """What is done now and then."""

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 
 import pytest
+import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from waiting import until
 from wire import Wire, parse, spell
@@ -144,6 +145,24 @@ class TestWhatIsTold:
         assert cache.told() == ([ALL] if change == ("FLUSHALL",) else sorted(set(reads.values())))
         writer.ask(*SET_PAGE)
         assert cache.told() == []
+
+    def test_a_page_that_a_block_stored_whole_has_not_any_more_has_changed(
+        self, server: RunningServer, caches: tuple[Cache, Cache]
+    ) -> None:
+        cache, writer = caches
+        other = b"kv:r:0:0:0:1"
+        writer.ask("KVPAGESET", "r", "0", "0", "0", "1", *SET_PAGE[6:])
+        cache.ask("CLIENT", "TRACKING", "ON")
+        cache.ask("GET", other)
+        with server.client() as client, client.pipeline() as watching:
+            watching.watch(other)
+            writer.ask("KVBLOCKSET", *BLOCK)
+            assert cache.told() == [other]
+            watching.multi()
+            watching.get(other)
+            with pytest.raises(redis.WatchError):
+                watching.execute()
+            assert not client.exists(other)
 
     def test_a_new_page_changes_what_was_read_of_its_request_and_no_other_page(
         self, caches: tuple[Cache, Cache]

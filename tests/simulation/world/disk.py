@@ -11,7 +11,7 @@ import errno
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -29,6 +29,7 @@ class Usage(NamedTuple):
 
 PLENTY = 1 << 40
 _INTERRUPTED = 0.15  # of all calls
+_UNIQUE = 24  # bytes: no other value has the same
 _RESERVE = 1 << 20  # bytes that are free once the server gives up the file that keeps them
 
 
@@ -56,10 +57,34 @@ class SimulatedDisk:
         self._pause = pause
         self._rng = rng
         self.commits = 0
+        self.databases: dict[bytes, Any] = {}  # of the environment that was opened last
+        self._live: lmdb.Environment | None = None
 
     def environment(self, env: lmdb.Environment) -> Environment:
         """A database as the server sees it."""
+        self._live = env
         return Environment(env, self)
+
+    def rot(self, rng: random.Random, bits: int) -> bool:
+        """Flip bits in a piece of a body, wherever it stands in the file; whether there is one. Nobody is told."""
+        env = self._live
+        if env is None:
+            return False
+        with env.begin(db=self.databases[b"pieces"]) as txn:
+            pieces = [value for _, value in txn.cursor() if len(value) >= _UNIQUE]
+        if not pieces:
+            return False
+        path, piece = env.path(), rng.choice(pieces)
+        wrong = bytearray(piece)
+        for _ in range(bits):
+            wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
+        stat = os.stat(path)
+        with open(path, "r+b") as file:
+            data, at = file.read(), -1
+            while (at := data.find(piece, at + 1)) >= 0:
+                os.pwrite(file.fileno(), wrong, at)
+        os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        return bytes(wrong) != piece
 
     def usage(self, path: Any) -> Usage:
         """What `shutil.disk_usage` says."""
@@ -97,6 +122,11 @@ class Environment:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._env, name)
+
+    def open_db(self, name: bytes, **options: Any) -> Any:
+        """A database of it."""
+        found = self._disk.databases[name] = self._env.open_db(name, **options)
+        return found
 
     def begin(self, **options: Any) -> Any:
         """A transaction."""
@@ -181,12 +211,3 @@ def copy_of(directory: Path, to: Path) -> None:
             shutil.copyfile(file, to / file.name)
             stat = file.stat()
             os.utime(to / file.name, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-
-
-def pieces_of(directory: Path, least: int) -> Iterator[tuple[bytes, bytes]]:
-    """The parts of bodies that lie in a store of which no process has hold."""
-    env = lmdb.open(str(directory / "kvpage.lmdb"), subdir=False, max_dbs=4)
-    raw = getattr(env, "_env", env)
-    with raw.begin(db=raw.open_db(b"pieces")) as txn:
-        yield from [(bytes(key), bytes(value)) for key, value in txn.cursor() if len(value) >= least]
-    raw.close()

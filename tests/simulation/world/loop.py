@@ -66,7 +66,7 @@ class Selector(selectors.BaseSelector):
 class Loop(asyncio.SelectorEventLoop):
     """A loop whose time is the world's, and whose threads are. Signals come from the world as well."""
 
-    def __init__(self, selector: Selector, now: Callable[[], int]) -> None:
+    def __init__(self, selector: selectors.BaseSelector, now: Callable[[], int]) -> None:
         self._now = now
         super().__init__(selector)
         self._clock_resolution = 1e-6
@@ -88,9 +88,9 @@ class Loop(asyncio.SelectorEventLoop):
             try:
                 result = func(*args)
             except Exception as error:  # noqa: BLE001 - it is who asked that it is told
-                self.call_soon(_tell, done, None, error)
+                self.call_soon_threadsafe(_tell, done, None, error)
             else:
-                self.call_soon(_tell, done, result, None)
+                self.call_soon_threadsafe(_tell, done, result, None)
 
         threads.Thread(target=work, name="executor").start()
         return done
@@ -98,6 +98,43 @@ class Loop(asyncio.SelectorEventLoop):
     def add_signal_handler(self, sig: int, callback: Callable[..., Any], *args: Any) -> None:
         """Note what a signal would do."""
         self.on_signal[sig] = lambda: callback(*args)
+
+
+class ThreadSelector(selectors.DefaultSelector):
+    """Of a loop that a thread runs: while nothing is ready, the thread gives up its turn."""
+
+    _waiting: threads.Thread | None = None
+
+    def select(self, timeout: float | None = None) -> Ready:
+        """What can be read and written."""
+        found = super().select(0)
+        thread = threads.turns.mine()
+        if found or timeout == 0.0 or thread is None:
+            return found
+        self._waiting = thread
+        if timeout is not None:
+            thread.wake(max(int(timeout * 1e9), 1_000))
+        thread.give_turn()
+        self._waiting = None
+        return super().select(0)
+
+    def wake(self) -> None:
+        """Something is ready, or there is something to do."""
+        thread, self._waiting = self._waiting, None
+        if thread is not None:
+            thread.wake(0)
+
+
+class ThreadLoop(Loop):
+    """A loop that a thread runs, and others give work to."""
+
+    _selector: ThreadSelector
+
+    def call_soon_threadsafe(self, callback: Any, *args: Any, context: Any = None) -> asyncio.Handle:
+        """Also when it waits."""
+        handle = self.call_soon(callback, *args, context=context)
+        self._selector.wake()
+        return handle
 
 
 def _tell(future: asyncio.Future[Any], result: Any, error: Exception | None) -> None:

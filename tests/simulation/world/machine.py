@@ -11,11 +11,12 @@ from itertools import count
 from typing import Any
 
 import lmdb
+import uvloop
 
 from tests.simulation.world import threads
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import SimulatedDisk
-from tests.simulation.world.loop import Loop, Selector
+from tests.simulation.world.loop import Loop, Selector, ThreadLoop, ThreadSelector
 
 ROUND = 3_000  # nanoseconds that a round of the loop takes at least
 
@@ -38,8 +39,9 @@ class Machine:
         self._agenda: list[tuple[int, int, Callable[[], None]]] = []
         self._tickets = count()
         self.after_round: Callable[[], None] = lambda: None
+        self.attend: Callable[[int, Callable[[], None]], None]  # call that when a descriptor can be read
         self.thread_pace = 50_000  # nanoseconds that a thread needs to get going, at most
-        threads.turns = self.turns = threads.Turns(self.later, self._pace)
+        threads.turns = self.turns = threads.Turns(lambda: clock.now, self.later, self._pace)
         random.seed(f"server {seed}")
         _random = random.Random(f"os {seed}")
         os.urandom = _random.randbytes
@@ -78,9 +80,11 @@ class Machine:
         do()
         return True
 
-    def kill_threads(self) -> None:
-        """Nobody of the process that died goes on."""
-        self.turns.kill_all()
+    def new_thread_loop(self) -> ThreadLoop:
+        """A loop that a thread is to run."""
+        selector = ThreadSelector()
+        self.attend(selector.fileno(), selector.wake)
+        return ThreadLoop(selector, lambda: self.clock.now)
 
 
 current: list[Machine] = []  # the last is the one that runs
@@ -97,4 +101,5 @@ def install(clock: Clock) -> None:
     clock.install()
     threads.install()
     lmdb.open = _lmdb_open
+    uvloop.new_event_loop = lambda: current[-1].new_thread_loop()
     shutil.disk_usage = lambda path: current[-1].disk.usage(path) if current else _disk_usage(path)

@@ -9,12 +9,16 @@ from __future__ import annotations
 
 import _thread
 import queue
+import select
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
-_RealThread, _RealEvent = threading.Thread, threading.Event
+_RealThread, _real_poll = threading.Thread, select.poll
+_LONGEST_LOOK = 2_000_000  # nanoseconds between two looks at a socket
+SERVER = "server"
 
 
 class Killed(BaseException):
@@ -24,62 +28,85 @@ class Killed(BaseException):
 class Turns:
     """Who runs. `later` calls something after so many nanoseconds of the world; `pace` says how long a thread waits."""
 
-    def __init__(self, later: Callable[[int, Callable[[], None]], None], pace: Callable[[str], int]) -> None:
+    def __init__(
+        self, now: Callable[[], int], later: Callable[[int, Callable[[], None]], None], pace: Callable[[str], int]
+    ) -> None:
+        self.now = now
         self.later = later
         self.pace = pace
         self.current: Thread | None = None
         self.threads: list[Thread] = []
+        self._owner = SERVER
 
-    def kill_all(self) -> None:
-        """End every thread where it stands."""
-        for thread in self.threads:
+    @property
+    def owner(self) -> str:
+        """The process to which a thread belongs that is started now."""
+        return self._owner if self.current is None else self.current.owner
+
+    @contextmanager
+    def of(self, owner: str) -> Iterator[None]:
+        """What the loop's thread starts belongs to that process."""
+        self._owner = owner
+        try:
+            yield
+        finally:
+            self._owner = SERVER
+
+    def mine(self) -> Thread | None:
+        """The thread of the world that asks, if one does."""
+        thread = self.current
+        return thread if thread is not None and thread.ident == _thread.get_ident() else None
+
+    def kill(self, owner: str) -> None:
+        """End every thread of a process where it stands."""
+        for thread in [thread for thread in self.threads if thread.owner == owner]:
+            self.threads.remove(thread)
+            thread.killed = True
             if thread.begun and not thread.over:
-                thread.killed = True
                 thread.run_on()
-        self.threads.clear()
 
 
-turns = Turns(lambda after, do: None, lambda name: 0)  # of the world that is running
+_nobodys = turns = Turns(lambda: 0, lambda after, do: None, lambda name: 0)  # of the world that is running
 
 
 class Thread(_RealThread):
-    """A thread of the server's; any other is a real one."""
+    """A thread of whoever lives in the world; where there is none, a real one."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._of_server = getattr(kwargs.get("target"), "__module__", "").startswith(
-            ("kvpage_server", "tests.simulation")
-        )
+        self._simulated = turns is not _nobodys
+        self.owner = turns.owner
         self.begun = self.over = self.killed = False
         self._go, self._back = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._back.acquire()
-        self._due = False
+        self._waits = 0  # how often it has waited so far
         self._joined: list[Thread] = []
 
     def start(self) -> None:
         """Begin, at some moment."""
-        if not self._of_server:
+        if not self._simulated:
             super().start()
             return
         self.daemon = True
+        work, self.run = self.run, lambda: self._run(work)  # type: ignore[method-assign]
         turns.threads.append(self)
         self.wake(turns.pace(self.name))
 
     def wake(self, after: int) -> None:
-        """Have it go on after so many nanoseconds."""
-        if not self._due and not self.over:
-            self._due = True
-            turns.later(after, self._wake)
+        """Have it go on after so many nanoseconds, unless it has gone on by then."""
+        wait = self._waits
+        turns.later(after, lambda: self._wake(wait))
 
-    def _wake(self) -> None:
-        self._due = False
-        self.run_on()
+    def _wake(self, wait: int) -> None:
+        if wait == self._waits:
+            self.run_on()
 
     def run_on(self) -> None:
         """Let it run until it waits. The loop's thread alone calls this."""
-        if self.over:
+        if self.over or (self.killed and not self.begun):
             return
+        self._waits += 1
         before, turns.current = turns.current, self
         if self.begun:
             self._go.release()
@@ -89,13 +116,9 @@ class Thread(_RealThread):
         self._back.acquire()
         turns.current = before
 
-    def run(self) -> None:
-        """Its work."""
-        if not self._of_server:
-            super().run()
-            return
+    def _run(self, work: Callable[[], None]) -> None:
         try:
-            super().run()
+            work()
         except Killed:
             pass
         finally:
@@ -106,8 +129,9 @@ class Thread(_RealThread):
 
     def give_turn(self) -> None:
         """Let the loop's thread go on, until somebody wakes this one."""
-        self._back.release()
-        self._go.acquire()
+        if not self.killed:
+            self._back.release()
+            self._go.acquire()
         if self.killed:
             raise Killed
 
@@ -118,7 +142,7 @@ class Thread(_RealThread):
 
     def join(self, timeout: float | None = None) -> None:
         """Wait for its end: another of these threads does."""
-        if not self._of_server:
+        if not self._simulated:
             super().join(timeout)
         elif turns.current is not None:
             while not self.over:
@@ -145,14 +169,21 @@ class SimpleQueue:
             thread = self._waiting.popleft()
             thread.wake(turns.pace(thread.name))
 
-    def get(self) -> Any:
+    def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Wait for something."""
         while not self._items:
+            if not block:
+                raise queue.Empty
+            assert timeout is None, "nobody waits for a queue for a while"
             thread = turns.current
             assert thread is not None, "the loop waits for a queue"
             self._waiting.append(thread)
             thread.give_turn()
         return self._items.popleft()
+
+    def get_nowait(self) -> Any:
+        """Something that is there."""
+        return self.get(block=False)
 
     def qsize(self) -> int:
         """How much is there."""
@@ -163,30 +194,78 @@ class SimpleQueue:
         return not self._items
 
 
-class Event(_RealEvent):
-    """An event; a thread of the world waits for it in the world's time."""
+class Lock:
+    """A lock. A thread of the world that cannot have it gives up its turn; so conditions and events wait, too."""
 
-    def set(self) -> None:
-        """It has happened."""
-        super().set()
-        waiting, self._simulated = getattr(self, "_simulated", []), []
-        for thread in waiting:
+    def __init__(self) -> None:
+        self._real = _thread.allocate_lock()
+        self._waiting: list[Thread] = []
+
+    def locked(self) -> bool:
+        """As locks have it."""
+        return self._real.locked()
+
+    def _at_fork_reinit(self) -> None:
+        self._real = _thread.allocate_lock()
+
+    def acquire(self, blocking: bool = True, timeout: float = -1) -> bool:
+        """As locks have it."""
+        if self._real.acquire(False):
+            return True
+        if not blocking:
+            return False
+        thread = turns.mine()
+        return self._real.acquire(True, timeout) if thread is None else self._wait(thread, timeout)
+
+    __enter__ = acquire
+
+    def _wait(self, thread: Thread, timeout: float) -> bool:
+        ends = turns.now() + int(timeout * 1e9)
+        self._waiting.append(thread)
+        try:
+            while not self._real.acquire(False):
+                if timeout >= 0:
+                    if turns.now() >= ends:
+                        return False
+                    thread.wake(ends - turns.now())
+                thread.give_turn()
+            return True
+        finally:
+            self._waiting.remove(thread)
+
+    def release(self) -> None:
+        """As locks have it."""
+        self._real.release()
+        for thread in self._waiting:
             thread.wake(0)
 
-    def wait(self, timeout: float | None = None) -> bool:
-        """Whether it has happened by then."""
-        thread = turns.current
-        if thread is None or thread is not threading.current_thread():
-            return super().wait(timeout)
-        if not self.is_set():
-            self._simulated = [*getattr(self, "_simulated", []), thread]
-            if timeout is not None:
-                thread.wake(int(timeout * 1e9))
-            thread.give_turn()
-        return self.is_set()
+    def __exit__(self, *error: object) -> None:
+        self.release()
+
+
+class Poll:
+    """As select.poll; a thread of the world looks again and again."""
+
+    def __init__(self) -> None:
+        self._real = _real_poll()
+        self.register, self.modify, self.unregister = self._real.register, self._real.modify, self._real.unregister
+
+    def poll(self, timeout: float | None = None) -> list[tuple[int, int]]:
+        """What is ready within so many milliseconds."""
+        thread = turns.mine()
+        if thread is None:
+            return self._real.poll(timeout)
+        ends, look = turns.now() + int((1e9 if timeout is None else timeout) * 1e6), 20_000
+        while not (found := self._real.poll(0)) and turns.now() < ends:
+            thread.pause(min(look, ends - turns.now()))
+            look = min(2 * look, _LONGEST_LOOK)
+        return found
 
 
 def install() -> None:
     """Be the threads of everything that is imported from now on."""
-    vars(threading).update(Thread=Thread, Event=Event)
+    timer = {name: value for name, value in vars(threading.Timer).items() if name not in ("__dict__", "__weakref__")}
+    vars(threading).update(Thread=Thread, Timer=type("Timer", (Thread,), timer))
+    vars(threading).update(Lock=Lock, RLock=threading._PyRLock, _allocate_lock=Lock)
     vars(queue).update(SimpleQueue=SimpleQueue)
+    vars(select).update(poll=Poll)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import resource
 import signal
 import subprocess
@@ -183,6 +184,25 @@ def test_shutdown_is_refused_while_something_cannot_be_written_unless_it_is_forc
 def test_a_server_that_is_told_to_stop_ends_with_an_error_when_it_could_not_write_all(disk: Path) -> None:
     with with_values_that_wait(disk) as (server, _):
         server.process.send_signal(signal.SIGTERM)
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")
+def test_a_server_that_promised_nothing_says_at_its_end_that_it_could_not_write_all(tmp_path: Path) -> None:
+    options = (*TIERED, "--appendfsync", "no")
+    with start_server(*options, directory=tmp_path, killed=True) as server:
+        limits = ((tmp_path / FILE).stat().st_size, resource.RLIM_INFINITY)
+        resource.prlimit(server.pid, resource.RLIMIT_FSIZE, limits)
+        with server.client() as client:
+            for _ in range(2):  # the second time it is worth a place on disk
+                client.set("used", body(SIZE))
+            until(lambda: client.info("persistence")["rdb_last_bgsave_status"] == "err")
+            client.mset({"key:0": body(SIZE), "key:1": body(SIZE)})
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(STOP_WITHIN) == 1
+        server.process.returncode = -signal.SIGKILL
+    told = re.search(r"(\d+) values that were to be written are not on disk", server.log)
+    assert told
+    assert int(told[1]) >= 3
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process can be set on Linux alone")

@@ -1,0 +1,70 @@
+"""Whether what the server says that it holds is what it holds: looked at value by value, when all is quiet."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvpage_server.commands.context import Server
+from kvpage_server.core import Slot
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
+from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Text
+from kvpage_server.store.memory.extent import ExtentPage
+
+ROOM = 1 << 16  # bytes: what a limit may be passed by, for what was stored last
+
+
+def mistakes(server: Server) -> Iterator[str]:
+    """What is counted otherwise than it is."""
+    keyspace = server.keyspace
+    memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.every_quota
+    entries = contents.catalogue.entries
+    texts = sum(len(key) + entry.size + TEXT_OVERHEAD for key, entry in entries.items() if type(entry) is Text)
+    if contents.texts != texts:
+        yield f"{contents.texts} bytes of short strings are counted, there are {texts}"
+    if not memory.receiving and not server.in_flight:
+        held = sum(slot.footprint for slot in _slots(server))
+        lent = memory.tier.held if memory.tier is not None else 0
+        if not held <= keyspace.arena.used <= held + lent:
+            yield f"{keyspace.arena.used} bytes of slots are counted, values have {held}, {lent} are held"
+    for quota in quotas:
+        sizes = {unit: keyspace.quotas.size_of(unit) for unit in quota.sizes}
+        if quota.sizes != sizes or quota.bytes != sum(sizes.values()):
+            yield f"the quota of {quota.pattern!r} counts {quota.bytes}, its keys have {sum(sizes.values())}"
+    if keyspace.evictor.policy not in (NO_EVICTION, VOLATILE_TTL) and not len(keyspace.leases) and not quotas:
+        held = memory.tier.held if memory.tier is not None else 0
+        if memory.used - held > memory.maxmemory + ROOM and memory.maxmemory and memory.tier is None:
+            yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}"
+
+
+def _slots(server: Server) -> Iterator[Slot]:
+    """The memory of every value."""
+    keyspace = server.keyspace
+    extents = {id(block.extent): block.extent for block in keyspace.index if block.extent is not None}
+    for entry in keyspace.contents.catalogue.entries.values():
+        if isinstance(entry, ExtentPage):
+            extents[id(entry.extent)] = entry.extent  # all of it is there as long as one of its pages is
+        elif isinstance(entry, Slot):
+            yield entry
+    yield from (extent.slot for extent in extents.values() if isinstance(extent.slot, Slot))
+
+
+def left(server: Server) -> dict[str, int]:
+    """What is left of clients and their values; nothing, when all have gone and everything was removed."""
+    keyspace, tiered = server.keyspace, server.tiered
+    events, settled = server.events, tiered is None or tiered.behind.settled
+    return {
+        "clients": len(server.clients),
+        "bytes held by clients": server.in_flight,
+        "bytes being received": keyspace.memory.receiving,
+        "keys": len(keyspace),
+        "bytes of values": keyspace.memory.used if settled else 0,
+        "bytes of slots": keyspace.arena.used if settled else 0,
+        "leases and pins": len(keyspace.leases),
+        "bytes leased": keyspace.leases.bytes,
+        "keys tracked": events.tracking.keys,
+        "clients that track": len(events.tracking.clients),
+        "bytes held to be read": 0 if tiered is None else tiered.held,
+        "bytes of quotas": sum(quota.bytes for quota in keyspace.evictor.every_quota),
+        "keys that expire": keyspace.contents.expirer.keys,
+        "values waiting to be proven": 0 if tiered is None else len(tiered.stored.unproven),
+    }
