@@ -215,6 +215,7 @@ class Keyspace:
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
             self.contents.remove(key, "del")
+        before = block.extent.shape if block.extent is not None else None
         had = self._drop_pages(block, rows_of(extent.shape))
         self._catalogue.fill(block, extent)
         self.contents.grow(block, extent.slot.footprint)
@@ -226,7 +227,7 @@ class Keyspace:
         self.counters.writes += 1
         self._use_written(block)
         if self.contents.on_block is not None:
-            keys = list(block.page_keys())
+            keys = list(had if before == extent.shape else block.page_keys())
             gone = list(had.keys() - set(keys))
             events = chain(_events_of_block(keys, had, extent.expires), (("del", key) for key in gone))
             self.contents.on_block([*keys, *gone], events)
