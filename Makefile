@@ -8,7 +8,7 @@ STORE := redis://127.0.0.1:9221
 CORE := setup.py kvpage_server/core/sources.py $(wildcard kvpage_server/core/native/*.p[xy][xd])
 
 .DEFAULT_GOAL := setup
-.PHONY: setup run chat serve demo test check soak fuzz sanitize lint format docs bench core cluster cluster-stop wheels clean help
+.PHONY: setup run chat serve demo test check soak fuzz sanitize lint format docs bench core demo-cluster cluster cluster-stop wheels clean help
 
 setup: $(VENV)/dev.stamp $(MODEL)  ## everything: server, engine, development tools, the small model
 
@@ -74,6 +74,9 @@ docs: $(VENV)/dev.stamp  ## the references of commands and parameters, from thei
 
 bench: $(VENV)/dev.stamp $(MODEL)  ## prints the tables of the README
 	$(BIN)/python -m benchmarks
+
+demo-cluster: $(VENV)/dev.stamp $(MODEL)  ## a conversation on a Valkey Cluster whose masters die
+	$(BIN)/python -m benchmarks.demo_cluster
 
 cluster: $(VENV)/dev.stamp  ## a Valkey Cluster on ports 7000 to 7005: three masters, three replicas
 	$(BIN)/python -m benchmarks.valkey_cluster start
