@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
 
 from kvpage_server.client import BlockName, Page
+from kvpage_server.client.page import pages_of_block
 from kvpage_server.page import BlockShape, DType, KVType, PageKey, Plane
 
 Array = np.ndarray[Any, np.dtype[np.uint8]]
@@ -85,12 +85,7 @@ class Blocks(Work):
 
     def page_keys(self, generation: int) -> list[PageKey]:
         """What a batch is stored under, page by page."""
-        shape = self.shape
-        return [
-            PageKey(req_id, layer, head, page, plane.kv_type)
-            for req_id, page in self.names[generation]
-            for layer, plane, head in product(range(shape.layers), shape.planes, range(shape.heads))
-        ]
+        return [key for name in self.names[generation] for key, _, _ in pages_of_block(name, self.shape)]
 
 
 def spell(nbytes: int) -> str:

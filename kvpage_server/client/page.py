@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import product
 from typing import NamedTuple
 
 from typing_extensions import Buffer
@@ -96,10 +97,6 @@ def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
 def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:
     """Every page of a block and where in the body it lies, in the body's order."""
     req_id, page = name
-    start = 0
-    for layer in range(shape.layers):
-        for plane in shape.planes:
-            size = shape.page_nbytes(plane)
-            for head in range(shape.heads):
-                yield PageKey(req_id, layer, head, page, plane.kv_type), plane, slice(start, start + size)
-                start += size
+    pages = product(range(shape.layers), shape.planes, range(shape.heads))
+    for (layer, plane, head), span in zip(pages, shape.page_spans(), strict=True):
+        yield PageKey(req_id, layer, head, page, plane.kv_type), plane, span

@@ -165,10 +165,9 @@ class Session:
         self._server.forget(self.client)
         del self._transport, self.client.connection
 
-    # -- the client's side -----------------------------------------------------------------------------------------
+    # -- the client's side: `commands.context.Connection` says what each is ------------------------------------
 
     def push(self, message: Reply) -> None:
-        """Send something that was not asked for; after the reply that is under way, if one is."""
         if self._ending:
             return
         now = not (self._answering or self._replies.under_way)
@@ -180,7 +179,6 @@ class Session:
             self._account()
 
     def close(self) -> None:
-        """End the conversation once what was said is sent."""
         if not self._ending:
             self._ending = True
             self._loop.call_soon(self._close)
@@ -191,41 +189,33 @@ class Session:
             self._transport.close()
 
     def abort(self) -> None:
-        """End it now."""
         self._let_go()
         self._transport.abort()
 
     def resume(self) -> None:
-        """Go on with the command that waited for the end of a pause."""
         if self._move(SessionEvent.PAUSE_OVER):
             self._line.join(self)
 
     def renew(self) -> None:
-        """What waits to be sent may have moved."""
         self._transport.renew()
 
     def trust(self, trusted: bool) -> None:
-        """Whether frames may be larger than a stranger's."""
         self._parser.trust(trusted)
 
     @property
     def paused(self) -> bool:
-        """Whether its command waits for the end of a pause."""
         return self._state is PAUSED
 
     @property
     def sent(self) -> int:
-        """Bytes sent so far."""
         return self._transport.bytes_out
 
     @property
     def incoming(self) -> int:
-        """Bytes held for a command whose end has not arrived."""
         return self._parser.held
 
     @property
     def outgoing(self) -> int:
-        """Bytes of replies that wait to be sent."""
         return self._transport.queued
 
     # -- commands --------------------------------------------------------------------------------------------------

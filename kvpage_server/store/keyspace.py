@@ -102,7 +102,7 @@ class Keyspace:
         """Make room for values, in their quotas and on the disk. Raises OverLimit: nothing has changed."""
         coming = list(coming)
         if self.tier is not None:
-            self.tier.admit(coming)
+            self.tier.limit.admit(coming)
         if self.evictor.quotas is not None:
             self.quotas.admit(coming)
 
@@ -210,7 +210,7 @@ class Keyspace:
         """Store a block whole, in place of whatever pages it had. Its slot is full."""
         known = self.index.block(req_id, page) is not None
         if self.tier is not None:
-            self.tier.admit_block(req_id, page, extent.shape)
+            self.tier.limit.admit_block(req_id, page, extent.shape)
         self.quotas.admit_block(req_id, page, extent.shape)
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
@@ -321,7 +321,7 @@ class Keyspace:
     def flush(self) -> Flushed:
         """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
         if self.tier is not None:
-            self.tier.cleared()
+            self.tier.stored.clear()
         self.contents.tell("flush", b"")
         flushed = Flushed(*self._catalogue.clear(), self.evictor.units.clear())
         self.contents.expirer.clear()
@@ -333,7 +333,7 @@ class Keyspace:
     def sweep(self, now: int, most: int) -> int:
         """Remove up to `most` keys that are due, and go on with what is done in steps; `most` when there is more."""
         if self.tier is not None:
-            self.tier.sweep()
+            self.tier.fetching.sweep()
         self.evictor.units.now = now // 1000
         self.leases.settle(now)
         self._catalogue.rest(now)

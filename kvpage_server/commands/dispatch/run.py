@@ -16,11 +16,13 @@ from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Spec, too_many
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
+from kvpage_server.glob import PatternTooLong
 from kvpage_server.resp.reply import Reply, ReplyError, Stream, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
 
 log = logging.getLogger("kvpage")
 
+_REFUSALS = (ReplyError, OverLimit, PatternTooLong)  # what a command may raise instead of a reply
 _INTERNAL = "ERR internal error, the server's log says more"
 
 
@@ -40,10 +42,8 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         if client.tracking is not None:
             server.events.tracking.note(client, spec, words[spec.words :])
         return _in_steps(client, spec, reply) if type(reply) is Stream else reply
-    except OverLimit as error:
-        return _over_limit(client, spec, error)
-    except ReplyError as error:
-        return _failed(client, spec, error)
+    except _REFUSALS as error:
+        return _failed(client, spec, _refusal(error))
     except Postponed:
         raise
     except MemoryError:
@@ -124,16 +124,16 @@ def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
     def items() -> Iterator[Reply]:
         try:
             yield from reply.items
-        except OverLimit as error:
-            yield _over_limit(client, spec, error)
-        except ReplyError as error:
-            yield _failed(client, spec, error)
+        except _REFUSALS as error:
+            yield _failed(client, spec, _refusal(error))
 
     return replace(reply, items=items())
 
 
-def _over_limit(client: Client, spec: Spec, error: OverLimit) -> ReplyError:
-    return _failed(client, spec, ReplyError(f"OOM {error}"))
+def _refusal(error: Exception) -> ReplyError:
+    if isinstance(error, ReplyError):
+        return error
+    return ReplyError(f"{'OOM' if isinstance(error, OverLimit) else 'ERR'} {error}")
 
 
 def _failed(client: Client, spec: Spec, error: ReplyError) -> ReplyError:

@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import cast
 
 from kvpage_server.core import NewPages
-from kvpage_server.page import BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.changes import Changes
 from kvpage_server.store.disk.fetching import Fetching
@@ -47,7 +46,6 @@ from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
-from kvpage_server.store.quota_limit import Coming
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
 
@@ -58,7 +56,7 @@ log = logging.getLogger("kvpage")
 
 
 class DiskTier:
-    """See the module. `load`, then `connect` once the loop runs."""
+    """See the module. `load`, then `connect` once the loop runs. What it is told, `Tier` and `TierBelow` say."""
 
     scrubber: Scrubber
 
@@ -152,19 +150,7 @@ class DiskTier:
         why = self.behind.failing or failing
         return f"{lost} values that were to be written are not on disk: {why}" if lost else ""
 
-    def sweep(self) -> None:
-        """What is done now and then."""
-        self.fetching.sweep()
-
     # -- what is stored --------------------------------------------------------------------------------------------
-
-    def admit(self, coming: Sequence[Coming]) -> None:
-        """Make room for values that are about to be stored. Raises DiskUsedUp: nothing has changed."""
-        self.limit.admit(coming)
-
-    def admit_block(self, req_id: bytes, page: int, shape: BlockShape) -> None:
-        """The same for a block that is stored whole."""
-        self.limit.admit_block(req_id, page, shape)
 
     def known(self, pages: NewPages) -> Sequence[bool]:
         """Which of some pages there are, where it makes a difference."""
@@ -206,13 +192,11 @@ class DiskTier:
             _ = block.extent.slot.body
 
     def was_split(self, block: Block) -> None:
-        """The pages of a block have entries now."""
         self.stored.remove(name_of_block(block.req_id, block.page))
         for key in block.page_keys():
             self.stored.store(name_of_key(key), self._contents.catalogue.entries[key])
 
     def retimed(self, key: bytes) -> None:
-        """A key expires at another time."""
         entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
         if entry is not None and self.stored.has(name):
             self.stored.store(name, entry)
@@ -226,20 +210,14 @@ class DiskTier:
                 self.stored.remove(name_of_key(key))
 
     def removed(self, key: bytes, unit: Unit) -> None:
-        """A key is gone; its unit may have others."""
         if not isinstance(unit, Block) or not unit.pages:
             self.stored.unproven.discard(unit)
         self.stored.remove(name_of_key(key))
 
     def block_removed(self, block: Block) -> None:
-        """A block is about to go with all its pages."""
         self.stored.unproven.discard(block)
         for name in names_in(block):
             self.stored.remove(name)
-
-    def cleared(self) -> None:
-        """Everything is about to go."""
-        self.stored.clear()
 
     # -- what is used ----------------------------------------------------------------------------------------------
 
@@ -267,11 +245,9 @@ class DiskTier:
 
     @property
     def held(self) -> int:
-        """Bytes that came to memory to be used in a moment. They do not count until then."""
         return self.fetching.holds.bytes
 
     def holds(self, unit: Unit) -> bool:
-        """Whether somebody is about to use a unit."""
         return unit in self.fetching.holds
 
     @property
@@ -283,7 +259,6 @@ class DiskTier:
         return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
 
     def hurry(self) -> None:
-        """Memory would like more to be on disk."""
         self.behind.hurry()
 
     def leave(self, unit: Unit) -> bool:

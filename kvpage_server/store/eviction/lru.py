@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.queues import Queues
@@ -14,7 +14,6 @@ class LRU(Queues):
     """Least recently used first. Every operation is O(1)."""
 
     def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
         place = self._places.get(unit)
         if place is None:
             place = self._place_of(unit)
@@ -22,12 +21,11 @@ class LRU(Queues):
             self._at[place] = self.now
             return
         else:
-            self._leave(place)
+            self.leave(place)
         self._at[place] = self.now
         self._enter(place, self._before[self._home + 1])
 
     def used_all(self, units: list[Unit]) -> None:
-        """The units were written or read, in that order."""
         if self.hands_over:
             super().used_all(units)
             return
@@ -39,30 +37,10 @@ class LRU(Queues):
         self._queue[place] = self._home + 1
         self._link(place, behind)
 
-    def _leave(self, place: int) -> None:
-        if self._older >= 0 and self._is_older(place):
-            self._take(place)
-        else:
-            self._unlink(place)
-
     def inherit(self, place: int) -> None:
         self._enter(place, self._home + 1)
 
-    def removed(self, unit: Unit) -> None:
-        """The unit is gone."""
-        place = self._places.pop(unit, None)
-        if place is not None:
-            self._leave(place)
-            self._units[place] = None
-            self._give_back(place)
-
-    evicted = removed
-
-    def follows(self, units: Sequence[Unit]) -> None:
-        """What extends what makes no difference."""
-
     def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go."""
         yield from self._older_victims()
         queue = self._home + 1
         for _ in range(len(self._places)):

@@ -56,7 +56,6 @@ class Prefix(Queues):
     # -- uses ------------------------------------------------------------------------------------------------------
 
     def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
         place = self._places.get(unit)
         if place is None:
             self._come(self._place_of(unit), self._uses_before(unit))
@@ -139,7 +138,6 @@ class Prefix(Queues):
     # -- prefixes --------------------------------------------------------------------------------------------------
 
     def follows(self, units: Sequence[Unit]) -> None:
-        """Each of these extends the one before it."""
         before = NOBODY
         for unit in units:
             place = self._places.get(unit, NOBODY)
@@ -200,7 +198,6 @@ class Prefix(Queues):
     # -- going -----------------------------------------------------------------------------------------------------
 
     def removed(self, unit: Unit) -> None:
-        """The unit is gone and not missed."""
         place = self._places.get(unit)
         if place is None:
             return
@@ -209,16 +206,12 @@ class Prefix(Queues):
         self._leave(unit, place)
 
     def evicted(self, unit: Unit) -> None:
-        """The unit is gone for want of room."""
         place = self._places.get(unit)
         if place is None:
             return
         if not self._waits(place):
             self._remember(unit, place)
         self._leave(unit, place)
-
-    def _waits(self, place: int) -> bool:
-        return self._older >= 0 and self._is_older(place)
 
     def _leave(self, unit: Unit, place: int) -> None:
         del self._places[unit]
@@ -248,7 +241,6 @@ class Prefix(Queues):
         self._worth.ended(kind, last)
 
     def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go."""
         yield from self._older_victims()
         if self._gone >= len(self._aside):
             self._bring_back(len(self._aside))

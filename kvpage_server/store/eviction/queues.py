@@ -11,13 +11,13 @@ was there before. What was not handed over yet is the first to go. To begin cost
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from array import array
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 from kvpage_server.core import Columns, enter, use_again
-from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.eviction.policy import Policy, Unit
 
 NOBODY = 0  # no place
 QUEUES = 5  # of a policy, at the most
@@ -28,8 +28,8 @@ _LOOKED_AT = 10_000  # places at once: a millisecond or two
 Moved = list[tuple[int, int, int]]  # from which queue and slot of time, how many in a row
 
 
-class Queues(ABC):
-    """Units at their places. A policy says which queue they belong in, and in which order they go."""
+class Queues(Policy):
+    """Units at their places. A policy says which queue they belong in, and in which order they go: see `Policy`."""
 
     def __init__(self) -> None:
         self.now = 0
@@ -69,36 +69,33 @@ class Queues(ABC):
         return unit in self._places
 
     def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
         return self.now - self._at[self._places[unit]]
 
-    @abstractmethod
-    def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
-
     def used_all(self, units: list[Unit]) -> None:
-        """The units were written or read, in that order."""
         for unit in units:
             self.used(unit)
 
-    @abstractmethod
     def follows(self, units: Sequence[Unit]) -> None:
-        """Each of these extends the one before it. Unknown ones end a run."""
+        """To most policies it makes no difference."""
 
-    @abstractmethod
     def removed(self, unit: Unit) -> None:
-        """The unit is gone and not missed."""
+        place = self._places.pop(unit, None)
+        if place is not None:
+            self.leave(place)
+            self._units[place] = None
+            self._give_back(place)
 
-    @abstractmethod
     def evicted(self, unit: Unit) -> None:
-        """The unit is gone for want of room."""
+        self.removed(unit)
 
-    @abstractmethod
-    def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go."""
+    def leave(self, place: int) -> None:
+        """A unit leaves its queue, or waits no more to be handed over."""
+        if self._older >= 0 and self._is_older(place):
+            self._take(place)
+        else:
+            self._unlink(place)
 
     def clear(self) -> dict[Unit, Any]:
-        """Forget everything; what there was."""
         old = self._places
         self.reset()
         return old
@@ -204,6 +201,9 @@ class Queues(ABC):
     def _is_older(self, place: int) -> bool:
         """Whether a unit waits, while any does."""
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
+
+    def _waits(self, place: int) -> bool:
+        return self._older >= 0 and self._is_older(place)
 
     @abstractmethod
     def inherit(self, place: int) -> None:

@@ -149,30 +149,25 @@ class Quotas:
     # -- a policy ----------------------------------------------------------------------------------------------------
 
     def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
         self.every.used(unit)
         if quota := self.of(unit):
             quota.units.used(unit)
 
     def used_all(self, units: list[Unit]) -> None:
-        """The units were written or read, in that order."""
         self.every.used_all(units)
         for unit in units:
             if quota := self.of(unit):
                 quota.units.used(unit)
 
     def follows(self, units: Sequence[Unit]) -> None:
-        """Each of these extends the one before it."""
         self.every.follows(units)
         for quota in {quota: None for unit in units if (quota := self.of(unit))}:
             quota.units.follows(units)
 
     def idle(self, unit: Unit) -> int:
-        """Seconds since a unit's last use."""
         return self.every.idle(unit)
 
     def removed(self, unit: Unit) -> None:
-        """The unit is gone and not missed."""
         self.every.removed(unit)
         if quota := self.of(unit):
             quota.remove(unit)
@@ -193,7 +188,6 @@ class Quotas:
         yield from self.every.victims()
 
     def clear(self) -> dict[Unit, Any]:
-        """Forget everything; what there was."""
         for quota in self._quotas:
             quota.bytes = 0
             quota.sizes = {}

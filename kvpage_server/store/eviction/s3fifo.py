@@ -8,7 +8,7 @@ as ghosts. Who comes back while it is one enters the main queue, where each use,
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from kvpage_server.store.eviction.policy import BURST, Unit, name_of
 from kvpage_server.store.eviction.queues import FIRST, Queues
@@ -27,7 +27,6 @@ class S3FIFO(Queues):
         self._sizes = [0] * FIRST  # of the queues
 
     def used(self, unit: Unit) -> None:
-        """The unit was written or read."""
         place = self._places.get(unit)
         if place is None:
             name = name_of(unit)
@@ -36,16 +35,13 @@ class S3FIFO(Queues):
                 del self._ghosts[name]
             self._come(self._place_of(unit), _MAIN if came_back else _NEW)
             return
-        if self._older >= 0 and self._is_older(place):
+        if self._waits(place):
             self._take(place)
             self._come(place, _NEW)
         self._at[place] = self.now
         if self.now - self._counted[place] >= BURST:
             self._counted[place] = self.now
             self._uses[place] = min(self._uses[place] + 1, _MOST_USES)
-
-    def follows(self, units: Sequence[Unit]) -> None:
-        """What extends what makes no difference."""
 
     def _come(self, place: int, queue: int) -> None:
         self._uses[place] = 0
@@ -57,28 +53,17 @@ class S3FIFO(Queues):
         self._queue[place] = self._home + queue
         self._link(place, behind)
 
-    def _leave(self, place: int) -> None:
-        if self._older >= 0 and self._is_older(place):
-            self._take(place)
-        else:
+    def leave(self, place: int) -> None:
+        if not self._waits(place):
             self._sizes[self._queue[place] - self._home] -= 1
-            self._unlink(place)
+        super().leave(place)
 
     def inherit(self, place: int) -> None:
         self._uses[place] = 0
         self._counted[place] = self._at[place]
         self._enter(place, _NEW, self._home + _NEW)
 
-    def removed(self, unit: Unit) -> None:
-        """The unit is gone and not missed."""
-        place = self._places.pop(unit, None)
-        if place is not None:
-            self._leave(place)
-            self._units[place] = None
-            self._give_back(place)
-
     def evicted(self, unit: Unit) -> None:
-        """The unit is gone for want of room."""
         place = self._places.get(unit)
         if place is not None and self._queue[place] == self._home + _NEW:
             self._ghosts[name_of(unit)] = None
@@ -87,7 +72,6 @@ class S3FIFO(Queues):
         self.removed(unit)
 
     def victims(self) -> Iterator[Unit]:
-        """The units in the order they should go."""
         yield from self._older_victims()
         spared: set[Unit] = set()  # each is offered once, however often its turn comes
         while len(spared) < len(self):
@@ -105,5 +89,5 @@ class S3FIFO(Queues):
                 if self._places.get(unit) != place or self._queue[place] != self._home + queue:
                     spared.discard(unit)
                     continue
-            self._leave(place)
+            self.leave(place)
             self._enter(place, _MAIN, self._before[self._home + _MAIN])

@@ -12,7 +12,7 @@ from kvpage_server.commands.steps import STEP, Steps, each, stepwise
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.core.piece import Piece
-from kvpage_server.glob import PatternTooLong, channel_glob
+from kvpage_server.glob import channel_glob
 from kvpage_server.resp.reply import Push, Reply, ReplyError, Stream, encode
 
 _LISTENING = "pubsub noscript loading stale while_subscribed"
@@ -75,10 +75,7 @@ def _listen(client: Client, pattern: Argument) -> Reply:
         raise ReplyError(
             f"ERR a client may listen to {MOST_PATTERNS} patterns at the most: every message is held to all"
         )
-    try:
-        return _confirm(client, b"psubscribe", [plain(pattern)], client.server.channels.psubscribe)
-    except PatternTooLong as error:
-        raise ReplyError(f"ERR {error}") from None
+    return _confirm(client, b"psubscribe", [plain(pattern)], client.server.channels.psubscribe)
 
 
 @_listening(
@@ -140,10 +137,7 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may listen to, by name; patterns are no channels."""
     channels = list(client.server.channels.by_name)
-    try:
-        matches = channel_glob(plain(args[0])) if args else None
-    except PatternTooLong as error:
-        raise ReplyError(f"ERR {error}") from None
+    matches = channel_glob(plain(args[0])) if args else None
 
     def chosen(some: Sequence[bytes]) -> list[bytes]:
         return [one for one in some if client.hears(one) and (matches is None or matches(one))]

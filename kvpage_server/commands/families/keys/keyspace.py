@@ -15,7 +15,7 @@ from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.needs import extents, nothing
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
-from kvpage_server.glob import Matches, PatternTooLong, glob
+from kvpage_server.glob import Matches, glob
 from kvpage_server.page import index_key
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
 from kvpage_server.store.keyspace import Keyspace
@@ -95,11 +95,8 @@ def type_(client: Client, args: list[Argument]) -> Reply:
 
 
 def matcher(pattern: bytes) -> Matches | None:
-    """What tells whether a key matches, None when every key does. Raises ReplyError."""
-    try:
-        return None if pattern == b"*" else glob(pattern)
-    except PatternTooLong as error:
-        raise ReplyError(f"ERR {error}") from None
+    """What tells whether a key matches, None when every key does. Raises PatternTooLong."""
+    return None if pattern == b"*" else glob(pattern)
 
 
 @_generic(

@@ -13,7 +13,7 @@ from kvpage_server.commands.table.shape import schema
 from kvpage_server.commands.table.spec import SUBCOMMANDS, TABLE, Parts, Spec, subcommands, top_level
 from kvpage_server.commands.table.usage import arguments
 from kvpage_server.core import Argument
-from kvpage_server.glob import PatternTooLong, glob
+from kvpage_server.glob import glob
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, encode, simple
 
 
@@ -166,10 +166,7 @@ def command_list(client: Client, args: list[Argument]) -> Reply:
         category = value.lower().decode("ascii", "replace")
         return [spec.name for spec in TABLE.values() if category in spec.categories]
     if by == b"PATTERN":
-        try:
-            matches = glob(value, ignore_case=True)
-        except PatternTooLong as error:
-            raise ReplyError(f"ERR {error}") from None
+        matches = glob(value, ignore_case=True)
         return [name for name in TABLE if matches(name.encode())]
     raise ReplyError(SYNTAX_ERROR)
 

@@ -18,7 +18,7 @@ from kvpage_server.configuration import certificates, log
 from kvpage_server.configuration.config import Config, ConfigError
 from kvpage_server.configuration.rewrite import rewritten
 from kvpage_server.core import Argument
-from kvpage_server.glob import PatternTooLong, glob
+from kvpage_server.glob import glob
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 from kvpage_server.store.eviction.quotas import Rule
 from kvpage_server.system.durable import replacing
@@ -67,10 +67,7 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
     names = [name for name in config.parameters() if not config.is_hidden(name)]
 
     def matched(some: Sequence[bytes]) -> list[str]:
-        try:
-            patterns = [glob(word, ignore_case=True) for word in some]
-        except PatternTooLong as error:
-            raise ReplyError(f"ERR {error}") from None
+        patterns = [glob(word, ignore_case=True) for word in some]
         return [name for name in names if any(matches(name.encode()) for matches in patterns)]
 
     def steps() -> Steps[Reply]:
