@@ -78,8 +78,13 @@ class PageTier:
     the reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they aren't
     what was written; ``manifest`` an unreadable one, or an earlier version's; ``pool`` no blocks are free;
     ``recompute`` it is computed sooner than fetched; ``slow`` no answer in time; ``late`` not all of it in the time
-    that a load has; ``down`` no connection; ``full`` no memory left; ``garbled`` no sense in the answer; ``refused`` an
-    error for an answer; ``open`` the server failed so often lately that it was not asked.
+    that a load has; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` no memory left;
+    ``garbled`` no sense in the answer; ``refused`` an error for an answer; ``open`` the server failed so often lately
+    that it was not asked.
+
+    On several servers everything has what stands for four blocks of a prompt before its name, in braces. A save
+    without one of them leaves what precedes the first block that it should have had, for whoever begins in the same
+    way, and the agent's last manifest as it was.
     """
 
     def __init__(
@@ -92,8 +97,8 @@ class PageTier:
         restore_within: float | None = None,
         connections: int = 2,
     ) -> None:
-        """`url` as redis-py takes it; `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or a single
-        one. `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
+        """`url` as PageClient takes it. `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or one.
+        `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
         deadline if that is longer. A deadline of more than half of it is shortened to that. A load receives over up to
         `connections` connections at once.
 
@@ -197,6 +202,8 @@ class PageTier:
         missing = await block_writer.missing(self._connection, self._layout, list(parts))
         written = await block_writer.write(self._connection, self._layout, parts, missing)
         present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
+        if len(written) < len(missing) == len(parts):
+            await self._connection.check()
         blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
         return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
 
@@ -225,6 +232,10 @@ class PageTier:
     def agents(self) -> list[str]:
         """Whose contexts of this model are here."""
         return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
+
+    def servers(self) -> list[str]:
+        """Those of several, as they are known at the moment."""
+        return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
     def has(self, agent_id: str) -> bool:
         """Whether there is a context of the agent, of this model."""

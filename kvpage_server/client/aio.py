@@ -219,7 +219,7 @@ class AsyncPageClient:
         when the connection broke may have been done. Raises what the first refusal is.
 
         Of several servers each is asked of the one that has its key, which is its second word; or all `of` one. Where
-        `gone` is given it stands for the answers of those that give none, if any does."""
+        `gone` is given it stands for the answers of those that give none."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES

@@ -220,7 +220,7 @@ class PageClient:
         when the connection broke may have been done. Raises what the first refusal is.
 
         Of several servers each is asked of the one that has its key, which is its second word. Where `gone` is given
-        it stands for the answers of those that give none, if any does."""
+        it stands for the answers of those that give none."""
         if self._several:
             return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
         with self._lent() as connection:

@@ -171,6 +171,17 @@ class ServerConnection:
         elif values:
             await self.ask_one(ok, "MSET", *chain.from_iterable(values.items()))
 
+    async def check(self) -> None:
+        """Raises what nobody's answer is, where there are several servers of which none answers."""
+        nodes = await self.server.nodes(deadline=self.answer_within)
+        for left in range(len(nodes) - 1, -1, -1):
+            try:
+                await self.ask([Question(["PING"], lambda _: None)], of=nodes[left])
+                return
+            except OUTAGES:
+                if not left:
+                    raise
+
     async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
         """The keys like that. Of several servers those that answer tell theirs, unless `all_of_them` have to."""
         found, failure, nodes = set[str](), None, await self.server.nodes(deadline=self.answer_within)

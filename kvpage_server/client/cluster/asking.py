@@ -48,6 +48,13 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
+        """The same. Raises what the first came to when nothing is answered."""
+        answers = yield from self.answers(commands, end)
+        if answers and all(isinstance(answer, Failed) for answer in answers):
+            raise answers[0].error
+        return answers
+
+    def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
         """The answers, Failed for each read that no node answered.
 
         Raises what a refusal is, and what a write came to that couldn't be done until `end`."""
@@ -82,10 +89,7 @@ class Router:
                 yield from self._refresh()
         for i in left:
             self._give_up(commands[i], ways[i])
-        answers = [way.answer for way in ways]
-        if answers and all(isinstance(answer, Failed) for answer in answers):
-            raise answers[0].error
-        return answers
+        return [way.answer for way in ways]
 
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Way]

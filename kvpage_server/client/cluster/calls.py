@@ -209,8 +209,8 @@ class ClusterCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the node that has its key."""
-        return (yield from self.router.ask([commands.of_question(one, once=not again) for one in questions], end))
+        """Ask each of the node that has its key; the answers, Failed where there is none. Raises refusals."""
+        return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[Node]:

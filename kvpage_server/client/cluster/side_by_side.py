@@ -8,7 +8,6 @@ server came back, what it had would be read again, however old.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from urllib.parse import urlsplit
 import xxhash
 from typing_extensions import Buffer
 
+from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
@@ -30,7 +30,6 @@ from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
-_BETWEEN = re.compile(r",(?=[a-z]+://)")  # a URL and the next
 _TRIES = 2  # a connection may have been closed since it was used last
 
 
@@ -48,12 +47,12 @@ class ServerUrl:
 
 def lists_several(url: str) -> bool:
     """Whether there are URLs with commas between them, or what is meant to be that."""
-    return bool(_BETWEEN.search(url)) or "," in urlsplit(url).netloc.rpartition("@")[2]
+    return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
     """What stands in ``redis://a:9221,redis://b:9221``. Raises ValueError for one that is there twice."""
-    found = [ServerUrl(url) for url in _BETWEEN.split(urls)]
+    found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
         if "," in name:
@@ -189,7 +188,7 @@ class SideBySideCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the server that its key belongs to. Raises what none of them answers, and refusals."""
+        """Ask each of the server that its key belongs to; the answers, Failed where there is none. Raises refusals."""
         left: dict[ServerUrl, list[int]] = defaultdict(list)
         for i, question in enumerate(questions):
             left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
@@ -205,8 +204,6 @@ class SideBySideCalls:
                     del left[server]
             if not left:
                 break
-        if answers and all(isinstance(answer, Failed) for answer in answers):
-            raise answers[0].error
         return answers
 
     @timed
