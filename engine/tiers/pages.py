@@ -46,6 +46,7 @@ from engine.tiers.server.manifest import (
     manifest_key,
     tag_of,
 )
+from engine.tiers.server.reference_counts import MakesManifest
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
@@ -59,7 +60,7 @@ class References(Protocol):
     """How manifests are put, and how it is known which blocks nobody names any more: on one server, or on several."""
 
     def save(
-        self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: bytes, write: Write, /
+        self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write, /
     ) -> Doing[Saved]:
         """Write blocks, then the agent's manifest of them."""
 
@@ -180,10 +181,10 @@ class PageTier:
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec)
-        raw, parts = manifest.dump(self._spec), self._parts(context, manifest)
+        made, parts = partial(manifest.dump, self._spec), self._parts(context, manifest)
         agent_id, fingerprint = context.agent_id, self._spec.fingerprint
         return self._saved(
-            self._references.save(self._connection, agent_id, fingerprint, raw, lambda: self._write(parts))
+            self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
         )
 
     def publish(self, context: AgentBlocks) -> Saved | None:

@@ -7,11 +7,10 @@ connecting, which redis-py's connections do by blocking, is left to a thread.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,16 +20,17 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.calls import ClusterCalls
-from kvpage_server.client.cluster.peers import Peers, silent
+from kvpage_server.client.cluster.peers import Peers
 from kvpage_server.client.cluster.plan import RAISES, Errand, Failed, Plan, Timed, present
 from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.errors import Disconnected, PageClientError
+from kvpage_server.client.driving import converse
+from kvpage_server.client.errors import Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
+from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
@@ -230,7 +230,7 @@ class AsyncPageClient:
             return list(answer)
         async with self._lent() as connection:
             await self._open(connection, end)
-            return await _ask(connection, ask(questions), end)
+            return await converse(connection, ask(questions), end)
 
     async def transaction(
         self,
@@ -276,8 +276,8 @@ class AsyncPageClient:
             await self._open(connection, end)
             try:
                 while True:
-                    found = await _ask(connection, watch(keys, question), end)
-                    answers = await _ask(connection, commit(change(found)), end)
+                    found = await converse(connection, watch(keys, question), end)
+                    answers = await converse(connection, commit(change(found)), end)
                     if answers is not None:
                         return answers
             except BaseException:
@@ -318,7 +318,7 @@ class AsyncPageClient:
             while True:
                 try:
                     await self._open(connection, end)
-                    return await _ask(connection, request, end)
+                    return await converse(connection, request, end)
                 except Disconnected as error:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
@@ -346,7 +346,7 @@ class AsyncPageClient:
             peers.check(errand.node)
             async with self._lent(peers.pool(errand.node, errand.replica)) as connection:
                 await self._open(connection, Deadline(min(silence, end.left())))
-                return await _ask(connection, errand.request, end, silence)
+                return await converse(connection, errand.request, end, silence)
         except PageClientError as error:
             failure = error
             return Failed(error)
@@ -381,79 +381,3 @@ class AsyncPageClient:
             opening.exception()  # nobody else will look at it
         connection.close_unless(over=False)
         pool.release(connection)  # type: ignore[arg-type]
-
-
-async def _ask(connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf) -> T:
-    """What the server answers, unless no byte moves for so many seconds of `silence`."""
-    conversation, loop = connection.conversation(request), asyncio.get_running_loop()
-    try:
-        over = loop.time() + end.left()
-        async with asyncio.timeout_at(min(over, loop.time() + silence)) as limit:
-            moved = partial(_wait_longer, limit, over, silence) if silence < math.inf else None
-            await _pass_through(conversation, moved)
-        return conversation.result()
-    except TimeoutError:
-        raise (end.exceeded() if loop.time() >= over else silent(connection.host, silence)) from None
-    finally:
-        connection.close_unless(conversation.over)
-
-
-def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Something moved."""
-    if limit.when() is not None:
-        limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
-
-
-async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
-    """Drive a conversation to its end; `moved` is called when bytes do. Raises Disconnected, WrongReply."""
-    with closing(_Drive(conversation, moved)) as drive:
-        await drive.over
-
-
-class _Drive:
-    """A conversation that the loop goes on with when its socket is ready. The task that waits is woken at the end."""
-
-    def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
-        self._moved = moved
-        self._loop = asyncio.get_running_loop()
-        self._sock = conversation.sock
-        self._steps = conversation.steps()
-        self._watched = 0  # events
-        self.over: asyncio.Future[None] = self._loop.create_future()
-        self._go_on(None)
-
-    def close(self) -> None:
-        """Do no more."""
-        self._watch_for(0)
-        self._steps.close()
-
-    def _go_on(self, ready: int | None) -> None:
-        if self.over.done():
-            return
-        if self._moved:
-            self._moved()
-        try:
-            events = self._steps.send(ready)
-        except StopIteration:
-            self.over.set_result(None)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the end gets it
-            self.over.set_exception(error)
-        else:
-            if not events:
-                self._loop.call_soon(self._go_on, 0)
-            self._watch_for(events)
-
-    def _watch_for(self, events: int) -> None:
-        """Watch for these events, mostly those that are watched for already."""
-        changed = events ^ self._watched
-        self._watched = events
-        if changed & READ:
-            if events & READ:
-                self._loop.add_reader(self._sock, self._go_on, READ)
-            else:
-                self._loop.remove_reader(self._sock)
-        if changed & WRITE:
-            if events & WRITE:
-                self._loop.add_writer(self._sock, self._go_on, WRITE)
-            else:
-                self._loop.remove_writer(self._sock)

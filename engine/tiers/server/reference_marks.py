@@ -23,6 +23,7 @@ from itertools import islice
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import OUTAGES, ServerConnection
 from engine.tiers.server.manifest import SEGMENT, chain_in, digest_of, manifest_key, moved, older_key, tag_of
+from engine.tiers.server.reference_counts import MakesManifest
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 
@@ -33,21 +34,18 @@ Reference = tuple[str, bytes | None, bytes | None]  # a block, how many name it,
 
 
 async def save(
-    connection: ServerConnection,
-    agent_id: str,
-    fingerprint: int,
-    manifest: bytes,
-    write: Write,
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
 ) -> Saved:
     """Write blocks, and put an agent's manifest of them in place of the one that was there: when they all are there."""
     key = manifest_key(agent_id, fingerprint)
     saved = await write()
     try:
         if saved.whole:
-            await _hold(connection, key, manifest)
+            made = manifest(await connection.ask_one(text, "GET", key))
+            await _hold(connection, key, made)
             saved = replace(saved, whole=(await write()).whole)
         if saved.whole:
-            await _put(connection, key, manifest)
+            await _put(connection, key, made)
     except OUTAGES as error:
         if isinstance(error, Refused):
             raise
