@@ -12,15 +12,25 @@ from urllib.parse import quote, urlsplit
 
 DEFAULT_URL = "redis://127.0.0.1:9221"
 URL = "KVPAGE_URL"
+_BETWEEN = re.compile(r",(?=[a-z]+://)")  # a URL and the next
 PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first that is set; redis-cli reads the other one, too
 
 
-def with_credentials(url: str, user: str = "", password: str = "") -> str:
-    """The URL with a user's name and password in it. What is not given stays as it stands in the URL; where no password
-    stands there either, it is the environment's.
+def urls_of(servers: str) -> list[str]:
+    """Those of servers side by side, which have commas between them; of one server its only one."""
+    return _BETWEEN.split(servers)
+
+
+def with_credentials(urls: str, user: str = "", password: str = "") -> str:
+    """The URL, or each of a list, with a user's name and password in it. What is not given stays as it stands in the
+    URL; where no password stands there either, it is the environment's.
 
     Raises ValueError for a URL that is none.
     """
+    return ",".join(_with_credentials(url, user, password) for url in urls_of(urls))
+
+
+def _with_credentials(url: str, user: str, password: str) -> str:
     parts = urlsplit(url)
     told, _, where = parts.netloc.rpartition("@")
     told_user, _, told_password = told.partition(":")

@@ -15,6 +15,8 @@ import redis
 from servers import NO_REDIS, REDIS_SERVER, RunningServer, start_redis, start_server
 from xdist.scheduler import LoadFileScheduling
 
+from benchmarks import valkey_cluster
+from benchmarks.valkey_cluster import Cluster
 from kvpage_server import core
 from kvpage_server.core.choice import STALE
 
@@ -67,6 +69,20 @@ def server() -> Iterator[RunningServer]:
     """A kvpage-server. What other tests left is in it: flush first, or use keys of your own."""
     with start_server("--maxmemory", "2gb") as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def second_server() -> Iterator[RunningServer]:
+    """Another kvpage-server, beside the first."""
+    with start_server("--maxmemory", "2gb") as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def masters() -> Iterator[Cluster]:
+    """Three masters of a Valkey Cluster, which are patient with each other."""
+    with valkey_cluster.run("--cluster-node-timeout", "60000", replicas=False) as cluster:
+        yield cluster
 
 
 @pytest.fixture(scope="session")

@@ -22,10 +22,12 @@ from engine.commands import Failure
 from engine.commands.asking import ask
 from engine.commands.options import add_engine, count, open_engine
 from kvpage_server.address import shown
+from kvpage_server.client import names_several
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
     from engine.startup import Engine
+    from engine.tiers.pages import PageTier
 
 DECODED_TOKENS = 16  # of an answer whose speed is measured
 PINGS = 50
@@ -97,13 +99,13 @@ def doctor(args: argparse.Namespace) -> int:
         with _scratch(engine) as agent:
             prefill = len(long) / _first(engine, agent, long).reuse.time_to_first_token
             _say("speed", f"prefill {prefill:,.0f} tokens a second, decode {_decode(engine, agent, long):,.1f}")
-        if not args.store:
+        if not engine.pages:
             _say("store", "none; --store URL measures one")
             return 0
-        _say("store", _about(args.store))
+        _say("store", _about(engine.pages, args.store))
         fetching = _fetching(engine, short, long)
         rate = decimal(round(spec.token_nbytes / fetching.each))
-        _say("link", f"{1000 * _ping(args.store):.2f} ms there and back, {rate} a second")
+        _say("link", f"{1000 * _ping(engine.pages):.2f} ms there and back, {rate} a second")
         _say("verdict", _verdict(fetching, prefill))
     finally:
         engine.close()
@@ -177,9 +179,14 @@ def _prompt(engine: Engine, tokens: int) -> list[int]:
     return [secrets.randbelow(engine.spec.vocab_size) for _ in range(tokens)]
 
 
-def _about(url: str) -> str:
-    """Name and version of the server. Raises Failure when none answers."""
+def _about(pages: PageTier, url: str) -> str:
+    """Name and version of the server, or which there are. Raises Failure when none answers."""
     where = shown(url)
+    if names_several(url):
+        servers = pages.servers()
+        if not servers:
+            raise Failure(f"no store at {where}: {', '.join(pages.unasked)}")
+        return f"{len(servers)} servers: {', '.join(servers)}"
     try:
         with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
             info: Any = client.info("server")
@@ -189,14 +196,13 @@ def _about(url: str) -> str:
     return f"kvpage-server {version} at {where}" if version else f"{where} is no kvpage-server: it has no pages"
 
 
-def _ping(url: str) -> float:
-    """Seconds of a round trip."""
-    with redis.Redis.from_url(url, socket_timeout=5) as client:
-        times = []
-        for _ in range(PINGS):
-            started = time.perf_counter()
-            client.ping()
-            times.append(time.perf_counter() - started)
+def _ping(pages: PageTier) -> float:
+    """Seconds until a question is answered."""
+    times = []
+    for _ in range(PINGS):
+        started = time.perf_counter()
+        pages.has("nobody")
+        times.append(time.perf_counter() - started)
     return median(times)
 
 

@@ -15,6 +15,7 @@ from kvpage_server.address import URL, shown, with_credentials
 if TYPE_CHECKING:
     from engine.startup import Engine, Options
 
+STORES = ("redis://", "rediss://", "unix://", "valkey-cluster://", "redis-cluster://", "rediss-cluster://")
 UNITS = {"": 1, "kb": 1 << 10, "mb": 1 << 20, "gb": 1 << 30}
 
 
@@ -32,8 +33,9 @@ def add_engine(parser: argparse.ArgumentParser) -> None:
         metavar="URL",
         type=store_url,
         default=os.environ.get(URL),
-        help=f"page server, such as redis://127.0.0.1:9221 (default: {URL} of the environment, or none). The password "
-        "can come from KVPAGE_PASSWORD",
+        help=f"page server, such as redis://127.0.0.1:9221 (default: {URL} of the environment, or none); several with "
+        "commas between them, or valkey-cluster://HOST:PORT,... (docs/scaling.md). The password can come from "
+        "KVPAGE_PASSWORD",
     )
     add("--cold", type=Path, metavar="DIR", help="also keep contexts in files in this directory")
     add("--kv-bits", type=int, choices=[4, 8], help="quantise keys and values to N bits; prompts then run one by one")
@@ -85,10 +87,9 @@ def import_engine() -> None:
 
 def store_url(text: str) -> str:
     """The URL of a page server; a password that it lacks is taken from the environment."""
-    if not text.startswith(("redis://", "rediss://", "unix://")):
-        raise argparse.ArgumentTypeError(
-            f"a store's URL begins with redis://, rediss:// or unix://, got {shown(text)!r}"
-        )
+    if not text.startswith(STORES):
+        wanted = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
+        raise argparse.ArgumentTypeError(f"a store's URL begins with {wanted}, got {shown(text)!r}")
     try:
         return with_credentials(text)
     except ValueError as error:

@@ -22,36 +22,53 @@ from __future__ import annotations
 import uuid
 from collections import Counter
 from collections.abc import Coroutine, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from engine.memory.blocks import AgentBlocks, BlockError, KVBlock, check_agent_id
 from engine.memory.prefix import root_of
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
-from engine.tiers.server import block_writer, reference_counts
+from engine.tiers.server import block_writer, reference_counts, reference_marks
+from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.breaker import CircuitBreaker
 from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
-from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
+from engine.tiers.server.manifest import (
+    SEGMENT,
+    BlockLayout,
+    BlockPlace,
+    ContextManifest,
+    Miss,
+    manifest_key,
+    tag_of,
+)
+from engine.tiers.server.reference_counts import MakesManifest
+from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 
 T = TypeVar("T")
+Doing = Coroutine[Any, Any, T]
 RESTORE_SECONDS = 10.0
 __all__ = ["Fetch", "PageTier", "Saved"]
 
 
-@dataclass(frozen=True, slots=True)
-class Saved:
-    """What a save wrote."""
+class References(Protocol):
+    """How manifests are put, and how it is known which blocks nobody names any more: on one server, or on several."""
 
-    blocks_written: int
-    blocks_present: int  # stored before, by whomever
-    nbytes: int  # of blocks and states written
+    def save(
+        self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write, /
+    ) -> Doing[Saved]:
+        """Write blocks, then the agent's manifest of them."""
+
+    def copy(self, on: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Doing[bool]:
+        """Let an agent have what another one has; whether that has anything."""
+
+    def delete(self, on: ServerConnection, agent_id: str, /) -> Doing[bool]:
+        """Delete what any model has of an agent; whether there was something."""
 
 
 class PageTier:
@@ -62,8 +79,13 @@ class PageTier:
     the reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they aren't
     what was written; ``manifest`` an unreadable one, or an earlier version's; ``pool`` no blocks are free;
     ``recompute`` it is computed sooner than fetched; ``slow`` no answer in time; ``late`` not all of it in the time
-    that a load has; ``down`` no connection; ``full`` no memory left; ``garbled`` no sense in the answer; ``refused`` an
-    error for an answer; ``open`` the server failed so often lately that it was not asked.
+    that a load has; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` no memory left;
+    ``garbled`` no sense in the answer; ``refused`` an error for an answer; ``open`` the server failed so often lately
+    that it was not asked.
+
+    On several servers everything has what stands for four blocks of a prompt before its name, in braces. A save
+    without one of them leaves what precedes the first block that it should have had, for whoever begins in the same
+    way, and the agent's last manifest as it was.
     """
 
     def __init__(
@@ -76,8 +98,8 @@ class PageTier:
         restore_within: float | None = None,
         connections: int = 2,
     ) -> None:
-        """`url` as redis-py takes it; `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or a single
-        one. `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
+        """`url` as PageClient takes it. `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or one.
+        `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
         deadline if that is longer. A deadline of more than half of it is shortened to that. A load receives over up to
         `connections` connections at once.
 
@@ -91,9 +113,10 @@ class PageTier:
         self.unasked: Counter[str] = Counter()  # all other questions that got no answer, by reason
         self.loads: Counter[bool] = Counter()  # decided loads: whether they fetched
         self._spec = spec
-        self._layout = BlockLayout(spec)
         self._within = within
         self._connection = ServerConnection(url, min(deadline, within / 2), connections)
+        self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
+        self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
         self._token = uuid.uuid4().hex  # whose claims are ours
 
@@ -158,8 +181,11 @@ class PageTier:
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec)
-        parts = block_writer.parts_of(context, manifest, self._spec)
-        return self._attempt(self._save(manifest, parts), self.unsaved)
+        made, parts = partial(manifest.dump, self._spec), self._parts(context, manifest)
+        agent_id, fingerprint = context.agent_id, self._spec.fingerprint
+        return self._saved(
+            self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))
+        )
 
     def publish(self, context: AgentBlocks) -> Saved | None:
         """Store the full blocks of a context for whoever begins in the same way, and nothing in its agent's name."""
@@ -168,24 +194,25 @@ class PageTier:
         manifest = ContextManifest.of(context.agent_id, context.tokens[:full], self._spec)
         if not full:
             return Saved(0, 0, 0)
-        parts = block_writer.parts_of(context, manifest, self._spec)
-        return self._attempt(self._write(parts), self.unsaved)
+        return self._saved(self._write(self._parts(context, manifest)))
 
-    async def _save(self, manifest: ContextManifest, parts: block_writer.Parts) -> Saved:
-        saved = await self._write(parts)
-        made = partial(manifest.dump, self._spec)
-        await reference_counts.replace(self._connection, manifest.agent_id, self._spec.fingerprint, made)
-        again = await self._write(parts)  # what somebody deleted before this manifest held on to it
-        if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
-            await reference_counts.bury(self._connection, manifest.names)
-        return saved
+    def _parts(self, context: AgentBlocks, manifest: ContextManifest) -> block_writer.Parts:
+        return block_writer.parts_of(context, manifest.places(self._spec, self._layout.together))
 
     async def _write(self, parts: block_writer.Parts) -> Saved:
         missing = await block_writer.missing(self._connection, self._layout, list(parts))
-        await block_writer.write(self._connection, self._layout, parts, missing)
-        written = sum(not place.of_state for place in missing)
-        present = sum(not place.of_state for place in parts) - written
-        return Saved(written, present, self._layout.nbytes(*missing))
+        written = await block_writer.write(self._connection, self._layout, parts, missing)
+        present = sum(not place.of_state for place in parts) - sum(not place.of_state for place in missing)
+        if len(written) < len(missing) == len(parts):
+            await self._connection.check()
+        blocks, nbytes = sum(not place.of_state for place in written), self._layout.nbytes(*written)
+        return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
+
+    def _saved(self, work: Doing[Saved]) -> Saved | None:
+        saved = self._attempt(work, self.unsaved)
+        if saved and not saved.whole:
+            self.unsaved[GONE] += 1
+        return saved
 
     # -- agents ----------------------------------------------------------------------------------------------------
 
@@ -196,16 +223,20 @@ class PageTier:
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
-        return self._ask(reference_counts.copy(self._connection, agent_id, new_id, self._spec.fingerprint)) or False
+        return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint)) or False
 
     def delete(self, agent_id: str) -> bool:
         """Delete what is stored of the agent, by whatever model, but for blocks that others have too; whether there was
         something. Looks through all keys of the server."""
-        return self._ask(reference_counts.delete(self._connection, check_agent_id(agent_id))) or False
+        return self._ask(self._references.delete(self._connection, check_agent_id(agent_id))) or False
 
     def agents(self) -> list[str]:
         """Whose contexts of this model are here."""
         return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
+
+    def servers(self) -> list[str]:
+        """Those of several, as they are known at the moment."""
+        return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
     def has(self, agent_id: str) -> bool:
         """Whether there is a context of the agent, of this model."""
@@ -224,9 +255,12 @@ class PageTier:
 
     # -- who computes what -----------------------------------------------------------------------------------------
 
-    def sealed(self, names: Sequence[str]) -> int:
-        """How many of the blocks with these names, from the first on, are stored."""
-        places = [BlockPlace(name, self._spec.block_tokens, 0) for name in names]
+    def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
+        """How many of the blocks with these names, from the first on, are stored. Those of a prompt, `before` which
+        there are others."""
+        chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
+        tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
+        places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]
         missing = self._ask(block_writer.missing(self._connection, self._layout, places))
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
@@ -260,11 +294,11 @@ class PageTier:
         await self._connection.transaction([key], Question(["GET", key], text), change)
         return ours
 
-    def _ask(self, work: Coroutine[Any, Any, T]) -> T | None:
+    def _ask(self, work: Doing[T]) -> T | None:
         """None, and the reason counted, when there is no answer."""
         return self._attempt(work, self.unasked)
 
-    def _attempt(self, work: Coroutine[Any, Any, T], failures: Counter[str]) -> T | None:
+    def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:
         return self._connection.do(self._connection.attempt(work, lambda why: failures.update([why])))
 
 

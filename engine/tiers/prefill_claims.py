@@ -73,8 +73,9 @@ class Lease(Enum):
 class _Queue:
     """The claims on one block, first come first. The first gets it when the server grants the lease."""
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, before: Sequence[str]) -> None:
+        """The block's name, and those of the prompt's blocks before it."""
+        self.name, self.before = name, before
         self.claims: list[Claim] = []
         self.lease = Lease.UNKNOWN
         self.asking = False  # the server is being asked
@@ -121,9 +122,9 @@ class Claims:
         end = (known // size + 1) * size
         if end >= len(tokens):
             return Claim(self, "", "proceed")
-        name = chain_hashes(self._spec.fingerprint, tokens[:end], size, root_of(agent_id))[-1]
+        *before, name = chain_hashes(self._spec.fingerprint, tokens[:end], size, root_of(agent_id))
         with self.lock:
-            queue = self._queues.setdefault(name, _Queue(name))
+            queue = self._queues.setdefault(name, _Queue(name, before))
             alone = not queue.claims and self._pages is None
             claim = Claim(self, name, "mine" if alone else "wait")
             queue.claims.append(claim)
@@ -209,9 +210,8 @@ class Claims:
 
     def _apply(self, pages: PageTier, queue: _Queue) -> list[Callable[[], object]]:
         granted = pages.claim(queue.name, LEASE_SECONDS)
-        published = (
-            pages.sealed([queue.name]) > 0
-        )  # asked last: another may have published just before the lease was granted
+        # Asked last: another may have published just before the lease was granted.
+        published = pages.sealed([queue.name], queue.before) > 0
         with self.lock:
             queue.lease = Lease.OURS if granted else Lease.ELSEWHERE
             queue.due = time.monotonic() + (RENEWAL_SECONDS if granted else POLL_SECONDS)

@@ -7,11 +7,10 @@ connecting, which redis-py's connections do by blocking, is left to a thread.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager, closing
+from contextlib import asynccontextmanager
 from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -21,19 +20,21 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.calls import ClusterCalls
-from kvpage_server.client.cluster.peers import Peers, silent
-from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Timed
+from kvpage_server.client.cluster.peers import Peers
+from kvpage_server.client.cluster.plan import RAISES, Errand, Failed, Plan, Timed, present
 from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
+from kvpage_server.client.driving import converse
 from kvpage_server.client.errors import Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page
-from kvpage_server.client.questions import Question, Word, ask, commit, watch
+from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
 from kvpage_server.client.wire.connection import PageConnection, lend, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
+from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
+_PAUSE = 0.05  # seconds until a transaction is tried again
 CONNECTING_AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
 
 
@@ -170,7 +171,18 @@ class AsyncPageClient:
         deadline: float | None = None,
     ) -> list[bool]:
         """Receive each block into the buffer at its place; which ones are there and complete."""
-        return await self._do(self._calls.mget_blocks_into(names, shape, buffers), deadline)
+        return [why is None for why in await self.fetch_blocks_into(names, shape, buffers, deadline=deadline)]
+
+    async def fetch_blocks_into(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        buffers: Sequence[Buffer],
+        *,
+        deadline: float | None = None,
+    ) -> list[str | None]:
+        """The same; why each was missed, as in `misses`, and None for those that are there."""
+        return await self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     async def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
@@ -186,13 +198,39 @@ class AsyncPageClient:
 
     # -- anything else ---------------------------------------------------------------------------------------------
 
-    async def ask(self, questions: Sequence[Question], *, deadline: float | None = None) -> list[Any]:
+    @property
+    def words(self) -> type[BlockWords]:
+        """In which words blocks are asked about."""
+        return self._several.calls.words if self._several else BlockWords
+
+    async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
+        """Who has keys, each to be asked by `ask`; of a single server None."""
+        return list(await self._do(self._several.calls.nodes(), deadline)) if self._several else [None]
+
+    async def ask(
+        self,
+        questions: Sequence[Question],
+        *,
+        gone: Any = RAISES,
+        of: Hashable = None,
+        deadline: float | None = None,
+    ) -> list[Any]:
         """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
-        when the connection broke may have been done. Raises what the first refusal is."""
+        when the connection broke may have been done. Raises what the first refusal is.
+
+        Of several servers each is asked of the one that has its key, which is its second word; or all `of` one. Where
+        `gone` is given it stands for the answers of those that give none."""
         end = Deadline(self._deadline if deadline is None else deadline)
+        if self._several and of is None:
+            again = gone is not RAISES
+            return present(await self._do(self._several.calls.ask(questions, again), end.left()), gone)
+        if self._several:
+            asked = Errand(of, ask(questions))
+            (answer,) = present([await self._run(self._several.peers, asked, end, end.left())], RAISES)
+            return list(answer)
         async with self._lent() as connection:
             await self._open(connection, end)
-            return await _ask(connection, ask(questions), end)
+            return await converse(connection, ask(questions), end)
 
     async def transaction(
         self,
@@ -203,14 +241,43 @@ class AsyncPageClient:
         deadline: float | None = None,
     ) -> list[Any]:
         """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
-        somebody else has changed one of the `keys` in between."""
+        somebody else has changed one of the `keys` in between.
+
+        Of several servers one has all the keys. While a cluster changes it is tried again, whatever came of it before.
+        """
         end = Deadline(self._deadline if deadline is None else deadline)
-        async with self._lent() as connection:
+        if not self._several:
+            return await self._transact(self._pool, keys, question, change, end)
+        calls, peers, pause = self._several.calls, self._several.peers, 0.0
+        while True:
+            await asyncio.sleep(min(pause, end.left()))
+            failure, node = None, await self._do(calls.home(encoded(keys[0])), end.left())
+            try:
+                peers.check(node)
+                return await self._transact(
+                    peers.pool(node, replica=False), keys, question, change, Deadline(peers.silence(end))
+                )
+            except PageClientError as error:
+                failure, pause = error, _PAUSE
+                if not calls.strayed(error):
+                    raise
+            finally:
+                peers.remember(node, failure)
+
+    async def _transact(
+        self,
+        pool: ConnectionPool | None,
+        keys: Sequence[Word],
+        question: Question,
+        change: Callable[[Any], Sequence[Question]],
+        end: Deadline,
+    ) -> list[Any]:
+        async with self._lent(pool) as connection:
             await self._open(connection, end)
             try:
                 while True:
-                    found = await _ask(connection, watch(keys, question), end)
-                    answers = await _ask(connection, commit(change(found)), end)
+                    found = await converse(connection, watch(keys, question), end)
+                    answers = await converse(connection, commit(change(found)), end)
                     if answers is not None:
                         return answers
             except BaseException:
@@ -251,7 +318,7 @@ class AsyncPageClient:
             while True:
                 try:
                     await self._open(connection, end)
-                    return await _ask(connection, request, end)
+                    return await converse(connection, request, end)
                 except Disconnected as error:
                     failures += 1
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
@@ -279,7 +346,7 @@ class AsyncPageClient:
             peers.check(errand.node)
             async with self._lent(peers.pool(errand.node, errand.replica)) as connection:
                 await self._open(connection, Deadline(min(silence, end.left())))
-                return await _ask(connection, errand.request, end, silence)
+                return await converse(connection, errand.request, end, silence)
         except PageClientError as error:
             failure = error
             return Failed(error)
@@ -291,8 +358,7 @@ class AsyncPageClient:
         """A connection of the pool. One that a thread is still connecting goes back when the thread is done with it:
         it can't be interrupted, and nobody is to wait for it."""
         pool = pool or self._pool
-        if pool is None:
-            raise Unsupported("several servers can't be asked for anything but pages and blocks")
+        assert pool
         connection = lend(pool)
         try:
             yield connection
@@ -315,79 +381,3 @@ class AsyncPageClient:
             opening.exception()  # nobody else will look at it
         connection.close_unless(over=False)
         pool.release(connection)  # type: ignore[arg-type]
-
-
-async def _ask(connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf) -> T:
-    """What the server answers, unless no byte moves for so many seconds of `silence`."""
-    conversation, loop = connection.conversation(request), asyncio.get_running_loop()
-    try:
-        over = loop.time() + end.left()
-        async with asyncio.timeout_at(min(over, loop.time() + silence)) as limit:
-            moved = partial(_wait_longer, limit, over, silence) if silence < math.inf else None
-            await _pass_through(conversation, moved)
-        return conversation.result()
-    except TimeoutError:
-        raise (end.exceeded() if loop.time() >= over else silent(connection.host, silence)) from None
-    finally:
-        connection.close_unless(conversation.over)
-
-
-def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Something moved."""
-    if limit.when() is not None:
-        limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
-
-
-async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
-    """Drive a conversation to its end; `moved` is called when bytes do. Raises Disconnected, WrongReply."""
-    with closing(_Drive(conversation, moved)) as drive:
-        await drive.over
-
-
-class _Drive:
-    """A conversation that the loop goes on with when its socket is ready. The task that waits is woken at the end."""
-
-    def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
-        self._moved = moved
-        self._loop = asyncio.get_running_loop()
-        self._sock = conversation.sock
-        self._steps = conversation.steps()
-        self._watched = 0  # events
-        self.over: asyncio.Future[None] = self._loop.create_future()
-        self._go_on(None)
-
-    def close(self) -> None:
-        """Do no more."""
-        self._watch_for(0)
-        self._steps.close()
-
-    def _go_on(self, ready: int | None) -> None:
-        if self.over.done():
-            return
-        if self._moved:
-            self._moved()
-        try:
-            events = self._steps.send(ready)
-        except StopIteration:
-            self.over.set_result(None)
-        except Exception as error:  # noqa: BLE001 - whoever waits for the end gets it
-            self.over.set_exception(error)
-        else:
-            if not events:
-                self._loop.call_soon(self._go_on, 0)
-            self._watch_for(events)
-
-    def _watch_for(self, events: int) -> None:
-        """Watch for these events, mostly those that are watched for already."""
-        changed = events ^ self._watched
-        self._watched = events
-        if changed & READ:
-            if events & READ:
-                self._loop.add_reader(self._sock, self._go_on, READ)
-            else:
-                self._loop.remove_reader(self._sock)
-        if changed & WRITE:
-            if events & WRITE:
-                self._loop.add_writer(self._sock, self._go_on, WRITE)
-            else:
-                self._loop.remove_writer(self._sock)

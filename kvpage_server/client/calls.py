@@ -95,10 +95,10 @@ class Calls:
         parts = self._parts(len(found), lambda: [shape.nbytes] * len(found))
         return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
 
-    def mget_blocks_into(
+    def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
-    ) -> Call[list[bool]]:
-        """Receive blocks into buffers."""
+    ) -> Call[list[str | None]]:
+        """Receive blocks into buffers; why each was missed."""
         check_names(names)
         into = places(buffers, len(names))
         check_block_sizes(into.sizes(), shape)
@@ -106,7 +106,7 @@ class Calls:
         return Call(
             parts,
             lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),
-            lambda missed: self._hits(len(names), parts, missed),
+            lambda missed: self._reasons(len(names), parts, missed),
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
@@ -126,9 +126,12 @@ class Calls:
         return [slice(0, count)] if count else []
 
     def _hits(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
-        hits = [True] * count
-        for part, reasons in zip(parts, missed, strict=True):
-            self.misses.update(reasons.values())
-            for i in reasons:
-                hits[part.start + i] = False
-        return hits
+        return [why is None for why in self._reasons(count, parts, missed)]
+
+    def _reasons(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[str | None]:
+        reasons: list[str | None] = [None] * count
+        for part, of_part in zip(parts, missed, strict=True):
+            self.misses.update(of_part.values())
+            for i, why in of_part.items():
+                reasons[part.start + i] = why
+        return reasons

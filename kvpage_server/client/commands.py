@@ -264,7 +264,13 @@ class PageCommands(BlobCommands):
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
         """How many blocks from the first on are complete; those are leased."""
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
-        return Request(_one_piece(text), Values, _integer)
+
+        def read(values: list[Any]) -> int:
+            if not 0 <= _integer(values) <= len(names):
+                raise WrongReply(f"of {len(names)} blocks {values[0]} are complete")
+            return _integer(values)
+
+        return Request(_one_piece(text), Values, read)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Protect a request, or some of its blocks, from eviction for a while; how many blocks."""

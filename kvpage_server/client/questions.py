@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from kvpage_server.client.errors import Refused, WrongReply
+from kvpage_server.client.errors import Refused, Unsupported, WrongReply
+from kvpage_server.client.page import BlockName
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.client.wire.words import command
@@ -22,6 +23,27 @@ class Question(NamedTuple):
 
     words: Sequence[Word]
     read: Callable[[Any], Any]
+
+
+def key_of(question: Question) -> bytes:
+    """Its second word, which decides who of several servers is asked. Raises Unsupported where there is none."""
+    if len(question.words) < 2:
+        raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
+    return encoded(question.words[1])
+
+
+class BlockWords:
+    """How kvpage-server is asked about blocks."""
+
+    @staticmethod
+    def exists(name: BlockName) -> Question:
+        """Whether a block is there and complete."""
+        return Question(["KVBLOCKEXISTS", *name], up_to(1))
+
+    @staticmethod
+    def delete(req_id: bytes, pages: Sequence[int]) -> Question:
+        """Take blocks of a request away."""
+        return Question(["KVPAGEDEL", req_id, *pages], integer)
 
 
 def ask(questions: Sequence[Question]) -> Request[list[Any]]:
@@ -47,12 +69,13 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
     return _request([["MULTI"], *(question.words for question in questions), ["EXEC"]], read)
 
 
-def _encoded(word: Word) -> bytes:
+def encoded(word: Word) -> bytes:
+    """As it goes over the wire."""
     return word if isinstance(word, bytes) else str(word).encode()
 
 
 def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any]) -> Request[Any]:
-    text = b"".join([command(*map(_encoded, words)) for words in commands])
+    text = b"".join([command(*map(encoded, words)) for words in commands])
     return Request(lambda: iter((text,)), lambda: Values(len(commands)), read)
 
 

@@ -14,7 +14,7 @@ from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Nodes
-from kvpage_server.client.cluster.plan import Timed
+from kvpage_server.client.cluster.plan import RAISES, Timed, present
 from kvpage_server.client.cluster.store import several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, Unsupported
@@ -184,7 +184,18 @@ class PageClient:
 
         Raises BadBuffer for a buffer that is read-only or not `shape.nbytes` long.
         """
-        return self._do(self._calls.mget_blocks_into(names, shape, buffers), deadline)
+        return [why is None for why in self.fetch_blocks_into(names, shape, buffers, deadline=deadline)]
+
+    def fetch_blocks_into(
+        self,
+        names: Sequence[BlockName],
+        shape: BlockShape,
+        buffers: Sequence[Buffer],
+        *,
+        deadline: float | None = None,
+    ) -> list[str | None]:
+        """The same; why each was missed, as in `misses`, and None for those that are there."""
+        return self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
@@ -204,9 +215,14 @@ class PageClient:
 
     # -- anything else ---------------------------------------------------------------------------------------------
 
-    def ask(self, questions: Sequence[Question], *, deadline: float | None = None) -> list[Any]:
+    def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
         """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
-        when the connection broke may have been done. Raises what the first refusal is."""
+        when the connection broke may have been done. Raises what the first refusal is.
+
+        Of several servers each is asked of the one that has its key, which is its second word. Where `gone` is given
+        it stands for the answers of those that give none."""
+        if self._several:
+            return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
         with self._lent() as connection:
             return connection.ask(ask(questions), Deadline(self._deadline if deadline is None else deadline))
 
@@ -271,7 +287,7 @@ class PageClient:
     @contextmanager
     def _lent(self) -> Iterator[PageConnection]:
         if self._pool is None:
-            raise Unsupported("several servers can't be asked for anything but pages and blocks")
+            raise Unsupported("several servers have no transactions here, only in AsyncPageClient")
         connection = lend(self._pool)
         try:
             yield connection

@@ -40,7 +40,7 @@ MAY_KNOW = {
     "net": "commands configuration core resp system",
     "renewal": "commands configuration slot_map",
     "app": "client commands configuration core gateway net page renewal slot_map store system",
-    "client": "core page",
+    "client": "address core page",
     "snapshot": "client page system",
     "replay": "slot_map store system",
     "bench": "client page system",

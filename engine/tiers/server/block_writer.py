@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, takewhile
 from typing import Any, cast
 
 from typing_extensions import Buffer
 
 from engine.memory.blocks import AgentBlocks, Arrays
-from engine.spec import ModelCacheSpec
-from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest
+from engine.tiers.server.connection import OUTAGES, ServerConnection
+from engine.tiers.server.manifest import BlockLayout, BlockPlace
+from kvpage_server.client import Refused
 from kvpage_server.client.buffers import readable
-from kvpage_server.client.questions import Question, ok, up_to
+from kvpage_server.client.questions import Question, up_to
 
 Parts = Mapping[BlockPlace, Sequence[Buffer]]  # what belongs where: the arrays, in canonical order
 
 
-def parts_of(context: AgentBlocks, manifest: ContextManifest, spec: ModelCacheSpec) -> Parts:
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a save wrote."""
+
+    blocks_written: int
+    blocks_present: int  # stored before, by whomever
+    nbytes: int  # of blocks and states written
+    whole: bool = True  # whether all of it is there; not so when one of several servers is gone
+
+
+Write = Callable[[], Awaitable[Saved]]  # the blocks that are missing of a context
+
+
+def parts_of(context: AgentBlocks, places: Iterable[BlockPlace]) -> Parts:
     """The blocks of a context and the states that were taken at their ends, as views of the arrays' memory."""
     parts: dict[BlockPlace, Sequence[Buffer]] = {}
-    for place, block in zip(manifest.places(spec), context.blocks, strict=False):
+    for place, block in zip(places, context.blocks, strict=False):
         parts[place] = _pieces(block.layers)
         if block.state is not None:
             parts[place.state()] = _pieces(block.state)
@@ -33,20 +48,49 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 async def missing(connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace]) -> list[BlockPlace]:
     """Those that are not complete, or not sealed."""
-    found = iter(await connection.ask(question for place in places for question in _questions(place, layout)))
-    return [place for place in places if [next(found) for _ in _questions(place, layout)].count(0)]
+    asked = [_questions(place, connection, layout) for place in places]
+    found = iter(await connection.ask(chain.from_iterable(asked), gone=0))
+    return [place for place, questions in zip(places, asked, strict=True) if [next(found) for _ in questions].count(0)]
 
 
-def _questions(place: BlockPlace, layout: BlockLayout) -> list[Question]:
+def _questions(place: BlockPlace, connection: ServerConnection, layout: BlockLayout) -> list[Question]:
     sealed = [Question(["EXISTS", place.seal], up_to(1))]
-    return [*sealed, Question(["KVBLOCKEXISTS", *place.block], up_to(1))] if layout.nbytes(place) else sealed
+    return [*sealed, connection.server.words.exists(place.block)] if layout.nbytes(place) else sealed
 
 
-async def write(connection: ServerConnection, layout: BlockLayout, parts: Parts, places: Sequence[BlockPlace]) -> None:
-    """Write these of the parts, chunk by chunk, each of which is of use when it is sealed."""
+async def write(
+    connection: ServerConnection, layout: BlockLayout, parts: Parts, places: Sequence[BlockPlace]
+) -> list[BlockPlace]:
+    """Write these of the parts, chunk by chunk, each of which is of use when it is sealed; which ones were.
+
+    Where one of several servers is gone those are all that precede the first that it should have had."""
+    written: list[BlockPlace] = []
     for chunk in layout.chunks(places):
-        if layout.nbytes(chunk[0]):
-            names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
+        try:
+            done = await _write_chunk(connection, layout, parts, chunk)
+        except OUTAGES as error:
+            if not connection.several or isinstance(error, Refused):
+                raise
+            done = []
+        written += done
+        if len(done) < len(chunk):
+            break
+    return written
+
+
+async def _write_chunk(
+    connection: ServerConnection, layout: BlockLayout, parts: Parts, chunk: Sequence[BlockPlace]
+) -> Sequence[BlockPlace]:
+    """What of it is written and sealed."""
+    if layout.nbytes(chunk[0]):
+        names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
+        try:
             await connection.server.mset_blocks(names, layout.block(chunk[0]), bodies)
-        seals = [word for place in chunk for word in (place.seal, place.digest(parts[place]))]
-        await connection.ask_one(ok, "MSET", *seals)
+        except OUTAGES as error:
+            if not connection.several or isinstance(error, Refused):
+                raise
+            there = await connection.ask([connection.server.words.exists(name) for name in names], gone=0)
+            chunk = [place for place, _ in takewhile(lambda one: one[1], zip(chunk, there, strict=True))]
+    connection.progressed()
+    await connection.write({place.seal: place.digest(parts[place]) for place in chunk})
+    return chunk

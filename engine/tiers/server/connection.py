@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Coroutine, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar
+from itertools import chain
 from typing import Any, TypeVar, cast
 
 import uvloop
@@ -22,12 +23,15 @@ from kvpage_server.client import (
     WrongReply,
     names_several,
 )
-from kvpage_server.client.questions import Question, Word
+from kvpage_server.client.cluster.peers import SILENCE
+from kvpage_server.client.cluster.plan import GONE, RAISES
+from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
 
 T = TypeVar("T")
 OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
 FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
 _limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the attempt that is under way
+SCAN_COUNT = 5000  # keys that are looked at in one go
 AT_ONCE = 16  # things done at once, on up to `connections` connections each
 
 
@@ -51,10 +55,11 @@ class ServerConnection:
 
         Raises ValueError for a URL that isn't one.
         """
-        if names_several(url):
-            raise ValueError("the engine keeps its pages on one server, the URL names several")
-        self.server = AsyncPageClient(url, deadline=deadline)
+        self.several = names_several(url)
         self.deadline = deadline
+        more: dict[str, Any] = {"node_deadline": min(SILENCE, deadline / 4)} if self.several else {}
+        self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify
+        self._failing = frozenset() if self.several else FAILING  # each of several is left alone by itself
         self.connections = connections
         self.breaker = CircuitBreaker()
         self.rates = Rates()
@@ -63,6 +68,11 @@ class ServerConnection:
         self._beside = ThreadPoolExecutor(1, "kvpage-beside")
         self._thread = threading.Thread(target=self._loop.run_forever, name="kvpage-pages", daemon=True)
         self._thread.start()
+
+    @property
+    def answer_within(self) -> float:
+        """Seconds for an answer. Those that several servers give leave time to do without one of them."""
+        return self.deadline / 2 if self.several else self.deadline
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
         """Run to the end; what came of it. Raises RuntimeError on the link's own thread."""
@@ -112,7 +122,7 @@ class ServerConnection:
             late = whole.expired()
             why = "late" if late else reason(error)
             missed(why)
-            if why in FAILING:
+            if why in self._failing:
                 self.breaker.failed()
             elif not late:
                 self.breaker.succeeded()
@@ -132,9 +142,10 @@ class ServerConnection:
         if not limit.expired():
             limit.reschedule(self._loop.time() + self.deadline)
 
-    async def ask(self, questions: Iterable[Question]) -> list[Any]:
-        """Ask several things at once. Raises what the first refusal of them is."""
-        answers = await self.server.ask(list(questions), deadline=self.deadline)
+    async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
+        """Ask several things at once. Raises what the first refusal of them is. What `gone` and `of` are is the
+        client's to say."""
+        answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
 
@@ -143,11 +154,62 @@ class ServerConnection:
         (answer,) = await self.ask([Question(words, read)])
         return cast(T, answer)
 
+    async def read(self, keys: Sequence[str], missed: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
+        """Strings, None for those that are not there. `missed` is told ``gone`` where a server of several is."""
+        if not self.several:
+            return await self.ask_one(texts(len(keys)), "MGET", *keys)
+        nothing = object()
+        found = await self.ask([Question(["GET", key], text) for key in keys], gone=nothing)
+        if nothing in found:
+            missed(GONE)
+        return [None if value is nothing else value for value in found]
+
+    async def write(self, values: Mapping[str, str]) -> None:
+        """Put strings at keys."""
+        if self.several:
+            await self.ask(Question(["SET", *item], ok) for item in values.items())
+        elif values:
+            await self.ask_one(ok, "MSET", *chain.from_iterable(values.items()))
+
+    async def check(self) -> None:
+        """Raises what nobody's answer is, where there are several servers of which none answers."""
+        nodes = await self.server.nodes(deadline=self.answer_within)
+        for left in range(len(nodes) - 1, -1, -1):
+            try:
+                await self.ask([Question(["PING"], lambda _: None)], of=nodes[left])
+                return
+            except OUTAGES:
+                if not left:
+                    raise
+
+    async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
+        """The keys like that. Of several servers those that answer tell theirs, unless `all_of_them` have to."""
+        found, failure, nodes = set[str](), None, await self.server.nodes(deadline=self.answer_within)
+        for node in nodes:
+            try:
+                found |= await self._scan(pattern, node)
+            except OUTAGES as error:
+                failure = error
+                if all_of_them or isinstance(error, Refused) or len(nodes) == 1:
+                    raise
+        if failure and not found:
+            raise failure
+        return found
+
+    async def _scan(self, pattern: str, node: Hashable) -> set[str]:
+        cursor, found = b"0", set[str]()
+        while True:
+            question = Question(["SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT], scanned)
+            ((cursor, keys),) = await self.ask([question], of=node)
+            found.update(key.decode(errors="replace") for key in keys)
+            if cursor == b"0":
+                return found
+
     async def transaction(
         self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
     ) -> list[Any]:
         """Ask, and do what `change` makes of the answer before anybody changes one of the `keys`; its answers."""
-        answers = await self.server.transaction(keys, question, change, deadline=self.deadline)
+        answers = await self.server.transaction(keys, question, change, deadline=self.answer_within)
         self.progressed()
         return answers
 

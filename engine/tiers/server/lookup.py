@@ -16,7 +16,6 @@ from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key, older_key
 from engine.tiers.server.restore_planner import Offer, Plan
-from kvpage_server.client.questions import Question, texts, up_to
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +66,8 @@ class Lookup:
         self.report = report
         self.whole_context = request.tokens is None
         self._agent_id = request.agent_id
-        self._offer = Offer(remote.spec, prompt, None, root_of(request.agent_id))  # of the prompt alone, so far
+        root, together = root_of(request.agent_id), remote.layout.together
+        self._offer = Offer(remote.spec, prompt, None, root, together)  # of the prompt alone, so far
         self.held = dict(zip(self._offer.full, request.held, strict=False))
         self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
 
@@ -92,14 +92,14 @@ class Lookup:
         seals = [place.seal for place in self._offer.places]
         keys = [manifest_key(self._agent_id, spec.fingerprint), older_key(self._agent_id)]
         begun = time.perf_counter()
-        (raw, older, *found) = await connection.ask_one(texts(2 + len(seals)), "MGET", *keys, *seals)
+        (raw, older, *found) = await connection.read([*keys, *seals], self.report.missed)
         connection.rates.asked(time.perf_counter() - begun)
         digests = dict(zip(seals, found, strict=True))
         if manifest := self._manifest(raw, older):
             wanted = manifest.tokens if self.whole_context else self._offer.wanted
-            self._offer = Offer(spec, wanted, manifest, root_of(self._agent_id))
+            self._offer = Offer(spec, wanted, manifest, root_of(self._agent_id), self.remote.layout.together)
             if more := [place.seal for place in self._offer.places if place.seal not in digests]:
-                found = await connection.ask_one(texts(len(more)), "MGET", *more)
+                found = await connection.read(more, self.report.missed)
                 digests |= dict(zip(more, found, strict=True))
         there = {seal: digest.decode(errors="replace") for seal, digest in digests.items() if digest}
         there |= self.digests_in_memory
@@ -147,15 +147,18 @@ class Lookup:
         rate = connection.rates.link_rate
         expected = layout.nbytes(*stored) / rate if rate else 0.0
         milliseconds = round(1000 * (connection.deadline + 2 * expected))
-        counts = await connection.ask(self._lease_prefix(kind, milliseconds) for kind in kinds)
-        short = [i for i, kind in enumerate(kinds) if counts[i] < len(kind)]
-        if short:  # perhaps because too much is leased already
-            again = await connection.ask(self._lease_prefix(kinds[i], 0) for i in short)
-            for i, count in zip(short, again, strict=True):
-                counts[i] = count
-        return [place for kind, count in zip(kinds, counts, strict=True) for place in kind[count:]]
+        lost = []
+        for kind in kinds:
+            count = await self._lease_prefix(kind, milliseconds)
+            if count < len(kind):  # perhaps because too much is leased already
+                count = await self._lease_prefix(kind, 0)
+            lost += kind[count:]
+        return lost
 
-    def _lease_prefix(self, places: Sequence[BlockPlace], milliseconds: int) -> Question:
-        pages = self.remote.layout.block(places[0]).pages
-        names = [part for place in places for part in place.block]
-        return Question(["KVPAGEPREFIX", pages, milliseconds, len(places), *names], up_to(len(places)))
+    async def _lease_prefix(self, places: Sequence[BlockPlace], milliseconds: int) -> int:
+        connection, pages = self.remote.connection, self.remote.layout.block(places[0]).pages
+        count = await connection.server.prefix(
+            [place.block for place in places], pages_per_block=pages, lease_ms=milliseconds
+        )
+        connection.progressed()
+        return count

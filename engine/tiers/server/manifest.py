@@ -22,6 +22,7 @@ from kvpage_server.page import BlockShape, DType, Plane, unix_ms
 FORMAT = 4  # of manifests
 OLDER = 3  # one an agent, without a digest before it
 DIGESTS = 3  # the format of blocks' digests
+SEGMENT = 4  # blocks of a prompt that one of several servers has, so that long contexts spread over all of them
 CHUNK_BYTES = 8 << 20  # of blocks that are asked for or sent in one go, a block at least
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
 MODEL_SHOWN = 200  # letters of a model's name
@@ -43,16 +44,22 @@ class BlockPlace:
     tokens: int
     end: int  # the position after the last of them
     of_state: bool = False
+    tag: str = ""  # what keeps it with its neighbours on one of several servers: `tag_of`
+
+    @property
+    def tagged(self) -> str:
+        """Its name as it stands in keys."""
+        return self.tag + self.name
 
     @property
     def seal(self) -> str:
         """The key of its digest."""
-        return f"{'state' if self.of_state else 'seal'}:{self.name}"
+        return f"{'state' if self.of_state else 'seal'}:{self.tagged}"
 
     @property
     def block(self) -> BlockName:
         """As the server names it."""
-        return self.name.encode(), int(self.of_state)
+        return self.tagged.encode(), int(self.of_state)
 
     def state(self) -> BlockPlace:
         """Where the state after these tokens lies."""
@@ -60,7 +67,8 @@ class BlockPlace:
 
     def digest(self, bodies: Iterable[Buffer]) -> str:
         """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
-        digest = xxhash.xxh3_64(f"{DIGESTS}:{self.seal}".encode())
+        untagged = replace(self, tag="").seal
+        digest = xxhash.xxh3_64(f"{DIGESTS}:{untagged}".encode())
         for body in bodies:
             digest.update(body)
         return digest.hexdigest()
@@ -69,7 +77,9 @@ class BlockPlace:
 class BlockLayout:
     """What lies at the places of a model, worked out once for each kind of place."""
 
-    def __init__(self, spec: ModelCacheSpec) -> None:
+    def __init__(self, spec: ModelCacheSpec, together: int = 0) -> None:
+        """`together` blocks of a prompt are kept on one of several servers; 0 says that there is only one."""
+        self.together = together
         self._spec = spec
         self._kinds: dict[tuple[bool, int], _Kind] = {}
 
@@ -146,15 +156,15 @@ class ContextManifest:
         """Of an agent's context of these tokens."""
         return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
 
-    def place(self, index: int, spec: ModelCacheSpec) -> BlockPlace:
+    def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
         """Where the tokens of block `index` lie."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
-        return BlockPlace(self.names[index], tokens, start + tokens)
+        return BlockPlace(self.names[index], tokens, start + tokens, tag=tag_of(self.names, index, together))
 
-    def places(self, spec: ModelCacheSpec) -> list[BlockPlace]:
+    def places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
         """Where the tokens of all its blocks lie, first to last."""
-        return [self.place(i, spec) for i in range(len(self.names))]
+        return [self.place(i, spec, together) for i in range(len(self.names))]
 
     def dump(self, spec: ModelCacheSpec, before: bytes | None = None) -> bytes:
         """What is stored in place of the one `before`: a digest, and JSON. The tokens come last: who asks whose blocks
@@ -197,13 +207,23 @@ def older_key(agent_id: str) -> str:
     return f"manifest:{agent_id}"
 
 
-def names_in(raw: bytes | None, key: str) -> set[str]:
+def tag_of(names: Sequence[str], index: int, together: int) -> str:
+    """What stands before the name of a block of this chain: in braces the first of those that are kept together."""
+    return f"{{{names[index - index % together]}}}" if together else ""
+
+
+def chain_in(raw: bytes | None, key: str) -> list[str]:
     """The blocks that the manifest at a key names, of whatever model; of one that makes no sense, none."""
     try:
         chain = _opened(raw, key)["chain"] if raw is not None else []
-        return {name for name in chain if _NAME.match(name)}
+        return [name for name in chain if _NAME.match(name)]
     except (Miss, KeyError, TypeError):
-        return set()
+        return []
+
+
+def names_in(raw: bytes | None, key: str) -> set[str]:
+    """The same, in no order."""
+    return set(chain_in(raw, key))
 
 
 def _created(raw: bytes | None, key: str) -> int:
@@ -218,6 +238,11 @@ def _created(raw: bytes | None, key: str) -> int:
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
     """A manifest for another key than its own; None for one that makes no sense."""
     return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and names_in(raw, key) else None
+
+
+def digest_of(manifest: bytes) -> bytes:
+    """That which stands before it."""
+    return manifest.partition(b" ")[0]
 
 
 def _sealed(text: bytes, key: str) -> bytes:

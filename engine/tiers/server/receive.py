@@ -18,7 +18,8 @@ from engine.tiers.server.cost_model import LEAST_BYTES
 from engine.tiers.server.lookup import Lookup
 from engine.tiers.server.manifest import BlockPlace, Miss
 from engine.tiers.server.restore_planner import Plan
-from kvpage_server.client.questions import integer
+from kvpage_server.client.cluster.plan import GONE
+from kvpage_server.client.questions import Question, integer
 
 Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memory for each
 
@@ -117,18 +118,20 @@ class Receiver:
         not what was sealed."""
         nbytes = self._layout.nbytes(places[0])
         mx.eval(memory)
-        there = [True] * len(places)
+        missed: list[str | None] = [None] * len(places)
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
-            there = await self._connection.server.mget_blocks_into(names, self._layout.block(places[0]), bodies)
+            missed = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
             self._connection.progressed()  # what is done with them here is not the server's time
         shapes = self._layout.shapes(places[0])
-        whole = [(place, body) for place, body, found in zip(places, memory, there, strict=True) if found]
+        whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         made = await self._connection.beside(partial(_made, whole, self._digests, shapes))
-        for place, found in zip(places, there, strict=True):
+        for place, why in zip(places, missed, strict=True):
             if place not in made:
-                await self._connection.ask_one(integer, "DEL", place.seal)
-                raise Miss("checksum" if found else "shape")
+                if why == GONE:
+                    raise Miss(GONE)
+                await self._connection.ask([Question(["DEL", place.seal], integer)], gone=0)
+                raise Miss("shape" if why in ("absent", "size") else "checksum")
             self.arrays[place] = made[place]
             self._report.nbytes += nbytes
 

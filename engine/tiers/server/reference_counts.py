@@ -14,20 +14,32 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
+from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import ServerConnection
-from engine.tiers.server.manifest import manifest_key, moved, names_in, older_key
-from kvpage_server.client.questions import Question, integer, ok, scanned, texts
+from engine.tiers.server.manifest import chain_in, manifest_key, moved, names_in, older_key
+from kvpage_server.client.questions import Question, integer, ok, texts
 
-SCAN_COUNT = 5000  # keys that are looked at in one go
 Stored = Mapping[str, bytes | None]  # manifests, by key
+MakesManifest = Callable[[bytes | None], bytes]  # what an agent's manifest is to be, of the one that is there
 
 
-async def replace(
-    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: Callable[[bytes | None], bytes]
-) -> None:
-    """Put an agent's manifest in place of the one that was there, of which it is made."""
+async def save(
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
+) -> Saved:
+    """Write blocks, and put an agent's manifest of them in place of the one that was there, of which it is made."""
     key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
-    await _change(connection, [key, older], lambda stored: {key: manifest(stored[key]), older: None})
+    saved, names = await write(), set[str]()
+
+    def change(stored: Stored) -> Stored:
+        made = manifest(stored[key])
+        names.update(chain_in(made, key))
+        return {key: made, older: None}
+
+    await _change(connection, [key, older], change)
+    again = await write()  # what somebody deleted before this manifest held on to it
+    if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
+        await bury(connection, sorted(names))
+    return saved
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
@@ -54,24 +66,15 @@ async def delete(connection: ServerConnection, agent_id: str) -> bool:
         found = found or any(manifest is not None for manifest in stored.values())
         return dict.fromkeys(stored)
 
-    await _change(connection, [older, *await _scan(connection, f"{older}:*")], change)
+    await _change(connection, [older, *await connection.scan(f"{older}:*")], change)
     return found
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
     """Who has a manifest of this model."""
     before, after = manifest_key("*", fingerprint).split("*")
-    found = await _scan(connection, f"{before}*{after}")
+    found = await connection.scan(f"{before}*{after}")
     return sorted(key.removeprefix(before).removesuffix(after) for key in found)
-
-
-async def _scan(connection: ServerConnection, pattern: str) -> set[str]:
-    cursor, found = b"0", set[str]()
-    while True:
-        cursor, keys = await connection.ask_one(scanned, "SCAN", cursor, "MATCH", pattern, "COUNT", SCAN_COUNT)
-        found.update(key.decode(errors="replace") for key in keys)
-        if cursor == b"0":
-            return found
 
 
 async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:

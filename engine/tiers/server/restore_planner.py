@@ -12,7 +12,7 @@ from itertools import takewhile
 
 from engine.memory.prefix import ROOT, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import BlockPlace, ContextManifest
+from engine.tiers.server.manifest import BlockPlace, ContextManifest, tag_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +30,25 @@ class Offer:
     block in which the two part, if there is one."""
 
     def __init__(
-        self, spec: ModelCacheSpec, wanted: tuple[int, ...], manifest: ContextManifest | None, root: str = ROOT
+        self,
+        spec: ModelCacheSpec,
+        wanted: tuple[int, ...],
+        manifest: ContextManifest | None,
+        root: str = ROOT,
+        together: int = 0,
     ) -> None:
-        """`root` is where the agent's chains begin."""
+        """`root` is where the agent's chains begin, `together` that of the layout."""
         size = spec.block_tokens
         names = chain_hashes(spec.fingerprint, wanted, size, root)
         self.spec = spec
         self.wanted = wanted
         self.manifest = manifest
         self.common = common_prefix(manifest.tokens, wanted) if manifest else 0
-        self.full = [BlockPlace(name, size, (i + 1) * size) for i, name in enumerate(names)]
-        self.parting = manifest.place(self.common // size, spec) if manifest and self.common % size else None
+        self.full = [
+            BlockPlace(name, size, (i + 1) * size, tag=tag_of(names, i, together)) for i, name in enumerate(names)
+        ]
+        parts = manifest and self.common % size
+        self.parting = manifest.place(self.common // size, spec, together) if manifest and parts else None
 
     @property
     def places(self) -> list[BlockPlace]:

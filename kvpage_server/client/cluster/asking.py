@@ -16,7 +16,7 @@ from kvpage_server.client.cluster.commands import Command, ask
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_slots, redirection, slot_of
-from kvpage_server.client.errors import Disconnected, PageClientError, Refused
+from kvpage_server.client.errors import Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
 
 READ_TRIES = 3  # how often a read is asked that no node answers
@@ -48,6 +48,13 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
+        """The same. Raises what the first came to when nothing is answered."""
+        answers = yield from self.answers(commands, end)
+        if answers and all(isinstance(answer, Failed) for answer in answers):
+            raise answers[0].error
+        return answers
+
+    def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
         """The answers, Failed for each read that no node answered.
 
         Raises what a refusal is, and what a write came to that couldn't be done until `end`."""
@@ -82,10 +89,7 @@ class Router:
                 yield from self._refresh()
         for i in left:
             self._give_up(commands[i], ways[i])
-        answers = [way.answer for way in ways]
-        if answers and all(isinstance(answer, Failed) for answer in answers):
-            raise answers[0].error
-        return answers
+        return [way.answer for way in ways]
 
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Way]
@@ -132,7 +136,8 @@ class Router:
         way.tries += 1
         way.to, way.from_replica = None, False
         way.answer = Failed(error)
-        way.over = not command.writes and way.tries >= READ_TRIES
+        in_doubt = command.once and not isinstance(error, Refused)
+        way.over = in_doubt or (not command.writes and way.tries >= READ_TRIES)
 
     def _give_up(self, command: Command, way: _Way) -> None:
         if command.writes:
@@ -142,6 +147,34 @@ class Router:
     def _has_replicas(self, slot: int) -> bool:
         shard = self.slots.shard(slot)
         return bool(shard and shard.replicas)
+
+    # -- one node after the other ------------------------------------------------------------------------------------
+
+    def home(self, key: bytes) -> Plan[Node]:
+        """The node that has a key. Raises Refused where nobody serves its slot."""
+        if self.outdated:
+            yield from self._refresh()
+        shard = self.slots.shard(slot_of(key))
+        if shard is None:
+            self.outdated = True
+            raise Refused(f"CLUSTERDOWN nobody serves slot {slot_of(key)}")
+        return shard.primary
+
+    def strayed(self, error: PageClientError) -> bool:
+        """Whether what came to this is to be tried again, as the cluster is changing or was not known well enough."""
+        if not isinstance(error, Refused):
+            self.outdated = True
+            return not isinstance(error, WrongReply)
+        if error.code == "MOVED" and (to := redirection(str(error))):
+            self.slots.moved(*to)
+        self.outdated = True
+        return error.code in _AGAIN | {"MOVED", "ASK"}
+
+    def primaries(self) -> Plan[list[Node]]:
+        """Those that serve slots."""
+        if self.outdated:
+            yield from self._refresh()
+        return self.slots.primaries()
 
     # -- the map -----------------------------------------------------------------------------------------------------
 

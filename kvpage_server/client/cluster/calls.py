@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from typing_extensions import Buffer
@@ -21,7 +21,8 @@ from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
-from kvpage_server.client.errors import Unsupported, WrongReply
+from kvpage_server.client.cluster.topology import Node
+from kvpage_server.client.errors import PageClientError, Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -32,12 +33,27 @@ from kvpage_server.client.page import (
     sized,
     sized_blocks,
 )
+from kvpage_server.client.questions import BlockWords, Question, integer, up_to
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 
 def _memory(nbytes: int) -> memoryview:
     return np.empty(nbytes, np.uint8).data
+
+
+class StringWords(BlockWords):
+    """How a cluster is asked about blocks."""
+
+    @staticmethod
+    def exists(name: BlockName) -> Question:
+        """Whether a block is there."""
+        return Question(["EXISTS", block_key(name)], up_to(1))
+
+    @staticmethod
+    def delete(req_id: bytes, pages: Sequence[int]) -> Question:
+        """Take blocks of a request away."""
+        return Question(["UNLINK", *(block_key((req_id, page)) for page in pages)], integer)
 
 
 @dataclass
@@ -47,6 +63,7 @@ class ClusterCalls:
     router: Router
     verify: bool
     misses: Counter[str]
+    words: ClassVar[type[BlockWords]] = StringWords
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -142,9 +159,9 @@ class ClusterCalls:
         )
 
     @timed
-    def mget_blocks_into(
+    def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
-    ) -> Plan[list[bool]]:
+    ) -> Plan[list[str | None]]:
         """Receive blocks into buffers. Those that are absent may be there as pages."""
         check_names(names)
         into = places(buffers, len(names))
@@ -161,7 +178,8 @@ class ClusterCalls:
         absent = [i for i, reason in enumerate(missed) if reason == "absent"]
         if absent:
             yield from self._blocks_of_pages(absent, missed, names, shape, rooms, end)
-        return self._hits(missed)
+        self._hits(missed)
+        return missed
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
@@ -186,6 +204,27 @@ class ClusterCalls:
         touched = [simple(b"TOUCH", block_key(name), writes=True) for name in names]
         found = yield from self._integers([*touched, *(_lease(name, lease_ms) for name in names)], end)
         return sum(found[: len(names)])
+
+    # -- anything else -----------------------------------------------------------------------------------------------
+
+    @timed
+    def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
+        """Ask each of the node that has its key; the answers, Failed where there is none. Raises refusals."""
+        return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
+
+    @timed
+    def home(self, end: Deadline, key: bytes) -> Plan[Node]:
+        """Who has a key."""
+        return (yield from self.router.home(key))
+
+    @timed
+    def nodes(self, end: Deadline) -> Plan[list[Node]]:
+        """Who has any."""
+        return (yield from self.router.primaries())
+
+    def strayed(self, error: PageClientError) -> bool:
+        """Whether to try again."""
+        return self.router.strayed(error)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.receiving import Answer, Answers, Place
 from kvpage_server.client.errors import Refused
 from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.questions import Question, encoded, key_of
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.words import command, word
 from kvpage_server.core import Chunk, SentPages
@@ -27,6 +28,8 @@ class Command:
     pieces: Callable[[], Iterator[Piece | Chunk]]
     place: Place | None = None
     writes: bool = False
+    once: bool = False  # not again when it may have been done
+    read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
@@ -39,9 +42,12 @@ def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
             yield from one.pieces()
 
     def read(answers: list[Answer]) -> list[Answer]:
-        if not asking:
-            return answers
-        return [first if isinstance(first, Refused) else second for first, second in _pairs(answers)]
+        if asking:
+            answers = [first if isinstance(first, Refused) else second for first, second in _pairs(answers)]
+        return [
+            one.read(answer) if one.read and not isinstance(answer, Refused) else answer
+            for one, answer in zip(commands, answers, strict=True)
+        ]
 
     places = [place for one in commands for place in ([None, one.place] if asking else [one.place])]
     return Request(pieces, lambda: Answers(places), read)
@@ -55,6 +61,12 @@ def simple(*words: bytes | int, writes: bool = False) -> Command:
     """A command in a few words, of which the second is its key."""
     text = command(*words)
     return Command(bytes(words[1]) if isinstance(words[1], bytes) else b"", lambda: iter((text,)), None, writes)
+
+
+def of_question(question: Question, *, once: bool) -> Command:
+    """Any command whose second word is its key."""
+    text = command(*map(encoded, question.words))
+    return Command(key_of(question), lambda: iter((text,)), writes=once, once=once, read=question.read)
 
 
 def get_block(name: BlockName, place: Place) -> Command:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Hashable
+from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -40,6 +40,17 @@ class Failed:
     """An errand that came to nothing."""
 
     error: PageClientError
+
+
+RAISES: Any = object()  # what stands for an answer that nobody gives, when there is nothing to stand for it
+
+
+def present(answers: Sequence[Any], gone: Any) -> list[Any]:
+    """Answers, with `gone` for those that nobody gave; raises the first of these when it is RAISES."""
+    failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
+    if failed and gone is RAISES:
+        raise failed
+    return [gone if isinstance(answer, Failed) else answer for answer in answers]
 
 
 Outcome = Any | Failed

@@ -8,27 +8,28 @@ server came back, what it had would be read again, however old.
 
 from __future__ import annotations
 
-import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from itertools import repeat
+from typing import Any, ClassVar, TypeVar
 from urllib.parse import urlsplit
 
 import xxhash
 from typing_extensions import Buffer
 
+from kvpage_server.address import urls_of
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.errors import Disconnected, Refused
+from kvpage_server.client.errors import Disconnected, PageClientError, Refused
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_names
+from kvpage_server.client.questions import BlockWords, Question, ask, key_of
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 
 T = TypeVar("T")
-_BETWEEN = re.compile(r",(?=[a-z]+://)")  # a URL and the next
 _TRIES = 2  # a connection may have been closed since it was used last
 
 
@@ -46,12 +47,12 @@ class ServerUrl:
 
 def lists_several(url: str) -> bool:
     """Whether there are URLs with commas between them, or what is meant to be that."""
-    return bool(_BETWEEN.search(url)) or "," in urlsplit(url).netloc.rpartition("@")[2]
+    return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
     """What stands in ``redis://a:9221,redis://b:9221``. Raises ValueError for one that is there twice."""
-    found = [ServerUrl(url) for url in _BETWEEN.split(urls)]
+    found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
         if "," in name:
@@ -72,6 +73,7 @@ class Rendezvous:
     """Which of some servers a segment belongs to."""
 
     def __init__(self, servers: Sequence[ServerUrl]) -> None:
+        self.servers = list(servers)
         self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
 
     def server(self, segment: bytes) -> ServerUrl:
@@ -85,6 +87,7 @@ class SideBySideCalls:
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
+    words: ClassVar[type[BlockWords]] = BlockWords
     _dialects: dict[ServerUrl, BlobCommands] = field(default_factory=dict)
 
     @property
@@ -149,16 +152,16 @@ class SideBySideCalls:
         _all_done((yield from self._ask(parts)))
 
     @timed
-    def mget_blocks_into(
+    def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
-    ) -> Plan[list[bool]]:
+    ) -> Plan[list[str | None]]:
         """Receive blocks into buffers."""
-        self.calls.mget_blocks_into(names, shape, buffers)  # checks them as a whole
+        self.calls.fetch_blocks_into(names, shape, buffers)  # checks them as a whole
         parts = self._parts(
             [req_id for req_id, _ in names],
-            lambda some: self.calls.mget_blocks_into(_of(names, some), shape, _of(buffers, some)),
+            lambda some: self.calls.fetch_blocks_into(_of(names, some), shape, _of(buffers, some)),
         )
-        return self._gathered(len(names), False, (yield from self._ask(parts)))
+        return self._gathered(len(names), GONE, (yield from self._ask(parts)))
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
@@ -180,6 +183,44 @@ class SideBySideCalls:
         """Protect blocks from eviction."""
         parts = self._parts([req_id], lambda _: self.calls.lease(req_id, lease_ms, pages))
         return sum(_all_done((yield from self._ask(parts))))
+
+    # -- anything else -----------------------------------------------------------------------------------------------
+
+    @timed
+    def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
+        """Ask each of the server that its key belongs to; the answers, Failed where there is none. Raises refusals."""
+        left: dict[ServerUrl, list[int]] = defaultdict(list)
+        for i, question in enumerate(questions):
+            left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
+        answers: list[Any] = [None] * len(questions)
+        for _ in range(_TRIES if again else 1):
+            asked = [Errand(server, ask(_of(questions, some))) for server, some in left.items()]
+            for (server, some), outcome in zip(list(left.items()), (yield Round(asked)), strict=True):
+                if isinstance(outcome, Failed) and isinstance(outcome.error, Refused):
+                    raise outcome.error
+                for i, answer in zip(some, repeat(outcome) if isinstance(outcome, Failed) else outcome, strict=False):
+                    answers[i] = answer
+                if not _may_be_asked_again(outcome):
+                    del left[server]
+            if not left:
+                break
+        return answers
+
+    @timed
+    def home(self, end: Deadline, key: bytes) -> Plan[ServerUrl]:
+        """Whom a key belongs to."""
+        yield from ()
+        return self.rendezvous.server(segment_of(key))
+
+    @timed
+    def nodes(self, end: Deadline) -> Plan[list[ServerUrl]]:
+        """All of them."""
+        yield from ()
+        return self.rendezvous.servers
+
+    def strayed(self, error: PageClientError) -> bool:
+        """Whether to try again: nobody else has what belongs to a server."""
+        return False
 
     # -- how ---------------------------------------------------------------------------------------------------------
 

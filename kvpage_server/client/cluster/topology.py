@@ -56,6 +56,10 @@ class SlotMap:
         if shard is None or shard.primary != to:
             self._shards[slot] = Shard(to)
 
+    def primaries(self) -> list[Node]:
+        """Those that serve slots."""
+        return list(dict.fromkeys(shard.primary for shard in self._shards if shard))
+
     def nodes(self) -> list[Node]:
         """All of them, primaries first."""
         shards = dict.fromkeys(shard for shard in self._shards if shard)

@@ -277,10 +277,10 @@ def test_a_block_that_is_deleted_while_another_agent_saves_it_is_there_in_the_en
     write = block_writer.write
     deleted = []
 
-    async def delete_before(connection: object, *args: object) -> None:
+    async def delete_before(connection: object, *args: object) -> object:
         if connection is tier._connection and not deleted:
             deleted.append(await_deletion())
-        await write(connection, *args)  # type: ignore[arg-type]
+        return await write(connection, *args)  # type: ignore[arg-type]
 
     def await_deletion() -> bool:
         with ThreadPoolExecutor(1) as thread:

@@ -29,7 +29,6 @@ from test_page_client import (  # noqa: F401 - what is promised of one server ho
 from waiting import until
 
 from engine.persistent.storage.store import PersistentStore
-from engine.tiers.server.connection import ServerConnection
 from kvpage_server.client import BadBuffer, Disconnected, PageClient, PageClientError, Refused
 from kvpage_server.client.cluster.side_by_side import Rendezvous, segment_of, servers_of
 
@@ -251,9 +250,7 @@ def test_a_list_that_makes_no_sense_is_refused(url: str, why: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["redis://a:1,redis://b:2", "valkey-cluster://a:1"])
-def test_who_needs_more_than_pages_and_blocks_says_that_one_server_is_needed(url: str) -> None:
-    with pytest.raises(ValueError, match="one server"):
-        ServerConnection(url, deadline=1, connections=1)
+def test_persistent_memory_says_that_it_wants_one_server(url: str) -> None:
     with pytest.raises(ValueError, match="one server"):
         PersistentStore(url)
 

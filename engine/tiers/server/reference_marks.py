@@ -1,0 +1,176 @@
+"""Manifests on several servers, where no transaction is over all that a save changes, and who names each block.
+
+    refs:{tag}name                        how many manifests name a block
+    refs:{tag}name:{agent}:{fingerprint}  that one does: the digest of the manifest that said so last
+
+All keys of a block bear its tag, so one server has them and they change together. A save is these steps, each of which
+may be done again: the blocks; a reference to each; what somebody took away before that; the manifest; and giving up the
+references of the one before it. Whoever dies in between leaves blocks that nobody names, or is said to name more than
+it does, which is eviction's to mend, and never a manifest without its blocks.
+
+A reference is given up only while it bears the digest of the manifest that is gone. Whoever saves the agent's next
+context meanwhile has put its own there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Collection, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from itertools import islice
+
+from engine.tiers.server.block_writer import Saved, Write
+from engine.tiers.server.connection import OUTAGES, ServerConnection
+from engine.tiers.server.manifest import SEGMENT, chain_in, digest_of, manifest_key, moved, older_key, tag_of
+from engine.tiers.server.reference_counts import MakesManifest
+from kvpage_server.client import Refused
+from kvpage_server.client.questions import Question, integer, ok, text, texts
+
+_AT_ONCE = 8  # segments whose references are changed at the same time
+_TRIES = 10  # to fork a context that is saved meanwhile
+
+Reference = tuple[str, bytes | None, bytes | None]  # a block, how many name it, and what says that this manifest does
+
+
+async def save(
+    connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
+) -> Saved:
+    """Write blocks, and put an agent's manifest of them in place of the one that was there: when they all are there."""
+    key = manifest_key(agent_id, fingerprint)
+    saved = await write()
+    try:
+        if saved.whole:
+            made = manifest(await connection.ask_one(text, "GET", key))
+            await _hold(connection, key, made)
+            saved = replace(saved, whole=(await write()).whole)
+        if saved.whole:
+            await _put(connection, key, made)
+    except OUTAGES as error:
+        if isinstance(error, Refused):
+            raise
+        saved = replace(saved, whole=False)
+    return saved
+
+
+async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
+    """Let an agent have what another one has, in place of its own; whether there is something to be had."""
+    source, key = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint)
+    stored = await connection.ask_one(text, "GET", source)
+    for _ in range(_TRIES):
+        manifest = moved(stored, source, key)
+        if manifest is None:
+            return False
+        await _hold(connection, key, manifest)
+        before, stored = stored, await connection.ask_one(text, "GET", source)
+        if stored == before:  # so nobody has given up what it names, before this one named it, too
+            await _put(connection, key, manifest)
+            return True
+    return False
+
+
+async def delete(connection: ServerConnection, agent_id: str) -> bool:
+    """Delete what any model has of an agent; whether there was something."""
+    keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
+    return any([await _put(connection, key, None) is not None for key in keys])
+
+
+async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:
+    """Put a manifest in place of another, or nothing; the other, whose references are given up."""
+    older: bytes | None = None
+
+    def change(stored: bytes | None) -> list[Question]:
+        nonlocal older
+        older = stored
+        if manifest is not None:
+            return [Question(["SET", key, manifest], ok)]
+        return [Question(["DEL", key], integer)] if stored is not None else []
+
+    await connection.transaction([key], Question(["GET", key], text), change)
+    with suppress(*OUTAGES):  # blocks that are said to be named although they aren't are evicted some day
+        await _give_up(connection, key, older, set(chain_in(manifest, key)))
+    return older
+
+
+async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None:
+    """Have every block that a manifest names said to be named by it."""
+    digest = digest_of(manifest)
+
+    def change(references: Sequence[Reference]) -> list[Question]:
+        stale = [(block, mark) for block, _, mark in references if mark != digest]
+        return [
+            *(Question(["SET", _mark_key(block, key), digest], ok) for block, _ in stale),
+            *(Question(["INCRBY", _count_key(block), 1], integer) for block, mark in stale if mark is None),
+        ]
+
+    await _change(connection, key, _segments(chain_in(manifest, key)), change)
+
+
+async def _give_up(connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]) -> None:
+    """Say of the blocks that a manifest named that it does no more, but for those that are kept; and delete those that
+    nobody names. Of how many do, nothing may be known any more: then they are left to eviction."""
+    if manifest is None:
+        return
+    digest = digest_of(manifest)
+
+    def change(references: Sequence[Reference]) -> list[Question]:
+        return [
+            question
+            for block, count, mark in references
+            if mark == digest
+            for question in (Question(["DEL", _mark_key(block, key)], integer), *_one_less(connection, block, count))
+        ]
+
+    await _change(connection, key, _segments(chain_in(manifest, key), kept), change)
+
+
+def _one_less(connection: ServerConnection, block: str, count: bytes | None) -> list[Question]:
+    if count is None or not count.isdigit():
+        return []
+    if int(count) > 1:
+        return [Question(["DECRBY", _count_key(block), 1], integer)]
+    keys = [f"seal:{block}", f"state:{block}", _count_key(block)]
+    return [connection.server.words.delete(block.encode(), (0, 1)), Question(["DEL", *keys], integer)]
+
+
+async def _change(
+    connection: ServerConnection,
+    key: str,
+    segments: Sequence[Sequence[str]],
+    change: Callable[[Sequence[Reference]], list[Question]],
+) -> None:
+    """Do to the references of the manifest at a key what `change` says, segment by segment. Raises what the first
+    failure is when all others are done."""
+
+    async def change_one(blocks: Sequence[str]) -> None:
+        keys = [word for block in blocks for word in (_count_key(block), _mark_key(block, key))]
+        await connection.transaction(
+            keys,
+            Question(["MGET", *keys], texts(len(keys))),
+            lambda values: change(list(zip(blocks, values[::2], values[1::2], strict=True))),
+        )
+
+    left = iter(segments)
+    while some := list(islice(left, _AT_ONCE)):
+        outcomes = await asyncio.gather(*map(change_one, some), return_exceptions=True)
+        for outcome in outcomes:
+            if isinstance(outcome, BaseException):
+                raise outcome
+
+
+def _segments(chain: Sequence[str], kept: Collection[str] = ()) -> list[list[str]]:
+    """The blocks of a chain as they stand in keys, those together that lie together, without those that are kept."""
+    tagged = [(name, tag_of(chain, i, SEGMENT)) for i, name in enumerate(chain)]
+    found = [
+        [tag + name for name, tag in tagged[start : start + SEGMENT] if name not in kept]
+        for start in range(0, len(tagged), SEGMENT)
+    ]
+    return [blocks for blocks in found if blocks]
+
+
+def _count_key(block: str) -> str:
+    return f"refs:{block}"
+
+
+def _mark_key(block: str, key: str) -> str:
+    return f"refs:{block}:{key.removeprefix('manifest:')}"

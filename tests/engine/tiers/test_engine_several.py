@@ -1,0 +1,298 @@
+"""Contexts on a page server, on several side by side, and on a Valkey Cluster: the same is promised of all three."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import CancelledError, ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import numpy as np
+import pytest
+from contexts import BLOCK, SPEC, is_true, made, some_tokens
+from homes import Home, home_of
+from servers import RunningServer
+
+from engine.pool import BlockPool
+from engine.tiers.pages import PageTier, Saved
+from kvpage_server.client import AsyncPageClient
+
+TOKENS = some_tokens(24, 14 * BLOCK + 3)  # four segments, the last of them with a block that is not full
+SEVERAL = ("side by side", "cluster")
+
+
+@pytest.fixture(params=["one server", *SEVERAL])
+def home(request: pytest.FixtureRequest, server: RunningServer) -> Iterator[Home]:
+    """Each of the three in turn, emptied."""
+    which = {"one server": lambda: {"servers": [server]}, "side by side": lambda: {"servers": [server, second()]}}
+
+    def second() -> RunningServer:
+        found: RunningServer = request.getfixturevalue("second_server")
+        return found
+
+    found: Any = which.get(request.param, lambda: {"cluster": request.getfixturevalue("masters")})()
+    with home_of(**found) as home:
+        home.flush()
+        yield home
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(256)
+    yield pool
+    pool.check_empty()
+
+
+@pytest.fixture
+def tier(home: Home, pool: BlockPool) -> Iterator[PageTier]:
+    tier = PageTier(home.url, SPEC, pool, deadline=40)
+    yield tier
+    tier.close()
+
+
+@pytest.fixture
+def other(home: Home, pool: BlockPool) -> Iterator[PageTier]:
+    """Another engine's."""
+    tier = PageTier(home.url, SPEC, pool, deadline=40)
+    yield tier
+    tier.close()
+
+
+def save(tier: PageTier, agent_id: str = "alice", tokens: tuple[int, ...] = TOKENS) -> Saved | None:
+    context = made(tier._remote.pool, agent_id, tokens)
+    try:
+        return tier.save(context)
+    finally:
+        tier._remote.pool.free(context.block_ids, agent_id)
+
+
+def found(tier: PageTier, agent_id: str = "alice", tokens: tuple[int, ...] | None = None) -> int:
+    """How many tokens are found. They are the right ones."""
+    loaded = tier.load(agent_id, tokens)
+    if loaded is None:
+        return 0
+    assert is_true(loaded)
+    tier._remote.pool.free(loaded.block_ids, agent_id)
+    return len(loaded)
+
+
+# -- the same everywhere -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("count", [1, BLOCK, 5 * BLOCK, len(TOKENS)])
+def test_contexts_of_every_length_come_back_to_the_bit(tier: PageTier, count: int) -> None:
+    assert save(tier, tokens=TOKENS[:count]) == Saved(-(-count // BLOCK), 0, count * SPEC.token_nbytes)
+    assert save(tier, tokens=TOKENS[:count]) == Saved(0, -(-count // BLOCK), 0)
+    assert found(tier) == found(tier, tokens=TOKENS[:count]) == count
+    assert not tier.misses
+    assert not tier.unsaved
+
+
+def test_what_begins_alike_is_shared_and_found_by_its_tokens(tier: PageTier, other: PageTier) -> None:
+    save(tier)
+    longer = TOKENS[: 9 * BLOCK + 2] + some_tokens(1, 3 * BLOCK)
+    assert found(other, "bob", longer) == 9 * BLOCK
+    assert found(other, "alice", longer) == 10 * BLOCK  # her own block in which the two part
+    saved = save(other, "bob", longer)
+    assert saved
+    assert (saved.blocks_written, saved.blocks_present) == (4, 9)
+    assert found(tier, "bob") == len(longer)
+    assert found(tier, "nobody", some_tokens(2, 50)) == 0
+
+
+def test_published_blocks_belong_to_nobody_and_are_found(tier: PageTier, home: Home) -> None:
+    context = made(tier._remote.pool, "alice", TOKENS)
+    assert tier.publish(context) == Saved(14, 0, 14 * BLOCK * SPEC.token_nbytes)
+    tier._remote.pool.free(context.block_ids, "alice")
+    assert tier.agents() == []
+    assert not home.keys("refs:*")
+    assert found(tier, "bob", TOKENS) == 14 * BLOCK
+    names = [tagged[-32:] for tagged in home.tagged(TOKENS, SPEC)]
+    assert tier.sealed(names) == 14
+    assert tier.sealed(names[6:8], names[:6]) == 2
+
+
+def test_a_second_turn_takes_its_old_tail_away(tier: PageTier, home: Home) -> None:
+    for count in (3 * BLOCK + 2, 6 * BLOCK, 9 * BLOCK + 1):
+        save(tier, tokens=TOKENS[:count])
+        assert home.blocks() == set(home.tagged(TOKENS[:count], SPEC))
+    assert found(tier) == 9 * BLOCK + 1
+
+
+def test_forks_share_and_deleting_frees_only_what_nobody_else_has(tier: PageTier, home: Home) -> None:
+    save(tier)
+    assert tier.fork("alice", "twin")
+    assert tier.fork("twin", "twin")
+    assert not tier.fork("nobody", "carol")
+    longer = TOKENS[: 6 * BLOCK] + some_tokens(1, 20)
+    save(tier, "twin", longer)
+    assert tier.agents() == ["alice", "twin"]
+    assert [tier.tokens_of(one) for one in ("alice", "twin", "bob")] == [len(TOKENS), len(longer), None]
+    assert tier.delete("alice")
+    assert not tier.delete("alice")
+    assert home.blocks() == set(home.tagged(longer, SPEC))
+    assert found(tier, "twin") == len(longer)
+    assert tier.delete("twin")
+    assert home.keys() == set()
+
+
+def test_one_engine_claims_a_block_until_it_releases_it(tier: PageTier, other: PageTier) -> None:
+    assert tier.claim("name", 10)
+    assert not other.claim("name", 10)
+    assert not other.release("name")
+    assert tier.renew("name", 20)
+    assert tier.release("name")
+    assert other.claim("name", 10)
+    assert not tier.unasked
+
+
+@pytest.mark.parametrize("block", [0, 5, 14])
+def test_a_bit_that_turned_over_is_a_miss_and_the_next_save_heals_it(tier: PageTier, home: Home, block: int) -> None:
+    save(tier)
+    home.turn_a_bit(home.tagged(TOKENS, SPEC)[block])
+    assert found(tier) == block * BLOCK
+    assert tier.misses == {"checksum": 1}
+    save(tier)
+    assert found(tier) == len(TOKENS)
+
+
+def test_a_block_that_is_evicted_shortens_the_prefix_until_the_next_save(tier: PageTier, home: Home) -> None:
+    save(tier)
+    gone = home.tagged(TOKENS, SPEC)[6]
+    for key in home.keys(f"kv:{gone}:*"):
+        home.ask(key, "DEL", key)
+    assert found(tier) == 6 * BLOCK
+    assert tier.misses == {"gap": 1}
+    saved = save(tier)
+    assert saved
+    assert saved.blocks_written == 1
+    assert found(tier) == len(TOKENS)
+
+
+def test_a_prompt_is_computed_by_one_engine_and_found_by_the_others(tier: PageTier, other: PageTier) -> None:
+    """Engines that read and write at the same time find what is there, and nothing else."""
+    contexts = [TOKENS[: n * BLOCK + 3] for n in (2, 6, 13)] + [TOKENS[::-1][: 5 * BLOCK]]
+
+    def work(engine: PageTier) -> None:
+        for _ in range(4):
+            for tokens in contexts:
+                assert save(engine, "alice", tokens)
+                found(engine, "alice")
+
+    with ThreadPoolExecutor(2) as threads:
+        for worker in [threads.submit(work, engine) for engine in (tier, other)]:
+            worker.result()
+    assert found(tier) == found(other, tokens=contexts[-1]) == 5 * BLOCK
+    assert set(tier.misses) | set(other.misses) <= {"gap", "absent", "shape"}
+
+
+def test_whatever_agents_do_what_is_stored_is_what_they_have(tier: PageTier, other: PageTier, home: Home) -> None:
+    """Random saves, forks and deletions by two engines, and a model of them: agent -> tokens."""
+    random = np.random.default_rng(11)
+    contexts = [TOKENS[:3], TOKENS[: 4 * BLOCK], TOKENS[: 6 * BLOCK + 1], TOKENS, TOKENS[::-1][: 9 * BLOCK + 5]]
+    agents, kept = ["alice", "bob", "carol"], dict[str, tuple[int, ...]]()
+    for step in range(40):
+        engine = (tier, other)[step % 2]
+        agent, another = map(str, random.choice(agents, 2))
+        match random.integers(0, 4):
+            case 0 | 1:
+                kept[agent] = contexts[random.integers(0, len(contexts))]
+                assert save(engine, agent, kept[agent])
+            case 2:
+                assert engine.fork(agent, another) == (agent in kept)
+                if agent in kept:
+                    kept[another] = kept[agent]
+            case 3:
+                assert engine.delete(agent) == (kept.pop(agent, None) is not None)
+        named = [block for tokens in kept.values() for block in home.tagged(tokens, SPEC)]
+        assert home.blocks() == set(named)
+        counts = {block: int(home.ask(f"refs:{block}", "GET", f"refs:{block}")) for block in set(named)}
+        assert counts == Counter(named)
+    assert other.agents() == sorted(kept)
+    assert {agent: found(tier, agent) for agent in kept} == {agent: len(tokens) for agent, tokens in kept.items()}
+    assert not tier.misses
+
+
+# -- several servers ---------------------------------------------------------------------------------------------------
+
+
+def trips(tier: PageTier) -> int:
+    several = tier._connection.server._several
+    return several.peers.round_trips if several else 0
+
+
+@pytest.mark.parametrize("home", SEVERAL, indirect=True)
+def test_all_that_belongs_to_a_block_is_on_one_server_with_its_segment_and_segments_spread(
+    tier: PageTier, home: Home
+) -> None:
+    save(tier)
+    wholes = set()
+    for i, block in enumerate(home.tagged(TOKENS, SPEC)):
+        assert block.startswith("{" + home.tagged(TOKENS, SPEC)[i - i % 4][-32:] + "}")
+        keys = home.keys(f"*:{block}*")
+        assert {f"seal:{block}", f"refs:{block}", f"refs:{block}:alice:{SPEC.fingerprint:016x}"} <= keys
+        servers = {id(client) for key in keys for client in home.having(key)}
+        assert len(servers) == 1
+        wholes |= servers
+    assert len(wholes) > 1
+
+
+@pytest.mark.parametrize("home", SEVERAL, indirect=True)
+def test_a_lookup_asks_every_server_once_however_many_blocks_there_are(tier: PageTier, home: Home) -> None:
+    tokens = some_tokens(5, 64 * BLOCK)
+    save(tier, tokens=tokens)
+    found(tier)  # has asked for the map, and connected
+    before = trips(tier)
+    blocks = tier.sealed([name[-32:] for name in home.tagged(tokens, SPEC)])
+    assert blocks == 64
+    assert trips(tier) - before == len(home.clients)
+    before = trips(tier)
+    assert found(tier, "bob", tokens) == len(tokens)
+    lookup_and_lease, chunks = 2 * len(home.clients), 16  # a chunk is a segment at most
+    assert trips(tier) - before <= lookup_and_lease + chunks
+
+
+@pytest.mark.parametrize("home", SEVERAL, indirect=True)
+def test_whoever_dies_in_between_leaves_a_manifest_with_its_blocks(
+    home: Home, pool: BlockPool, other: PageTier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At every errand to a server in turn: nothing after it is done."""
+    old, new = TOKENS[::-1][: 6 * BLOCK + 3], TOKENS[: 6 * BLOCK + 2]
+    converse, left, tries = AsyncPageClient._lent, 0, Counter[bool]()
+
+    def until_it_dies(self: AsyncPageClient, *args: Any) -> Any:
+        nonlocal left
+        if self is tier._connection.server:
+            left -= 1
+            if left < 0:
+                raise asyncio.CancelledError
+        return converse(self, *args)
+
+    for step in range(60):
+        tier = PageTier(home.url, SPEC, pool, deadline=40)
+        assert save(other, tokens=old)
+        monkeypatch.setattr(AsyncPageClient, "_lent", until_it_dies)
+        left = step
+        saved = None
+        with suppress(CancelledError):
+            saved = save(tier, tokens=new)
+        monkeypatch.setattr(AsyncPageClient, "_lent", converse)
+        tier.close()
+        whole = saved is not None and saved.whole
+        tries[whole] += 1
+        loaded = other.load("alice")
+        assert loaded
+        assert is_true(loaded)
+        assert loaded.tokens in ((new,) if whole else (old, new))
+        pool.free(loaded.block_ids, "alice")
+        if whole and left > 0:
+            break
+    assert tries[False] > 5
+    assert tries[True]
+    assert not other.misses
+    assert save(other, tokens=new)
+    assert found(other) == len(new)
+    assert set(home.tagged(new, SPEC)) <= home.blocks()

@@ -1,0 +1,170 @@
+"""Several servers that fail, or that were never what the engine was told: pages are lost, never an answer.
+
+What is lost is counted with its reason, nobody waits past a deadline, and what comes back is found again.
+"""
+
+from __future__ import annotations
+
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+import redis
+from contexts import BLOCK, SPEC, some_tokens
+from homes import Home, home_of
+from servers import RunningServer, free_port, start_server
+from test_engine_several import TOKENS, found, save
+from waiting import eventually, until
+
+from benchmarks import valkey_cluster
+from benchmarks.valkey_cluster import SLOTS, Cluster
+from engine.pool import BlockPool
+from engine.tiers.pages import PageTier
+from engine.tiers.server.breaker import State
+
+
+@pytest.fixture
+def pool() -> Iterator[BlockPool]:
+    """A pool that every test leaves as full as it found it."""
+    pool = BlockPool(256)
+    yield pool
+    pool.check_empty()
+
+
+# -- servers that are gone ---------------------------------------------------------------------------------------------
+
+
+def of_one_server(home: Home, lost: redis.Redis) -> int:
+    """The first of TOKENS' blocks that it has."""
+    blocks = home.tagged(TOKENS, SPEC)
+    return next(i for i, block in enumerate(blocks) if lost in home.having(f"seal:{block}"))
+
+
+def test_a_server_that_is_gone_costs_its_pages_and_not_the_service(pool: BlockPool) -> None:
+    """It is killed, and comes back empty."""
+    port = free_port()
+    with start_server() as one, ExitStack() as stack:
+        lost = stack.enter_context(start_server(port=port, killed=True))
+        with home_of([one, lost]) as home:
+            tier = PageTier(home.url, SPEC, pool, deadline=40)
+            assert save(tier)
+            hole = of_one_server(home, home.clients[1]) * BLOCK
+            lost.process.kill()
+            lost.process.wait()
+            others = [some_tokens(seed, 9 * BLOCK) for seed in range(30, 42)]
+            for _ in range(2):
+                assert found(tier, "alice", TOKENS) == hole
+                assert tier.misses.pop("gone")
+                assert save(tier)  # of what is there already
+            for i, tokens in enumerate(others):
+                saved = save(tier, f"agent{i}", tokens)
+                assert saved
+                assert found(tier, "anybody", tokens) == BLOCK * (saved.blocks_written + saved.blocks_present)
+                assert saved.whole == (tier.tokens_of(f"agent{i}") == len(tokens))
+            assert tier.unsaved.keys() == {"gone"}
+            assert tier.breaker.state == State.CLOSED
+            stack.close()
+            with start_server(port=port):
+                assert save(tier)
+                assert found(tier) == len(TOKENS)
+            tier.close()
+
+
+def test_a_node_of_a_cluster_that_is_silent_costs_its_pages_and_no_wait_past_the_deadline(
+    masters: Cluster, pool: BlockPool
+) -> None:
+    with home_of(cluster=masters) as home:
+        home.flush()
+        tier = PageTier(home.url, SPEC, pool, deadline=8)
+        assert save(tier)
+        stopped = home.having(f"seal:{home.tagged(TOKENS, SPEC)[4]}")[0]
+        node = masters.masters[[id(client) for client in home.clients].index(id(stopped))]
+        node.signal(signal.SIGSTOP)
+        try:
+            assert found(tier, "alice", TOKENS) <= 4 * BLOCK
+            assert set(tier.misses) <= {"gone", "gap"}
+            assert tier.breaker.state == State.CLOSED
+        finally:
+            node.signal(signal.SIGCONT)
+        assert eventually(lambda: found(tier, "alice", TOKENS) == len(TOKENS))
+        tier.close()
+
+
+# -- bad input ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_cluster_that_is_down_at_the_start_is_a_miss_and_found_when_it_is_there(pool: BlockPool) -> None:
+    port = free_port()
+    tier = PageTier(f"valkey-cluster://127.0.0.1:{port}", SPEC, pool, deadline=2)
+    assert found(tier, "alice", TOKENS) == 0
+    assert save(tier) is None
+    assert tier.agents() == []
+    assert (tier.misses, tier.unsaved) == ({"down": 1}, {"down": 1})
+    with tempfile.TemporaryDirectory() as directory:
+        node = valkey_cluster._start(
+            Path(directory, "node"), port, free_port(), ["--cluster-require-full-coverage", "no"]
+        )
+        try:
+            until(lambda: node.log.count("Ready to accept"))
+            for first in (0, SLOTS // 2):
+                before = sum(tier.unsaved.values())
+                saved = save(tier)  # none, or half of the slots, are served
+                assert saved is None or not saved.whole
+                assert found(tier, "alice", TOKENS) < len(TOKENS)
+                assert sum(tier.unsaved.values()) == before + 1
+                node.ask("CLUSTER", "ADDSLOTSRANGE", first, first + SLOTS // 2 - 1)
+            assert eventually(lambda: (saved := save(tier)) and saved.whole)
+            assert found(tier) == len(TOKENS)
+        finally:
+            valkey_cluster._end([node])
+    tier.close()
+
+
+def test_who_may_not_do_something_on_a_cluster_saves_nothing_and_says_so(masters: Cluster, pool: BlockPool) -> None:
+    with home_of(cluster=masters) as home:
+        home.flush()
+        whole = PageTier(home.url, SPEC, pool, deadline=40)
+        assert save(whole)
+        for node in masters.masters:
+            node.ask("ACL", "SETUSER", "engine", "on", ">secret", "~*", "+@all", "-set")
+        for user, password in (("engine", "secret"), ("engine", "wrong")):
+            url = f"valkey-cluster://{user}:{password}@{masters.addresses}"
+            tier = PageTier(url, SPEC, pool, deadline=40)
+            assert save(tier, "bob", TOKENS[::-1]) is None
+            assert tier.unsaved == {"refused": 1}
+            assert found(tier) == (len(TOKENS) if password == "secret" else 0)
+            tier.close()
+        whole.close()
+
+
+def test_a_server_that_is_no_cluster_is_no_tier_and_other_people_s_keys_stay(
+    server: RunningServer, masters: Cluster, pool: BlockPool
+) -> None:
+    tier = PageTier(f"valkey-cluster://127.0.0.1:{server.port}", SPEC, pool)
+    assert save(tier) is None
+    assert found(tier, "alice", TOKENS) == 0
+    assert (tier.misses, tier.unsaved) == ({"refused": 1}, {"refused": 1})
+    tier.close()
+    with home_of(cluster=masters) as home:
+        home.flush()
+        tier = PageTier(home.url, SPEC, pool, deadline=40)
+        assert save(tier)
+        block, own = home.tagged(TOKENS, SPEC)[4], home.keys()
+        client = home.having(f"seal:{block}")[0]
+        client.delete(f"kv:{block}:block:0", f"refs:{block}")
+        client.rpush(f"kv:{block}:block:0", "somebody's list")
+        assert found(tier, "alice", TOKENS) == 0
+        assert tier.misses == {"refused": 1}
+        client.set(f"{{{block[1:33]}}}:theirs", "kept")
+        assert tier.delete("alice")
+        assert home.keys() - own == {f"{{{block[1:33]}}}:theirs"}
+        tier.close()
+
+
+@pytest.mark.parametrize("url", ["redis://a:1,redis://a:1", "valkey-cluster://a:1,", "redis://a:1,b:2"])
+def test_a_url_that_makes_no_sense_is_refused_before_anything_is_asked(url: str, pool: BlockPool) -> None:
+    with pytest.raises(ValueError, match=r"named 2 times|has no host|several servers are"):
+        PageTier(url, SPEC, pool)
