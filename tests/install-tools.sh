@@ -3,7 +3,7 @@
 # Linux CPU. As root on Debian or Ubuntu they are installed; elsewhere it says what is missing and goes on.
 set -eu
 
-wanted="redis-tools redis-server prometheus"
+wanted="redis-tools redis-server prometheus chromium"
 [ "$(uname -s)" = Linux ] && wanted="$wanted libopenblas0-pthread"
 
 if command -v dpkg-query >/dev/null 2>&1; then

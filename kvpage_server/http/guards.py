@@ -11,6 +11,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Collection
+from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
@@ -24,11 +25,12 @@ SAID = {
     "Content-Security-Policy": CSP,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "no-referrer",
+    "Referrer-Policy": "same-origin",  # without one, a browser does not say in a form's Origin that it is ours
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
+NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # such names, and those without a dot, nobody can own
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
 
@@ -40,10 +42,12 @@ def own_names() -> frozenset[str]:
 class Guards:
     """Around an application. An answer that says a header itself keeps it."""
 
-    def __init__(self, app: ASGIApp, names: Collection[str]) -> None:
-        """`names` of this machine; its addresses are always right, whichever was asked."""
+    def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
+        """`names` of this machine; its addresses are always right, whichever was asked. Pages of `origins`, such as
+        https://chat.example, may ask, too, and this machine may be called by their names."""
         self._app = app
-        self._names = names
+        self._names = {*names, *(urlsplit(origin).hostname for origin in origins)}
+        self._origins = frozenset(origins)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -63,17 +67,19 @@ class Guards:
     def _refusal(self, method: str, headers: Headers) -> PlainTextResponse | None:
         if not _is_own(headers.getlist("host"), self._names):
             return PlainTextResponse("the Host header names another machine\n", 421)
-        if not _is_from_here(method, headers):
+        if headers.get("origin") not in self._origins and not _is_from_here(method, headers):
             return PlainTextResponse("requests of other sites are not answered\n", 403)
         return None
 
 
-def _is_own(hosts: list[str], names: Collection[str]) -> bool:
+def _is_own(hosts: list[str], names: Collection[str | None]) -> bool:
+    if not hosts:  # no browser leaves it out
+        return True
     found = _HOST.fullmatch(hosts[0]) if len(hosts) == 1 else None
     if found is None:
         return False
     name = found[1].strip("[]").rstrip(".").lower()
-    return name in names or name.endswith(".localhost") or _is_address(name)
+    return name in names or "." not in name or name.endswith(NOBODY_ELSES) or _is_address(name)
 
 
 def _is_address(name: str) -> bool:

@@ -1,7 +1,66 @@
-"""Every page."""
+"""Every page of the store, and what it is told. Nothing here changes anything."""
 
 from __future__ import annotations
 
-from starlette.routing import BaseRoute
+from pathlib import Path
 
-ROUTES: list[BaseRoute] = []
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from kvpage_server.monitor.app import login_of
+from kvpage_server.web import shown
+from kvpage_server.web.feed import feed_of
+
+PAGE = Path(__file__).with_name("store")
+MOST_WATCHERS = 64  # of one user
+
+
+async def index(request: Request) -> Response:
+    """Nothing in it is anybody's; who is not logged in goes to /login."""
+    await login_of(request)
+    return FileResponse(PAGE / "index.html")
+
+
+async def login(request: Request) -> Response:
+    """Where its form goes to is the monitor's."""
+    return FileResponse(PAGE / "login.html")
+
+
+async def events(request: Request) -> Response:
+    """The store as it is now, every second, and whose it is, as that changes."""
+    login = await login_of(request)
+    feed = feed_of(login.observer)
+    if feed.watchers >= MOST_WATCHERS:
+        raise HTTPException(503, f"{MOST_WATCHERS} pages are shown already, as many as may", {"Retry-After": "10"})
+    return StreamingResponse(feed.events(login.user), media_type="text/event-stream")
+
+
+async def agent(request: Request) -> Response:
+    """The contexts of an agent, one a model, block by block."""
+    login = await login_of(request)
+    found = await login.observer.agent(request.query_params.get("id", ""))
+    return JSONResponse([shown.context(agent, places) for agent, places in found])
+
+
+async def block(request: Request) -> Response:
+    """One block, page by page; null for one that is not there complete."""
+    login = await login_of(request)
+    try:
+        name = bytes.fromhex(request.query_params.get("name", ""))
+    except ValueError:
+        raise HTTPException(400, "a block's name is given in hexadecimal digits") from None
+    found = await login.observer.pages(name)
+    return JSONResponse(shown.pages(found) if found else None)
+
+
+ROUTES: list[BaseRoute] = [
+    Route("/", index),
+    Route("/login", login),
+    Route("/page/events", events),
+    Route("/page/agent", agent),
+    Route("/page/block", block),
+    Mount("/page", StaticFiles(packages=[("kvpage_server.web", "store"), ("kvpage_server.web", "shared")])),
+]

@@ -1,0 +1,71 @@
+"""What the dashboards of one user are told: asked for once, however many of them are open."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from weakref import WeakKeyDictionary
+
+import redis
+
+from kvpage_server.observe.observer import Observer
+from kvpage_server.web import asked, shown
+
+EVERY_SECONDS = 1.0
+SLOWLY_SECONDS = 5.0  # between two looks at what changes slowly, and takes longer to find out
+
+
+class Feed:
+    """Of one user."""
+
+    def __init__(self, observer: Observer) -> None:
+        self.watchers = 0
+        self._observer = observer
+        self._slowly = b""  # the last events of that kind
+        self._looking: asyncio.Task[None] | None = None
+
+    async def events(self, user: str) -> AsyncIterator[bytes]:
+        """Until the store gives no answer any more."""
+        self.watchers += 1
+        last, slowly = 0.0, b""
+        try:
+            while True:
+                now = await self._observer.overview()
+                moments = [moment for moment in self._observer.history.moments if moment.at > last]
+                last = moments[-1].at if moments else last
+                told = shown.event("overview", shown.overview(now, user))
+                if moments:
+                    told += shown.event("moments", [shown.moment(moment) for moment in moments])
+                if slowly is not self._slowly:
+                    slowly = self._slowly
+                    told += slowly
+                yield told
+                if self._looking is None:
+                    self._looking = asyncio.create_task(self._look())
+                elif self._looking.done():
+                    self._looking.result()  # raises what went wrong
+                    self._looking = None
+                    continue
+                await asyncio.sleep(EVERY_SECONDS)
+        except redis.RedisError:
+            self._looking = None
+        finally:
+            self.watchers -= 1
+
+    async def _look(self) -> None:
+        holdings = await self._observer.holdings()
+        losses = await self._observer.read(asked.losses(holdings))
+        slow = await self._observer.read(asked.slow_calls())
+        clients = await self._observer.read(asked.clients())
+        more = {"losses": losses, "slow": slow, "connected": clients}
+        told = shown.event("holdings", shown.holdings(holdings)) + shown.event("more", more)
+        self._slowly = told if told != self._slowly else self._slowly
+        await asyncio.sleep(SLOWLY_SECONDS)
+
+
+_FEEDS: WeakKeyDictionary[Observer, Feed] = WeakKeyDictionary()
+
+
+def feed_of(observer: Observer) -> Feed:
+    """The one of a user."""
+    return _FEEDS.setdefault(observer, Feed(observer))

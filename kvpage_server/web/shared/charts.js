@@ -1,0 +1,203 @@
+// Drawings of our own: a few lines of SVG each. All of them have a name that is read out.
+
+import { svg } from "./dom.js";
+import { bytes } from "./format.js";
+
+/** Where rectangles lie whose areas are as the values: squarified, so that none is a sliver. Values are sorted. */
+export function squarify(values, x, y, width, height) {
+  const total = values.reduce((sum, value) => sum + value, 0);
+  const scale = total > 0 ? (width * height) / total : 0;
+  const placed = [];
+  let row = [];
+  let sum = 0;
+  const worst = (area, parts) => {
+    const side = Math.min(width, height);
+    const thick = area / side;
+    return Math.max(...parts.map((part) => Math.max(part / thick / thick, (thick * thick) / part)));
+  };
+  const lay = () => {
+    const across = width >= height;
+    const thick = sum / (across ? height : width);
+    let offset = 0;
+    for (const area of row) {
+      const length = area / thick;
+      placed.push(across ? [x, y + offset, thick, length] : [x + offset, y, length, thick]);
+      offset += length;
+    }
+    if (across) [x, width] = [x + thick, width - thick];
+    else [y, height] = [y + thick, height - thick];
+    row = [];
+    sum = 0;
+  };
+  for (const value of values) {
+    const area = Math.max(value * scale, 1e-9);
+    if (row.length && worst(sum + area, [...row, area]) > worst(sum, row)) lay();
+    row.push(area);
+    sum += area;
+  }
+  if (row.length) lay();
+  return placed;
+}
+
+const fits = (text, width, size) => {
+  const letters = Math.floor((width - 16) / (size * 0.6));
+  if (letters >= text.length) return text;
+  return letters > 4 ? `${text.slice(0, letters - 1)}…` : "";
+};
+
+/** A treemap of items with `value`, `name`, `note`, `kind` (its class) and `title`. Arrow keys go from tile to tile. */
+export function treemap(items, { width, height, name, choose, chosen }) {
+  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
+  const places = squarify(items.map((item) => item.value), 0, 0, width, height);
+  const current = Math.max(0, items.findIndex((item) => item.key === chosen));
+  items.forEach((item, index) => {
+    const [x, y, w, h] = places[index];
+    const label = h > 26 ? fits(item.name, w, 13) : "";
+    const note = label && h > 46 ? fits(item.note, w, 12) : "";
+    box.append(
+      svg(
+        "g",
+        {
+          class: `tile ${item.kind}${item.key === chosen ? " chosen" : ""}`,
+          role: "button",
+          tabindex: index === current ? 0 : -1,
+          "aria-label": `${item.name}: ${item.title}`,
+          "aria-pressed": String(item.key === chosen),
+          click: () => choose(item.key),
+          keydown: (event) => walk(event, () => choose(item.key)),
+        },
+        svg("title", {}, `${item.name}: ${item.title}`),
+        svg("rect", { x, y, width: w, height: h, rx: Math.min(8, w / 3, h / 3) }),
+        label ? svg("text", { x: x + 10, y: y + 21 }, label) : null,
+        note ? svg("text", { x: x + 10, y: y + 38, class: "small" }, note) : null,
+      ),
+    );
+  });
+  return box;
+}
+
+/** Arrow keys among the children of a group, of which one at a time is a stop of the tab key. */
+export function walk(event, press) {
+  const here = event.currentTarget;
+  const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
+  if (event.key === "Enter" || event.key === " ") press();
+  else if (!step) return;
+  event.preventDefault();
+  const next = step > 0 ? here.nextElementSibling : here.previousElementSibling;
+  if (!step || !next) return;
+  here.setAttribute("tabindex", -1);
+  next.setAttribute("tabindex", 0);
+  next.focus();
+}
+
+const nice = (value) => {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].map((times) => times * power).find((step) => step >= value);
+};
+
+const niceBytes = (value) => {
+  const unit = 1024 ** Math.max(0, Math.floor(Math.log2(value) / 10));
+  return [1, 2, 4, 10, 20, 40, 100, 200, 400, 1024].map((times) => times * unit).find((step) => step >= value);
+};
+
+/** Lines over time. `series` are {kind, values}, oldest first, null where nothing is known; `top` is the axis's end. */
+export function lines(series, { width, height, name, format, top, span }) {
+  const left = 58;
+  const floor = height - 22;
+  const highest = Math.max(...series.flatMap(({ values }) => values.filter((value) => value !== null)), 0);
+  const end = top ?? (format === bytes ? niceBytes(highest || 1024) : nice(highest || 1));
+  const slots = Math.max(...series.map(({ values }) => values.length), 2);
+  const x = (index) => left + ((width - left) * index) / (slots - 1);
+  const y = (value) => floor - (floor - 8) * Math.min(1, value / end);
+  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
+  for (const part of [0, 0.5, 1]) {
+    box.append(
+      svg("line", { class: "rule", x1: left, x2: width, y1: y(part * end), y2: y(part * end) }),
+      svg("text", { x: left - 8, y: y(part * end) + 4, "text-anchor": "end" }, format(part * end)),
+    );
+  }
+  box.append(svg("text", { x: left, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now"));
+  for (const { kind, values } of series) {
+    let path = "";
+    let gap = true;
+    values.forEach((value, index) => {
+      if (value !== null) path += `${gap ? "M" : "L"}${x(index + slots - values.length).toFixed(1)} ${y(value).toFixed(1)}`;
+      gap = value === null;
+    });
+    if (path) box.append(svg("path", { class: `stroke ${kind}`, d: path }));
+  }
+  return box;
+}
+
+/** Bars over time, stacked. `columns` are lists of [class, value], oldest first. */
+export function columns(series, { width, height, name, format, span }) {
+  const left = 58;
+  const floor = height - 22;
+  const highest = Math.max(...series.map((parts) => parts.reduce((sum, [, value]) => sum + value, 0)), 0);
+  const end = nice(highest || 1);
+  const step = (width - left) / Math.max(series.length, 1);
+  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
+  for (const part of [0, 1]) {
+    const y = floor - (floor - 8) * part;
+    box.append(
+      svg("line", { class: "rule", x1: left, x2: width, y1: y, y2: y }),
+      svg("text", { x: left - 8, y: y + 4, "text-anchor": "end" }, format(part * end)),
+    );
+  }
+  series.forEach((parts, index) => {
+    let y = floor;
+    for (const [kind, value] of parts) {
+      const tall = ((floor - 8) * value) / end;
+      if (tall <= 0) continue;
+      y -= tall;
+      box.append(svg("rect", { class: kind, x: left + index * step, y, width: Math.max(1, step - 2), height: tall, rx: 1 }));
+    }
+  });
+  box.append(svg("text", { x: left, y: height - 4 }, span), svg("text", { x: width, y: height - 4, "text-anchor": "end" }, "now"));
+  return box;
+}
+
+const SHAPES = {
+  none: (x, y) => svg("circle", { cx: x, cy: y, r: 5 }),
+  hot: (x, y) => svg("rect", { x: x - 5, y: y - 5, width: 10, height: 10, rx: 2 }),
+  prefix: (x, y) => svg("path", { d: `M${x} ${y - 6.5}L${x + 6.5} ${y}L${x} ${y + 6.5}L${x - 6.5} ${y}Z` }),
+  page: (x, y) => svg("path", { d: `M${x} ${y - 6.5}L${x + 6} ${y + 4.5}L${x - 6} ${y + 4.5}Z` }),
+  cold: (x, y) => svg("path", { d: `M${x} ${y + 6.5}L${x + 6} ${y - 4.5}L${x - 6} ${y - 4.5}Z` }),
+};
+
+/** The mark of a kind, for a legend. */
+export function mark(kind) {
+  const shape = SHAPES[kind](7, 7);
+  shape.setAttribute("class", kind);
+  return svg("svg", { viewBox: "0 0 14 14", "aria-hidden": "true" }, shape);
+}
+
+/** Points {x, y, kind, title}, `y` on a logarithmic scale. */
+export function scatter(points, { width, height, name, formatX, formatY, labelX }) {
+  const left = 58;
+  const floor = height - 40;
+  const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "img", "aria-label": name });
+  const low = Math.floor(Math.log10(Math.min(...points.map((point) => point.y), 1)) + 1e-9);
+  const high = Math.max(low + 1, Math.ceil(Math.log10(Math.max(...points.map((point) => point.y), 0.1)) - 1e-9));
+  const end = nice(Math.max(...points.map((point) => point.x), 10));
+  const x = (value) => left + 8 + ((width - left - 22) * value) / end;
+  const y = (value) => floor - ((floor - 10) * (Math.log10(Math.max(value, 10 ** low)) - low)) / (high - low);
+  for (let power = low; power <= high; power += 1) {
+    const at = y(10 ** power);
+    box.append(
+      svg("line", { class: "rule", x1: left, x2: width, y1: at, y2: at }),
+      svg("text", { x: left - 8, y: at + 4, "text-anchor": "end" }, formatY(10 ** power)),
+    );
+  }
+  for (const part of [0, 0.5, 1]) {
+    box.append(svg("text", { x: x(part * end), y: floor + 18, "text-anchor": "middle" }, formatX(part * end)));
+  }
+  box.append(svg("text", { x: (left + width) / 2, y: height - 4, "text-anchor": "middle" }, labelX));
+  for (const point of points) {
+    const shape = SHAPES[point.kind](x(point.x), y(point.y));
+    shape.setAttribute("class", `dot ${point.kind}`);
+    shape.append(svg("title", {}, point.title));
+    box.append(shape);
+  }
+  return box;
+}

@@ -1,0 +1,76 @@
+// Server-sent events by fetch: unlike EventSource it can say who asks, and see why it is refused.
+
+/** The events of a reply, as [name, data]; "[DONE]" ends them. */
+export async function* events(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  let held = "";
+  try {
+    for (;;) {
+      const { value, done } = await reader.read();
+      if (done) return;
+      held += value;
+      const parts = held.split("\n\n");
+      held = parts.pop();
+      for (const part of parts) {
+        let name = "message";
+        let data = "";
+        for (const line of part.split("\n")) {
+          if (line.startsWith("event: ")) name = line.slice(7);
+          else if (line.startsWith("data: ")) data += line.slice(6);
+        }
+        if (data === "[DONE]") return;
+        if (data) yield [name, JSON.parse(data)];
+      }
+    }
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
+const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
+
+/** Hear a stream for as long as the page is seen, and come again when it breaks.
+ *
+ * `heard(name, data)` is called for each event, `state` with "live" or "lost"; `denied` is awaited when a token or a
+ * login is wanted, and `headers` asked before each try. */
+export async function listen(url, { heard, state, denied, headers = () => ({}) }) {
+  let pause = 1000;
+  for (;;) {
+    if (document.hidden) await shown();
+    const stop = new AbortController();
+    const leave = () => document.hidden && stop.abort();
+    document.addEventListener("visibilitychange", leave);
+    try {
+      const response = await fetch(url, { headers: headers(), signal: stop.signal, cache: "no-store" });
+      if (response.status === 401) await denied();
+      else if (response.ok) {
+        state("live");
+        pause = 1000;
+        for await (const event of events(response)) tell(heard, event);
+      }
+    } catch (error) {
+      if (!(error instanceof TypeError) && error.name !== "AbortError") throw error;
+    } finally {
+      document.removeEventListener("visibilitychange", leave);
+    }
+    if (!document.hidden) {
+      state("lost");
+      await wait(pause);
+      pause = Math.min(2 * pause, 10000);
+    }
+  }
+}
+
+function tell(heard, event) {
+  try {
+    heard(...event);
+  } catch (error) {
+    reportError(error); // a fault of the page's is no broken connection
+  }
+}
+
+function shown() {
+  return new Promise((resolve) => {
+    document.addEventListener("visibilitychange", resolve, { once: true });
+  });
+}

@@ -1,0 +1,59 @@
+// Numbers as people write them.
+
+const UNITS = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"];
+
+/** 1536 is 1.5 KiB. */
+export function bytes(value) {
+  let unit = 0;
+  while (value >= 1024 && unit < UNITS.length - 1) {
+    value /= 1024;
+    unit += 1;
+  }
+  return `${unit && value < 100 ? value.toFixed(1) : Math.round(value)} ${UNITS[unit]}`;
+}
+
+/** 1234567 is 1,234,567. */
+export const count = (value) => Math.round(value).toLocaleString("en");
+
+/** Many, in short: 1234567 is 1.2 M. */
+export function short(value) {
+  for (const [size, unit] of [[1e9, "G"], [1e6, "M"], [1e4, "k"]]) {
+    if (value >= size) return `${(value / (unit === "k" ? 1e3 : size)).toFixed(1)} ${unit}`;
+  }
+  return value < 10 && value % 1 ? value.toFixed(1) : count(value);
+}
+
+/** 0.0123 is 12 ms. */
+export function seconds(value) {
+  if (value === 0) return "0 s";
+  if (value < 0.001) return `${Math.round(value * 1e6)} µs`;
+  if (value < 0.01) return `${(value * 1e3).toFixed(1)} ms`;
+  if (value < 1) return `${Math.round(value * 1e3)} ms`;
+  if (value < 100) return `${value % 1 ? value.toFixed(value < 10 ? 2 : 1) : value} s`;
+  if (value < 7200) return `${Math.round(value / 60)} min`;
+  if (value < 172800) return `${Math.round(value / 3600)} h`;
+  return `${Math.round(value / 86400)} days`;
+}
+
+/** How long ago. */
+export const ago = (value) => (value < 2 ? "now" : `${seconds(Math.round(value))} ago`);
+
+/** 0.9876 is 98.8 %. Neither 0 nor all is said of what is only nearly so. */
+export function percent(part) {
+  const value = 100 * part;
+  if (value > 0 && value < 0.1) return "< 0.1 %";
+  if (value > 99.9 && value < 100) return "> 99.9 %";
+  return `${value % 1 ? value.toFixed(1) : value} %`;
+}
+
+/** "1 agent", "2 agents". */
+export const plural = (value, one, many = `${one}s`) => `${count(value)} ${value === 1 ? one : many}`;
+
+/** The time of day. */
+export const clock = (unix) => new Date(1000 * unix).toLocaleTimeString("en", { hour12: false });
+
+/** The one in the middle; null of none. */
+export function median(values) {
+  const sorted = [...values].sort((a, b) => a - b);
+  return sorted.length ? sorted[sorted.length >> 1] : null;
+}

@@ -1,0 +1,159 @@
+// One agent's context as a strip of blocks, and one block as layers by heads.
+
+import { at, el, list, say, soon, svg } from "./dom.js";
+import { bytes, clock, count, plural, seconds } from "./format.js";
+import { walk } from "./charts.js";
+
+const MOST_BLOCKS = 600; // that are drawn
+const AGAIN_MS = 5000;
+const PLANES = ["K", "V", "K scales", "K biases", "V scales", "V biases"];
+
+let agent = null; // whose context is open
+let opened = 0;
+let block = null; // its name
+let asking = false;
+
+/** Whose context is open; null for nobody's. */
+export const chosen = () => agent;
+
+/** Show an agent's context. */
+export function openAgent(id) {
+  [agent, block, opened] = [id, null, 0];
+  at("context").hidden = false;
+  at("block").replaceChildren();
+  say(at("context-title"), `The context of ${id}`);
+  load().then(() => {
+    at("context").scrollIntoView({ block: "nearest" });
+    at("context-title").focus({ preventScroll: true });
+  });
+}
+
+/** Keep what is open as it is now. */
+export function showContext() {
+  if (agent !== null && Date.now() - opened > AGAIN_MS) load();
+}
+
+async function load() {
+  if (asking) return;
+  asking = true;
+  opened = Date.now();
+  const wanted = agent;
+  try {
+    const reply = await fetch(`/page/agent?id=${encodeURIComponent(wanted)}`);
+    const found = reply.ok ? await reply.json() : null;
+    if (found && wanted === agent) soon(() => strips(found));
+  } catch (error) {
+    if (!(error instanceof TypeError)) throw error; // else the connection is lost, which the head of the page says
+  } finally {
+    asking = false;
+    if (wanted !== agent && agent !== null) load();
+  }
+}
+
+function strips(contexts) {
+  at("contexts").hidden = false;
+  say(at("context-note"), contexts.length ? contexts.map((context) =>
+    `${context.model}: ${plural(context.tokens, "token")}, a load finds ${context.found === context.tokens ? "all of them" : count(context.found)}`).join("; ")
+    : "It is not here any more.");
+  list(at("contexts"), contexts, (context) => context.model, (context) => {
+    const shown = context.blocks.slice(0, MOST_BLOCKS);
+    const strip = el("div", { class: "blocks", role: "group", "aria-label": `Blocks under ${context.model}` },
+      ...shown.map((each, index) => square(each, index)));
+    const more = context.blocks.length - shown.length;
+    return el("div", {}, strip, more > 0 ? el("p", { class: "soft" }, `and ${count(more)} more`) : null);
+  });
+  press();
+  const words = [["page", "in memory"], ["cold", "on disk alone"], ["shared", "top edge: shared with others"], ["missing", "missing"]];
+  list(at("context-legend"), words, ([kind]) => kind, ([kind, word]) => el("li", {}, el("span", { class: `key ${kind}` }), word));
+}
+
+function square(each, index) {
+  const kind = each.there ? (each.tier === "disk" ? "cold" : "page") : "missing";
+  const marks = `${each.shared > 1 ? " common" : ""}${each.lease || each.pinned ? " leased" : ""}`;
+  return el("button", {
+    class: `block ${kind}${marks}`,
+    type: "button",
+    tabindex: index ? -1 : 0,
+    title: told(each, index),
+    "aria-label": told(each, index),
+    "aria-pressed": "false",
+    "data-name": each.name,
+    click: () => open(each, index),
+    keydown: (event) => walk(event, () => open(each, index)),
+  });
+}
+
+function told(each, index) {
+  const where = each.there ? `${bytes(each.bytes)} ${each.tier === "disk" ? "on disk" : "in memory"}` : `missing: ${each.why}${each.by ? ` by ${each.by}` : ""}${each.at ? ` at ${clock(each.at / 1000)}` : ""}`;
+  const others = each.shared > 1 ? `, shared with ${each.with.join(", ")}${each.shared - 1 > each.with.length ? " and others" : ""}` : "";
+  const kept = each.pinned ? ", pinned" : each.lease ? `, leased for ${seconds(each.lease / 1000)}` : "";
+  return `Block ${count(index)}, ${plural(each.tokens, "token")}: ${where}${others}${kept}`;
+}
+
+function press() {
+  for (const button of at("contexts").querySelectorAll(".block")) button.setAttribute("aria-pressed", String(button.dataset.name === block));
+}
+
+async function open(each, index) {
+  block = each.name;
+  press();
+  const head = el("p", { class: "block-head" }, told(each, index));
+  at("block").replaceChildren(head);
+  if (!each.there) return;
+  const reply = await fetch(`/page/block?name=${each.name}`);
+  const pages = reply.ok ? await reply.json() : null;
+  if (block !== each.name) return;
+  if (!pages) head.append(". Its pages cannot be shown: it has gone meanwhile, or is too large.");
+  else at("block").append(...drawn(pages));
+}
+
+function drawn(pages) {
+  const planes = pages.planes.map((plane) => PLANES[plane] ?? `plane ${plane}`);
+  const sizes = planes.map((plane, i) => `${plane} ${pages.dtypes[i]}, ${bytes(pages.sizes[i])} a page`).join("; ");
+  const note = el("p", { class: "soft" }, `${plural(pages.layers, "layer")}, ${plural(pages.heads, "head")}: ${sizes}.`);
+  if (!pages.norms) return [note];
+  const readout = el("p", { class: "soft" }, "A square is a page, layers from left to right, heads from top to bottom; the stronger, the larger its numbers.");
+  return [note, el("div", { class: "planes" }, ...planes.map((plane, i) => matrix(pages, plane, i, readout))), readout, byLayer(pages, planes)];
+}
+
+/** Layers across, heads down. A path for each shade, however many pages there are. */
+function matrix(pages, plane, i, readout) {
+  const norms = pages.norms.map((layer) => layer[i]);
+  const known = norms.flat().filter((norm) => norm !== null);
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const side = pages.heads > 32 || pages.layers > 64 ? 8 : 18;
+  const shade = (norm) => Math.min(4, Math.floor((5 * (norm - low)) / Math.max(high - low, 1e-9)));
+  const paths = ["", "", "", "", ""];
+  norms.forEach((heads, layer) => heads.forEach((norm, head) => {
+    if (norm !== null) paths[shade(norm)] += `M${layer * side} ${head * side}h${side - 1}v${side - 1}h${1 - side}z`;
+  }));
+  const width = pages.layers * side;
+  const height = pages.heads * side;
+  const name = `${plane}: root mean squares from ${low.toPrecision(3)} to ${high.toPrecision(3)}`;
+  const point = (event) => {
+    const layer = Math.floor(event.offsetX / side);
+    const head = Math.floor(event.offsetY / side);
+    const norm = norms[layer]?.[head];
+    if (norm !== undefined && norm !== null) say(readout, `${plane}, layer ${layer}, head ${head}: root mean square ${norm}, ${bytes(pages.sizes[i])}`);
+  };
+  return el("figure", {},
+    el("figcaption", { class: "soft" }, name),
+    svg("svg", { width, height, viewBox: `0 0 ${width} ${height}`, role: "img", "aria-label": name, pointermove: point },
+      ...paths.map((d, level) => svg("path", { d, class: `heat-${level}` }))));
+}
+
+function byLayer(pages, planes) {
+  const mean = (heads) => heads.reduce((sum, norm) => sum + (norm ?? 0), 0) / heads.length;
+  return el("details", {},
+    el("summary", {}, "As a table, by layer"),
+    el("table", {},
+      el("thead", {}, el("tr", {}, el("th", { scope: "col" }, "Layer"), ...planes.map((plane) => el("th", { scope: "col", class: "num" }, plane)))),
+      el("tbody", {}, ...pages.norms.slice(0, 128).map((layer, number) =>
+        el("tr", {}, el("td", {}, count(number)), ...layer.map((heads) => el("td", { class: "num" }, mean(heads).toFixed(3))))))));
+}
+
+at("context-close").addEventListener("click", () => {
+  [agent, block] = [null, null];
+  at("context").hidden = true;
+  at("agents-title").scrollIntoView({ block: "nearest" });
+});

@@ -1,0 +1,253 @@
+// The page server's page: what it hears, it shows. The numbers are the server's.
+
+import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
+import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
+import { columns, lines } from "./charts.js";
+import { listen } from "./events.js";
+import { showContext, openAgent } from "./context.js";
+import { savedBySharing, showShared, showWhose } from "./whose.js";
+
+const SHOWN = 50; // rows of a table
+const SECONDS = 300; // of the past that charts show
+const BUCKET = 10; // seconds that are drawn as one
+
+let now = null;
+let moments = [];
+let holdings = null;
+let more = null;
+
+listen("/page/events", {
+  state: (state) => {
+    at("status").dataset.state = state;
+    say(at("status"), state === "live" ? "live" : "no answer, trying again");
+  },
+  denied: async () => location.assign("/login"),
+  heard(name, data) {
+    if (name === "overview") now = data;
+    else if (name === "holdings") holdings = data;
+    else if (name === "more") more = data;
+    else {
+      const last = moments.at(-1)?.at ?? 0;
+      moments = [...moments, ...data.filter((moment) => moment.at > last)].slice(-SECONDS);
+    }
+    soon(show);
+  },
+});
+
+function show() {
+  if (!now) return;
+  showFigures();
+  showCharts();
+  showTiers();
+  if (holdings) {
+    showWhose(holdings, now, openAgent);
+    showShared(holdings);
+    showAgents();
+    showRequests();
+    showContext(holdings);
+  }
+  if (more) {
+    showLost();
+    showClients();
+    showSlow();
+  }
+  say(at("lede"), lede());
+}
+
+// -- what one sees first ---------------------------------------------------------------------------------------------
+
+const REASONS = {
+  "never stored": "was never stored",
+  evicted: "had been evicted",
+  expired: "had expired",
+  deleted: "had been deleted",
+  "over quota": "went for a quota",
+};
+
+function lede() {
+  if (!holdings) return "Looking through the store.";
+  const [largest] = holdings.agents;
+  if (!largest) return now.contents.blocks ? `${plural(now.contents.blocks, "block")} of no agent.` : "The store is empty.";
+  const said = [`${largest.id} uses most memory, ${bytes(largest.bytes)} of ${bytes(holdings.agent_bytes)}.`];
+  const [prefix] = holdings.prefixes;
+  if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
+  const { hit_ratio: ratio } = now.traffic;
+  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${because()}.`);
+  const holes = holdings.agents.filter((agent) => agent.missing).length;
+  if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${more?.losses.some((loss) => loss.why === "evicted") ? ", evicted for want of room" : ""}.`);
+  return said.join(" ");
+}
+
+function because() {
+  const [most] = Object.entries(now.misses).sort((a, b) => b[1] - a[1]);
+  if (!most?.[1]) return "; none of what they missed was a page";
+  return `; most of what they missed ${REASONS[most[0]] ?? `is told as "${most[0]}"`}`;
+}
+
+function showFigures() {
+  const { memory, disk, traffic, server, connections } = now;
+  const [last] = moments.slice(-1);
+  say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
+  at("leave").hidden = now.user === "default";
+  say(at("used"), now.everything ? bytes(memory.used) : bytes(holdings?.agent_bytes ?? 0));
+  const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";
+  say(at("used-note"), (now.everything && memory.limit ? `of ${bytes(memory.limit)}` : "") + onDisk || "no limit");
+  say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
+  say(at("hits-note"), `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}`);
+  const saved = holdings ? savedBySharing(holdings) : 0;
+  say(at("saved"), bytes(saved));
+  say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : "nothing is shared");
+  say(at("out"), last ? `${bytes(last.out)}/s` : "–");
+  say(at("in"), last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "");
+  say(at("agents-count"), holdings ? count(holdings.agent_count) : "–");
+  say(at("agents-note"), `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}`);
+  at("failing").hidden = !disk?.failing;
+  if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
+}
+
+// -- over time -------------------------------------------------------------------------------------------------------
+
+const KINDS = { "never stored": "none", evicted: "hot", expired: "prefix", deleted: "cold", "over quota": "page" };
+
+function showCharts() {
+  const buckets = new Map();
+  for (const moment of moments) {
+    const key = Math.floor(moment.at / BUCKET);
+    const bucket = buckets.get(key) ?? buckets.set(key, { hits: 0, misses: 0, why: {} }).get(key);
+    bucket.hits += moment.hits;
+    bucket.misses += moment.misses;
+    for (const [reason, rate] of Object.entries(moment.why)) bucket.why[reason] = (bucket.why[reason] ?? 0) + rate;
+  }
+  const end = Math.floor((moments.at(-1)?.at ?? 0) / BUCKET);
+  const slots = Array.from({ length: SECONDS / BUCKET }, (_, index) => buckets.get(end - SECONDS / BUCKET + 1 + index));
+  const ratios = slots.map((bucket) => (bucket && bucket.hits + bucket.misses > 0
+    ? bucket.hits / (bucket.hits + bucket.misses) : null));
+  const span = `${SECONDS / 60} min ago`;
+  say(at("ratio-note"), ratios.some((ratio) => ratio !== null) ? "of reads" : `no reads in the last ${SECONDS / 60} minutes`);
+  draw("ratio", (width) => lines([{ kind: "page", values: ratios }], {
+    width, height: 170, name: `Hit ratio of the last ${SECONDS / 60} minutes`, format: percent, top: 1, span,
+  }));
+  const reasons = Object.keys(KINDS);
+  const parts = slots.map((bucket) => Object.entries(bucket?.why ?? {})
+    .sort(([a], [b]) => reasons.indexOf(a) - reasons.indexOf(b))
+    .map(([reason, misses]) => [KINDS[reason] ?? "heat-4", misses]));
+  draw("why", (width) => columns(parts, { width, height: 140, name: "Misses by reason over time", format: count, span }));
+  const total = Object.entries(now.misses).filter(([, misses]) => misses).sort((a, b) => b[1] - a[1]);
+  list(at("why-legend"), total, ([reason]) => reason, ([reason, misses]) =>
+    el("li", {}, el("span", { class: `key ${KINDS[reason] ?? "heat-4"}` }), reason, el("b", {}, count(misses))));
+  const flows = ["out", "in"].map((way) => ({
+    kind: way === "out" ? "page" : "hot",
+    values: [...Array(SECONDS - moments.length).fill(null), ...moments.map((moment) => moment[way])],
+  }));
+  draw("flow", (width) => lines(flows, { width, height: 140, name: "Bytes a second, out and in", format: bytes, span }));
+  const [last] = moments.slice(-1);
+  list(at("flow-legend"), [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]], ([, way]) => way, ([kind, way, rate]) =>
+    el("li", {}, el("span", { class: `key ${kind}` }), way, el("b", {}, `${bytes(rate)}/s`)));
+}
+
+function draw(id, make) {
+  const box = at(id);
+  box.replaceChildren(make(Math.max(box.clientWidth, 240)));
+}
+
+// -- tables ----------------------------------------------------------------------------------------------------------
+
+const ORDERS = {
+  largest: (a, b) => b.bytes - a.bytes,
+  hottest: (a, b) => (a.idle ?? Infinity) - (b.idle ?? Infinity) || b.bytes - a.bytes,
+  missing: (a, b) => b.tokens - b.found - (a.tokens - a.found) || b.bytes - a.bytes,
+};
+
+function showAgents() {
+  const wanted = at("find").value.trim().toLowerCase();
+  const found = holdings.agents.filter((agent) => agent.id.toLowerCase().includes(wanted));
+  found.sort(ORDERS[at("order").value]);
+  const largest = Math.max(...holdings.agents.map((agent) => agent.bytes), 1);
+  list(at("agents"), first(found, SHOWN, at("agents-more")), (agent) => `${agent.id} ${agent.model}`, (agent) =>
+    el("tr", {},
+      el("td", {}, el("button", { class: "link clip", type: "button", title: agent.id, click: () => openAgent(agent.id) }, agent.id),
+        el("div", { class: "soft" }, agent.model)),
+      meter(bar([["page", agent.own], ["shared", agent.bytes - agent.own]], largest), bytes(agent.bytes)),
+      el("td", { class: "num" }, bytes(agent.own)),
+      el("td", { class: "num" }, count(agent.tokens)),
+      el("td", { class: agent.missing ? "num bad" : "num" }, agent.missing ? `${count(agent.found)}, ${plural(agent.missing, "block")} gone` : "all"),
+      el("td", { class: "num soft" }, agent.idle === null ? "" : ago(agent.idle))));
+}
+
+function showRequests() {
+  at("requests-empty").hidden = holdings.request_count > 0;
+  at("requests-box").hidden = !holdings.request_count;
+  say(at("requests-note"), holdings.request_count ? `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}` : "");
+  list(at("requests"), first(holdings.requests, 10, at("requests-more")), (request) => request.id, (request) =>
+    el("tr", {},
+      el("td", {}, el("span", { class: "mono clip", title: request.id }, request.id)),
+      el("td", { class: "num" }, count(request.blocks)),
+      el("td", { class: "num" }, count(request.pages)),
+      el("td", { class: "num" }, bytes(request.bytes))));
+}
+
+function showLost() {
+  const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy}, for want of ${reason}`);
+  say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : "nothing was evicted so far");
+  at("lost-empty").hidden = more.losses.length > 0;
+  at("lost-box").hidden = !more.losses.length;
+  list(at("lost"), more.losses.slice(0, 10), (loss) => loss.agent, (loss) =>
+    el("tr", {},
+      el("td", {}, el("span", { class: "name clip", title: loss.agent }, loss.agent)),
+      el("td", {}, `${plural(loss.tokens, "token")}, from block ${count(loss.block)} on`),
+      el("td", {}, loss.why + (loss.by ? ` by ${loss.by}` : "")),
+      el("td", { class: "soft" }, loss.next),
+      el("td", { class: "num soft" }, loss.at ? clock(loss.at / 1000) : "")));
+}
+
+function showClients() {
+  const { connected } = more;
+  at("clients-empty").hidden = connected !== null;
+  at("clients-box").hidden = connected === null;
+  if (!connected) return;
+  say(at("clients-note"), plural(connected.count, "connection"));
+  list(at("clients"), first(connected.clients, 12, at("clients-more")), (client) => client.id, (client) =>
+    el("tr", {},
+      el("td", {}, client.name || client["lib-name"] || "no name"),
+      el("td", { class: "mono" }, client.addr),
+      el("td", {}, client.user),
+      el("td", { class: "soft" }, client.cmd),
+      el("td", { class: "num" }, seconds(Number(client.idle)))));
+}
+
+function showSlow() {
+  const slow = more.slow ?? [];
+  at("slow-empty").hidden = slow.length > 0;
+  say(at("slow-empty"), more.slow ? "None." : "This user may not see them.");
+  at("slow-box").hidden = !slow.length;
+  list(at("slow"), slow.slice(0, 12), (call) => call.number, (call) =>
+    el("tr", {},
+      el("td", {}, el("span", { class: "mono clip", title: call.said }, call.said)),
+      el("td", { class: "num" }, seconds(call.seconds)),
+      el("td", { class: "num soft" }, clock(call.at))));
+}
+
+function showTiers() {
+  const { memory, disk, quotas } = now;
+  const parts = [
+    ["page", "live", memory.live],
+    ["heat-1", "spare, for what comes next", memory.spare],
+    ["prefix", "fragmentation", memory.fragmentation],
+    ["hot", "in flight", memory.in_flight],
+    ["cold", "on disk", disk?.bytes ?? 0],
+    ["none", "waiting for the disk", disk?.waiting_bytes ?? 0],
+  ].filter(([, , value]) => value > 0);
+  const total = parts.reduce((sum, [, , value]) => sum + value, 0);
+  at("tiers").replaceChildren(bar(parts.map(([kind, name, value]) => [kind, value, `${name}: ${bytes(value)}`]), total, true));
+  list(at("tiers-legend"), parts, ([, name]) => name, ([kind, name, value]) =>
+    el("li", {}, el("span", { class: `key ${kind}` }), name, el("b", {}, bytes(value))));
+  list(at("quotas"), quotas.slice(0, 12), (quota) => quota.pattern, (quota) =>
+    el("div", { class: "quota" },
+      el("div", { class: "mono" }, quota.pattern),
+      bar([["page", quota.bytes]], quota.limit || quota.bytes),
+      el("span", { class: "soft" }, `${bytes(quota.bytes)}${quota.limit ? ` of ${bytes(quota.limit)}` : ""}, ${plural(quota.evicted, "key")} evicted`)));
+}
+
+for (const id of ["find", "order", "by"]) at(id).addEventListener("input", () => soon(show));
+addEventListener("resize", () => soon(show));
+themes(at("theme"));

@@ -1,0 +1,120 @@
+// Whose memory it is: a treemap, in which every byte is once, and what agents share.
+
+import { at, el, first, list, say } from "./dom.js";
+import { ago, bytes, count, plural } from "./format.js";
+import { treemap } from "./charts.js";
+import { chosen } from "./context.js";
+
+const TILES = 60; // at most; the rest is one more
+const HEAT = [[60, 4], [600, 3], [3600, 2], [86400, 1]]; // used within so many seconds
+const heat = (idle) => `heat-${HEAT.find(([within]) => idle !== null && idle < within)?.[1] ?? 0}`;
+
+/** Bytes that would be stored besides, if agents shared nothing. */
+export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) => sum + group.bytes * (group.count - 1), 0);
+
+export function showWhose(holdings, now, open) {
+  const by = at("by").value;
+  const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
+  tiles.sort((a, b) => b.value - a.value);
+  at("whose-empty").hidden = tiles.length > 0;
+  const rest = tiles.splice(TILES);
+  if (rest.length) {
+    const value = rest.reduce((sum, tile) => sum + tile.value, 0);
+    tiles.push({ key: "rest", name: `${count(rest.length)} more`, note: bytes(value), value, kind: "none", title: bytes(value) });
+  }
+  const box = at("whose");
+  const width = Math.max(box.clientWidth, 260);
+  const drawn = JSON.stringify([tiles, width, chosen()]);
+  if (box.drawn === drawn) return;
+  box.drawn = drawn;
+  const focused = box.contains(document.activeElement) ? [...box.querySelectorAll(".tile")].indexOf(document.activeElement) : -1;
+  box.replaceChildren(tiles.length ? treemap(tiles, {
+    width,
+    height: width < 500 ? 320 : 400,
+    name: `Memory by ${by}`,
+    chosen: chosen() === null ? null : `agent ${chosen()}`,
+    choose: (key) => key.startsWith("agent ") && open(key.slice(6)),
+  }) : "");
+  box.querySelectorAll(".tile")[focused]?.focus();
+  legend(by);
+}
+
+function byAgent(holdings) {
+  const own = holdings.agents.map((agent) => ({
+    key: `agent ${agent.id}`,
+    name: agent.id,
+    note: bytes(agent.own),
+    value: agent.own,
+    kind: heat(agent.idle),
+    title: `${bytes(agent.own)} of its own, ${bytes(agent.bytes)} with what it shares, ${plural(agent.tokens, "token")}`
+      + (agent.idle === null ? "" : `, used ${ago(agent.idle)}`),
+  }));
+  return [...own, ...shared(holdings), ...others(holdings)];
+}
+
+const shared = (holdings) => holdings.shared.map((group, index) => ({
+  key: `shared ${index}`,
+  name: `shared by ${plural(group.count, "agent")}`,
+  note: bytes(group.bytes),
+  value: group.bytes,
+  kind: "shared",
+  title: `${bytes(group.bytes)}, ${plural(group.tokens, "token")}: ${group.agents.join(", ")}${group.count > group.agents.length ? " and others" : ""}`,
+}));
+
+function others(holdings) {
+  const named = holdings.requests.slice(0, 12);
+  const told = named.map((request) => ({
+    key: `request ${request.id}`,
+    name: request.id,
+    note: bytes(request.bytes),
+    value: request.bytes,
+    kind: "none",
+    title: `${bytes(request.bytes)}, of no agent`,
+  }));
+  const rest = holdings.request_bytes - named.reduce((sum, request) => sum + request.bytes, 0);
+  const more = [
+    ["requests", `${plural(holdings.request_count - named.length, "other request")}`, rest],
+    ["agents", `${count(holdings.agent_count - holdings.agents.length)} other agents`, holdings.more_agents],
+  ].map(([key, name, value]) => ({ key, name, note: bytes(value), value, kind: "none", title: bytes(value) }));
+  return [...told, ...more];
+}
+
+function byTenant(holdings) {
+  const own = Object.entries(holdings.tenants).map(([tenant, value]) => ({
+    key: `tenant ${tenant}`, name: tenant || "no tenant", note: bytes(value), value, kind: "heat-3", title: bytes(value),
+  }));
+  return [...own, ...shared(holdings), ...others(holdings)];
+}
+
+function byTier(holdings, now) {
+  const all = holdings.agent_bytes + holdings.request_bytes;
+  const memory = Math.min(all, now.memory.live || all);
+  return [["in memory", memory, "heat-3"], ["on disk alone", all - memory, "heat-1"]].map(([name, value, kind]) => ({
+    key: name, name, note: bytes(value), value, kind, title: bytes(value),
+  }));
+}
+
+function legend(by) {
+  const kinds = by === "agent"
+    ? [["heat-4", "used in the last minute"], ["heat-3", "10 minutes"], ["heat-2", "hour"], ["heat-1", "day"], ["heat-0", "longer ago"]]
+    : by === "tenant" ? [["heat-3", "one tenant's own"]] : [["heat-3", "memory"], ["heat-1", "disk"]];
+  const both = by === "tier" ? [] : [["shared", "shared by several"], ["none", "no agent's"]];
+  list(at("whose-legend"), [...kinds, ...both], ([kind]) => kind, ([kind, word]) =>
+    el("li", {}, el("span", { class: `key ${kind}` }), word));
+}
+
+export function showShared(holdings) {
+  at("shared-empty").hidden = holdings.prefixes.length > 0;
+  const most = Math.max(...holdings.prefixes.map((prefix) => prefix.saved), 1);
+  list(at("shared"), first(holdings.prefixes, 6, at("shared-more")), (prefix) => prefix.agents.join() + prefix.tokens, (prefix) => {
+    const line = el("i", { class: "shared" });
+    line.style.width = `${(100 * prefix.saved) / most}%`;
+    return el("li", {},
+      el("b", {}, `${plural(prefix.tokens, "token")}, ${plural(prefix.count, "agent")}`),
+      el("div", { class: "bar" }, line),
+      el("span", { class: "soft" }, `${bytes(prefix.bytes)} once instead of ${count(prefix.count)} times: ${bytes(prefix.saved)} saved. `
+        + names(prefix)));
+  });
+}
+
+const names = (prefix) => prefix.agents.slice(0, 5).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");

@@ -1,0 +1,174 @@
+"""The page server's page in a browser: it shows what INFO says, whose memory it is, and never runs what users wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import redis
+from browsers import CHROMIUM, NO_CHROMIUM, WITHIN, chromium, faults, says, shown
+from browsing import SeenServer, start_seen_server
+
+pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason=NO_CHROMIUM)]
+
+LAYERS, HEADS, TOKENS = 3, 2, 16
+BODY = bytes(range(256)) * (LAYERS * HEADS * 2 * TOKENS * 8 * 4 // 256)  # float32, 8 numbers a head
+SCRIPT = "<img/src=x/onerror=alert(1)>"
+
+
+def remember(client: redis.Redis, agent: str, blocks: Sequence[str]) -> None:
+    """What an engine stores of an agent."""
+    for name in blocks:
+        planes = (0, 2, 8, 1, 2, 8)
+        client.execute_command("KVBLOCKSET", name, 0, LAYERS, HEADS, TOKENS, 0, 2, *planes, BODY)
+    manifest = {
+        "agent_id": agent,
+        "model": "tiny",
+        "block_tokens": TOKENS,
+        "chain": list(blocks),
+        "count": TOKENS * len(blocks),
+        "tokens": [1] * TOKENS * len(blocks),
+    }
+    client.set(f"manifest:{agent}:00000000000000aa", "0" * 16 + json.dumps(manifest))
+
+
+def work(client: redis.Redis) -> None:
+    """Alice has most; she, bob and carol begin alike, and one of bob's blocks has gone."""
+    remember(client, "alice", ["same-0", "same-1", *(f"alice-{i}" for i in range(6))])
+    remember(client, "bob", ["same-0", "same-1", "bob-0", "bob-1"])
+    remember(client, "carol", ["same-0", "same-1", "carol-0"])
+    client.execute_command("KVPAGEDEL", "bob-1")
+    for layer in range(LAYERS):
+        client.execute_command("KVPAGEGET", "alice-0", layer, 0, 0, 0)
+    for page in range(5):
+        client.execute_command("KVPAGEGET", "nobody", 0, 0, page, 0)
+    client.execute_command("KVPAGESET", f"req{SCRIPT}", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    client.execute_command("KVPAGESET", b"\xff\xfe", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    remember(client, f"eve{SCRIPT}", ["eve-0"])
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[SeenServer]:
+    with start_seen_server() as seen:
+        with seen.server.client() as client:
+            work(client)
+        yield seen
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+def test_the_page_says_what_info_says(seen: SeenServer, browser: Any) -> None:
+    with seen.server.client() as client, shown(browser, seen.url) as page:
+        info = client.info("everything")
+        says(
+            page,
+            "#hits-note",
+            f"{info['keyspace_hits']:,} of {info['keyspace_hits'] + info['keyspace_misses']:,} reads",
+        )
+        says(page, "#agents-note", f"{info['blocks']} blocks")
+        says(page, "#why-legend", f"never stored{info['page_misses_never_stored']}")
+        says(page, "#used", f"{info['used_memory'] / 1024:.1f} KiB")
+        says(page, "#agents-count", "4")
+
+
+def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: SeenServer, browser: Any) -> None:
+    with shown(browser, seen.url) as page:
+        says(page, "#lede", "alice uses most memory")
+        says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
+        says(page, "#lede", "was never stored")
+        assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
+        assert page.locator("#whose .tile.shared").count() == 1
+        says(page, "#shared", "alice, bob, carol")
+        says(page, "#saved", "KiB")
+        says(page, "#lost", "bob")
+        says(page, "#lost", "deleted")
+
+
+def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: SeenServer, browser: Any) -> None:
+    with shown(browser, seen.url) as page:
+        page.locator("#agents button", has_text="bob").click()
+        page.locator("#contexts .block").first.wait_for()
+        assert page.locator("#contexts .block").count() == 4
+        assert page.locator("#contexts .block.common").count() == 2
+        painted = "all => all.map(one => getComputedStyle(one).backgroundColor)"
+        colours = page.locator("#contexts .block").evaluate_all(painted)
+        assert len(set(colours)) == 2  # what is in memory, and what is missing
+        assert "missing: deleted" in page.locator("#contexts .block.missing").get_attribute("title")
+        page.locator("#contexts .block").first.focus()
+        page.keyboard.press("ArrowRight")
+        page.keyboard.press("Enter")
+        says(page, "#block", f"{LAYERS} layers, {HEADS} heads: K float32, 512 B a page")
+        assert page.locator("#block figure").count() == 2
+
+
+def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
+    with seen.server.client() as client, shown(browser, seen.url) as page:
+        client.client_setname("<script>alert(2)</script>")
+        says(page, "#agents", SCRIPT)
+        says(page, "#requests", SCRIPT)
+        says(page, "#requests", "\\xff\\xfe")
+        page.locator("#agents button", has_text="eve").click()
+        says(page, "#context-title", SCRIPT)
+        says(page, "#clients", "<script>alert(2)</script>")
+        assert page.locator("img[src=x]").count() == 0
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious(seen: SeenServer, browser: Any, theme: str) -> None:
+    with shown(browser, seen.url, color_scheme=theme) as page:
+        page.locator("#agents button", has_text="alice").click()
+        page.locator("#contexts .block").first.click()
+        page.locator("#block figure").first.wait_for()
+        assert faults(page) == []
+    with shown(browser, f"{seen.url}/login", status="", color_scheme=theme) as page:
+        assert faults(page) == []
+
+
+def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> None:
+    tenant = ["--user", "tenant", "on", ">sesame", "~kv:own*", "~manifest:own*", "+@all"]
+    with start_seen_server("--requirepass", "secret", *tenant) as seen:
+        with seen.server.client(password="secret") as client:
+            remember(client, "own", ["own-0"])
+            remember(client, "other", ["other-0"])
+        with shown(browser, seen.url, status="") as page:
+            page.locator("#password").fill("guess")
+            page.locator("button").click()
+            says(page, "#wrong", "does not take")
+            page.locator("#user").fill("tenant")
+            page.locator("#password").fill("sesame")
+            page.locator("button").click()
+            says(page, "#agents", "own")
+            assert page.locator("#agents tr").count() == 1
+            assert "other" not in page.locator("main").inner_text().replace("other clients", "").replace("no other", "")
+            page.locator("#leave").click()
+            page.locator("#password").wait_for()
+
+
+def test_ten_thousand_requests_and_five_hundred_agents_stay_fluid(browser: Any) -> None:
+    with start_seen_server() as seen, seen.server.client() as client:
+        for number in range(500):
+            remember(client, f"agent-{number}", ["same-0", f"agent-{number}-0"])
+        with client.pipeline(transaction=False) as pipeline:
+            for number in range(10_000):
+                pipeline.execute_command("KVPAGESET", f"request-{number}", 0, 0, 0, 0, 1, 8, 8, 0, bytes(128))
+            pipeline.execute()
+        with shown(browser, seen.url) as page:
+            says(page, "#agents-count", "500")
+            page.evaluate(
+                "() => { window.longest = 0; new PerformanceObserver((list) => { for (const one of list.getEntries())"
+                " window.longest = Math.max(window.longest, one.duration) }).observe({ type: 'longtask' }) }"
+            )
+            for wanted in ("agent-4", "agent-", ""):
+                page.locator("#find").fill(wanted)
+            page.locator("#by").select_option("tier")
+            page.locator("#by").select_option("agent")
+            page.locator("#whose .tile").first.wait_for(timeout=WITHIN)
+            page.wait_for_timeout(6000)  # the time in which all of it is told again
+            assert page.locator("*").count() < 2500
+            assert page.evaluate("window.longest") < 250  # milliseconds; on a machine that is not busy, less than 50

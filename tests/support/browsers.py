@@ -1,0 +1,58 @@
+"""Debian's Chromium, without a window, and what is asked of a page."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
+axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-playwright-python is not installed")
+
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+NO_CHROMIUM = "chromium is not installed (Debian: chromium)"
+WITHIN = 60_000  # milliseconds, for what is going to be shown
+SERIOUS = ("serious", "critical")
+
+
+@contextmanager
+def chromium() -> Iterator[Any]:
+    """A browser. Only one test module has it at a time: its loop would stand in the way of others."""
+    root = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=[*root, "--disable-dev-shm-usage"])
+        yield browser
+        browser.close()
+
+
+@contextmanager
+def shown(browser: Any, url: str, *, status: str = "live", **options: Any) -> Iterator[Any]:
+    """A page, once it is live. It must have had no error, and asked for nothing that its policy forbids."""
+    context = browser.new_context(viewport={"width": 1280, "height": 900}, **options)
+    context.set_default_timeout(WITHIN)
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("dialog", lambda dialog: (wrong.append(dialog.message), dialog.dismiss()))
+    page.on("console", lambda said: wrong.append(said.text) if "Content Security Policy" in said.text else None)
+    page.goto(url)
+    if status:
+        page.locator(f"#status[data-state={status}]").wait_for()
+    yield page
+    context.close()
+    assert wrong == []
+
+
+def says(page: Any, selector: str, text: str) -> None:
+    """Wait until something on the page has that text."""
+    sync_api.expect(page.locator(selector).first).to_contain_text(text, timeout=WITHIN)
+
+
+def faults(page: Any) -> list[str]:
+    """What axe-core finds serious, and where."""
+    found = axe.Axe().run(page).response["violations"]
+    return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found if one["impact"] in SERIOUS]
