@@ -20,7 +20,7 @@ from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
-from engine.agent_job import Answer, Job, Reuse, Stage
+from engine.agent_job import Answer, Job, JobProgress, Reuse, Stage
 from engine.batch_engine import BlockPoolBatchEngine
 from engine.generation.tokens import token_ids
 from engine.generation.unbatched import Sampler
@@ -132,6 +132,10 @@ class AgentEngine:
     def model_changed(self) -> None:
         """Tell the batch that the model was changed while answers run."""
         self._batch.model_changed()
+
+    def progress(self) -> list[JobProgress]:
+        """How far each prompt is that was submitted and has not been answered."""
+        return [job.progress() for job in self._jobs.values()]
 
     def wake(self) -> None:
         """End the wait of this `step`, or of the next. May be called from any thread."""
@@ -260,6 +264,7 @@ class AgentEngine:
         assert on_token
 
         def receive(token: Token) -> None:
+            job.said += 1
             on_token(replace(token, uid=job.uid))
 
         return receive
@@ -329,4 +334,4 @@ def _tell(receiver: Callable[[_Told], None], told: _Told) -> None:
         log.exception("a receiver failed")
 
 
-__all__ = ["AgentEngine", "Answer", "Reuse"]
+__all__ = ["AgentEngine", "Answer", "JobProgress", "Reuse"]

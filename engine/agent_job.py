@@ -40,6 +40,21 @@ class Answer:
     not_kept: str | None = None  # why the context could not be kept
 
 
+@dataclass(frozen=True, slots=True)
+class JobProgress:
+    """How far a prompt has come."""
+
+    uid: int
+    agent_id: str
+    kept: bool  # its context will be
+    stage: Stage
+    prompt: int  # tokens
+    reused: int  # of them, found so far
+    tier: Tier  # where
+    said: int  # tokens of the answer
+    seconds: float  # since submit
+
+
 class Stage(Enum):
     """The states of a prompt::
 
@@ -80,6 +95,7 @@ class Job:
     waiting_since: float = 0.0  # time.perf_counter()
     waited: float = 0.0  # seconds
     not_before: int = 0  # the pool was too full: load again when so many answers have ended
+    said: int = 0  # tokens of the answer
     joined: float = 0.0  # the batch; time.perf_counter()
     running: int | None = None  # its uid in the batch
 
@@ -87,6 +103,21 @@ class Job:
     def waits(self) -> bool:
         """Whether another prompt has the claim."""
         return self.claim is not None and self.claim.state == "wait"
+
+    def progress(self) -> JobProgress:
+        """How far it is."""
+        loaded = self.loaded
+        return JobProgress(
+            uid=self.uid,
+            agent_id=self.agent_id,
+            kept=self.keep,
+            stage=self.stage,
+            prompt=len(self.tokens),
+            reused=loaded.reach if loaded else 0,
+            tier=loaded.tier if loaded and loaded.reach else "none",
+            said=self.said,
+            seconds=time.perf_counter() - self.submitted,
+        )
 
     def answer(self, done: CompletedGeneration) -> Answer:
         """The finished answer."""

@@ -53,7 +53,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
             events = _events(service, generation, first, shape, usage)
             return _Stream(events, service, generation, deadline, ends.pop_all())
     assert generation.answer
-    service.metrics.answered(generation.answer, generation.prompt.agent_id)
+    service.answered(generation)
     return JSONResponse(shape.whole(generation.answer))
 
 
@@ -142,7 +142,7 @@ async def _events(
             if events := _encoded(shape.chunks(token)):
                 yield events
         assert generation.answer
-        service.metrics.answered(generation.answer, generation.prompt.agent_id)
+        service.answered(generation)
         ending = [*shape.closing(generation.answer), *([shape.usage(generation.answer)] if usage else [])]
         yield _encoded(ending) + b"data: [DONE]\n\n"
     except ClientDisconnect:

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.api import agents
+from engine.api import agents, page
+from engine.api.auth import AGENT_HEADER
 from engine.api.completions import chat, complete
 from engine.api.openai.errors import ApiError
 from engine.api.service import Service
+from kvpage_server.http.guards import Guards, own_names
 
 HEALTH = ("/health", "/health/live", "/health/ready")
+METHODS = ["GET", "POST", "DELETE"]
+ASKED = ["Authorization", "Content-Type", AGENT_HEADER]  # headers, by pages of other sites
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def make_app(service: Service) -> Starlette:
-    """The application that serves it."""
+def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starlette:
+    """The application that serves it, at `host`; pages of `origins` may ask, too."""
+    names = own_names() | {host.lower()}
     started = int(time.time())
 
     async def models(request: Request) -> Response:
@@ -55,8 +61,13 @@ def make_app(service: Service) -> Starlette:
             Route("/health/live", live),
             Route("/health/ready", ready),
             Route("/metrics", metrics),
+            *page.ROUTES,
         ],
-        middleware=[Middleware(_Counting, service=service)],
+        middleware=[
+            Middleware(_Counting, service=service),
+            Middleware(Guards, names=names, origins=origins),
+            Middleware(CORSMiddleware, allow_origins=origins, allow_methods=METHODS, allow_headers=ASKED),
+        ],
         exception_handlers={
             ApiError: _handler(lambda error: error),
             ClientDisconnect: _handler(lambda error: ApiError(499, "the client has gone")),

@@ -8,7 +8,7 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import uvloop
@@ -44,7 +44,9 @@ def run(
     tokens: Tokens,
     limits: Limits,
     *,
+    host: str,
     name: str | None,
+    origins: Sequence[str],
     grace: float,
     tell: Callable[[str], object],
 ) -> int:
@@ -65,7 +67,7 @@ def run(
         refused=_refused,
         always=HEALTH,
     )
-    server = HttpServer(make_app(service), door, grace=grace + UNREAD_SECONDS)
+    server = HttpServer(make_app(service, host, origins), door, grace=grace + UNREAD_SECONDS)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(_serve(server, service, worker, listener, grace))
 

@@ -16,6 +16,7 @@ from engine.api.metrics import Metrics
 from engine.api.openai.errors import ApiError, shortened
 from engine.api.openai.prompts import Prompts
 from engine.api.openai.schema import Asked, RequestBody
+from engine.api.watching import Watching
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
 
@@ -45,6 +46,7 @@ class Service:
         self.model_id = model_id
         self.limits = limits
         self.metrics = Metrics(lambda: worker.pending)
+        self.watching = Watching(worker)
         self.closing = False
         self._tokens = tokens
         self._parser = ThreadPoolExecutor(1, "bodies")
@@ -138,6 +140,12 @@ class Service:
             if given is not None:
                 return tenant.agent(given, param), given
         return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None
+
+    def answered(self, generation: Generation) -> None:
+        """Count an answer that is complete, and show it."""
+        assert generation.answer
+        self.metrics.answered(generation.answer, generation.prompt.agent_id)
+        self.watching.answered(generation.answer, kept=generation.prompt.keep)
 
     def ask(self, prompt: Prompt) -> Generation:
         """Have it answered. Raises ApiError when too many wait already."""

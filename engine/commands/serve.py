@@ -10,6 +10,7 @@ import socket
 import sys
 from pathlib import Path
 from typing import Any, NoReturn
+from urllib.parse import urlsplit
 
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
@@ -24,6 +25,14 @@ def add_to(commands: Any) -> None:
     add("--port", type=port, default=8000, help="port to listen on, 0 for any free one (default: %(default)s)")
     add("--name", help="name of the model for clients (default: its directory's name, or its id)")
     add("--token-file", type=Path, metavar="FILE", help='lines "NAME TOKEN"; each name is a tenant')
+    add(
+        "--allow-origin",
+        type=origin,
+        action="append",
+        default=[],
+        metavar="ORIGIN",
+        help="site such as https://chat.example whose pages may send requests (CORS); can be given several times",
+    )
     add("--max-tokens", type=count, default=512, metavar="N", help="default limit of an answer (%(default)s)")
     add("--max-body", type=size, default=1 << 20, metavar="SIZE", help="largest request (default: 1mb)")
     add("--max-queue", type=count, default=64, metavar="N", help="requests running or waiting (default: %(default)s)")
@@ -54,15 +63,25 @@ def serve(args: argparse.Namespace) -> NoReturn:
             room_for(args.max_connections),
             args.max_from_address,
         )
+        asked = {"host": args.host, "name": args.name, "origins": args.allow_origin, "grace": args.grace, "tell": tell}
         try:
             tokens = Tokens.read(args.token_file) if args.token_file else Tokens({})
-            code = run(options(args), listener, tokens, limits, name=args.name, grace=args.grace, tell=tell)
+            code = run(options(args), listener, tokens, limits, **asked)
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
     # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that began them.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def origin(text: str) -> str:
+    """The origin of a site, as browsers name it."""
+    given = text.lower()
+    parts = urlsplit(given)
+    if not parts.hostname or given not in (f"http://{parts.netloc}", f"https://{parts.netloc}"):
+        raise argparse.ArgumentTypeError(f"an origin is http:// or https:// and a name, perhaps a port, got {text!r}")
+    return given
 
 
 def _stop_at_once(*_: object) -> NoReturn:

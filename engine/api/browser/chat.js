@@ -1,0 +1,109 @@
+// A conversation with an agent: every turn sends the whole of it, and shows what was not computed again.
+
+import { at, bar, el, say } from "./dom.js";
+import { count, seconds } from "./format.js";
+import { events } from "./events.js";
+import { WORDS } from "./tiers.js";
+import { asked, denied } from "./token.js";
+
+const MOST_TURNS = 100; // that are shown
+
+let model = null;
+let messages = [];
+
+/** Find the model, and take questions; resolves to its name. */
+export async function chat() {
+  at("ask").addEventListener("submit", (event) => {
+    event.preventDefault();
+    ask();
+  });
+  at("question").addEventListener("keydown", (event) => {
+    if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+      event.preventDefault();
+      if (!at("send").disabled) at("ask").requestSubmit();
+    }
+  });
+  at("anew").addEventListener("click", () => {
+    messages = [];
+    at("said").replaceChildren();
+    at("question").focus();
+  });
+  for (;;) {
+    const reply = await fetch("/v1/models", { headers: asked() }).catch(() => null);
+    if (reply?.ok) return (model = (await reply.json()).data[0].id);
+    if (reply?.status === 401) await denied();
+    else await new Promise((resolve) => setTimeout(resolve, 2000));
+  }
+}
+
+async function ask() {
+  const question = at("question").value.trim();
+  if (!question) return;
+  const agent = at("agent").value.trim();
+  at("question").value = "";
+  at("send").disabled = true;
+  messages.push({ role: "user", content: question });
+  if (messages.length === 1) at("said").replaceChildren();
+  turn("user", question);
+  const shown = turn("assistant", "…");
+  try {
+    const reply = await fetch("/v1/chat/completions", {
+      method: "POST",
+      headers: { ...asked(), "Content-Type": "application/json" },
+      body: JSON.stringify({
+        model,
+        messages,
+        stream: true,
+        stream_options: { include_usage: true },
+        temperature: Number(at("temperature").value),
+        ...(agent ? { agent_id: agent } : {}),
+      }),
+    });
+    if (!reply.ok) throw new Error((await reply.json()).error.message);
+    messages.push({ role: "assistant", content: await hear(reply, shown) });
+  } catch (error) {
+    messages.pop();
+    at("question").value ||= question;
+    shown.text.classList.add("bad");
+    say(shown.text, `No answer: ${error.message}`);
+  } finally {
+    at("send").disabled = false;
+    at("question").focus();
+  }
+}
+
+/** Show an answer as it comes; its text. */
+async function hear(reply, shown) {
+  let text = "";
+  let reuse = null;
+  let usage = null;
+  for await (const [, chunk] of events(reply)) {
+    if (chunk.error) throw new Error(chunk.error.message);
+    text += chunk.choices?.[0]?.delta?.content ?? "";
+    reuse = chunk.kvpage ?? reuse;
+    usage = chunk.usage ?? usage;
+    say(shown.text, text || "…");
+    at("said").scrollTop = at("said").scrollHeight;
+  }
+  if (!reuse || !usage) throw new Error("the connection has ended before the answer did");
+  const prompt = usage.prompt_tokens;
+  const from = reuse.tokens_reused ? ` from ${reuse.tier === "page" ? "the page server" : `its ${WORDS[reuse.tier]}`}` : "";
+  const why = reuse.why ? ` (${reuse.why})` : "";
+  shown.reuse.append(
+    bar([[reuse.tier, reuse.tokens_reused], ["none", prompt - reuse.tokens_reused]], prompt),
+    `${count(reuse.tokens_reused)} of ${count(prompt)} tokens reused${from}${why}. First token after ${seconds(reuse.first_token_ms / 1000)}.`,
+  );
+  at("said").scrollTop = at("said").scrollHeight;
+  return text;
+}
+
+function turn(role, content) {
+  const text = el("div", { class: "text" }, content);
+  const reuse = el("div", { class: "reuse" });
+  const who = el("span", { class: "unseen" }, role === "user" ? "You: " : "Agent: ");
+  const box = at("said");
+  box.append(el("div", { class: `turn ${role}` }, who, text, reuse));
+  while (box.childElementCount > MOST_TURNS) box.firstElementChild.remove();
+  box.scrollTop = box.scrollHeight;
+  return { text, reuse };
+}

@@ -1,0 +1,180 @@
+// The engine's page: what it hears, it shows. The numbers are the server's; nothing is remembered here.
+
+import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
+import { ago, bytes, clock, count, median, percent, plural, seconds } from "./format.js";
+import { scatter } from "./charts.js";
+import { listen } from "./events.js";
+import { TIERS, WORDS, chip, key } from "./tiers.js";
+import { chat } from "./chat.js";
+import { asked, denied } from "./token.js";
+
+const SHOWN = 50; // rows of a table
+const POINTS = 200;
+
+let state = null;
+let agents = { count: 0, agents: [] };
+let answers = []; // the newest first
+
+listen("/page/events", {
+  headers: asked,
+  denied,
+  state: (now) => {
+    at("status").dataset.state = now;
+    say(at("status"), now === "live" ? "live" : "connection lost, trying again");
+  },
+  heard(name, data) {
+    if (name === "state") state = data;
+    else if (name === "agents") agents = data;
+    else {
+      const known = new Set(answers.map((answer) => answer.number));
+      const news = data.filter((answer) => !known.has(answer.number)).reverse();
+      if (answers.length && data[0].number < answers[0].number) answers = []; // another engine, begun anew
+      answers = [...news, ...answers].slice(0, 500);
+    }
+    soon(show);
+  },
+});
+
+function show() {
+  if (!state) return;
+  showFigures();
+  showTiers();
+  showFirst();
+  showBatch();
+  showAnswers();
+  showAgents();
+}
+
+const reused = () => TIERS.reduce((sum, tier) => sum + (state.totals.reused[tier] ?? 0), 0);
+const computed = () => answers.filter((answer) => !answer.reused);
+const restored = () => answers.filter((answer) => answer.reused);
+
+/** Seconds to the first token, of a thousand tokens of prompt; null of no answers. */
+function pace(those) {
+  const tokens = those.reduce((sum, answer) => sum + answer.prompt, 0);
+  return tokens ? (1000 * those.reduce((sum, answer) => sum + answer.first_seconds, 0)) / tokens : null;
+}
+
+function showFigures() {
+  const { totals, memory, running } = state;
+  const share = totals.prompt ? reused() / totals.prompt : null;
+  say(at("share"), share === null ? "–" : percent(share));
+  say(at("share-note"), totals.prompt ? `of ${plural(totals.prompt, "prompt token")}` : "no prompts yet");
+  const [slow, quick] = [pace(computed()), pace(restored())];
+  say(at("computed"), slow === null ? "–" : seconds(slow));
+  say(at("computed-note"), slow === null ? "none yet" : "a thousand tokens of prompt");
+  say(at("restored"), quick === null ? "–" : seconds(quick));
+  say(at("restored-note"), quick === null ? "none yet" : slow > quick ? `a thousand; ${(slow / quick).toFixed(1)} times sooner` : "a thousand tokens of prompt");
+  say(at("batch-count"), count(running.length));
+  const waits = running.filter((each) => each.stage !== "running").length;
+  say(at("batch-note"), waits ? `${count(waits)} not yet computing` : "nothing waits");
+  at("memory-box").hidden = !memory;
+  if (memory) {
+    say(at("memory"), bytes(memory.used));
+    say(at("memory-note"), `of ${bytes(memory.total)}`);
+  }
+  say(at("lede"), lede(totals, share));
+}
+
+function lede(totals, share) {
+  if (!totals.answers) return "Nothing was asked yet. Try an agent: its second turn begins where its first one ended.";
+  const most = [...TIERS].sort((a, b) => (totals.reused[b] ?? 0) - (totals.reused[a] ?? 0))[0];
+  const from = { hot: "their own memory", prefix: "prefixes that agents share", page: "the page server", cold: "files" }[most];
+  if (!share) return `${plural(totals.answers, "answer")}, and every prompt was computed from its first token.`;
+  return `${percent(share)} of what ${plural(totals.answers, "prompt")} said was not computed again, most of it from ${from}.`;
+}
+
+function showTiers() {
+  const { totals } = state;
+  const parts = [...TIERS.map((tier) => [tier, totals.reused[tier] ?? 0]), ["none", totals.prompt - reused()]];
+  at("from").replaceChildren(bar(parts, totals.prompt, true));
+  list(at("from-legend"), parts, ([tier]) => tier, ([tier, tokens]) =>
+    el("li", {}, key(tier), WORDS[tier], el("b", {}, count(tokens)), totals.prompt ? percent(tokens / totals.prompt) : ""));
+}
+
+function showFirst() {
+  const points = answers.slice(0, POINTS).map((answer) => ({
+    x: answer.prompt,
+    y: answer.first_seconds,
+    kind: answer.reused ? answer.tier : "none",
+    title: `${answer.agent ?? "no agent"}: ${seconds(answer.first_seconds)} for ${plural(answer.prompt, "token")}, `
+      + `${count(answer.reused)} reused`,
+  }));
+  const kinds = ["computed", "restored"].map((word) => [word, word === "computed" ? computed() : restored()]);
+  const said = kinds.map(([word, those]) => `${word}: ${those.length
+    ? `${seconds(median(those.map((answer) => answer.first_seconds)))} in the middle of ${those.length}` : "none"}`);
+  const box = at("first");
+  const drawn = JSON.stringify(points) + box.clientWidth;
+  if (box.drawn === drawn) return;
+  box.drawn = drawn;
+  box.replaceChildren(scatter(points, {
+    width: Math.max(box.clientWidth, 260),
+    height: 230,
+    name: `Time to first token. ${said.join("; ")}.`,
+    formatX: count,
+    formatY: seconds,
+    labelX: "tokens of the prompt",
+  }));
+}
+
+const DOING = {
+  submitted: "waits for room",
+  loading: "looks for its context",
+  waiting: "waits for another's blocks",
+  ready: "about to begin",
+  running: "computes its prompt",
+};
+
+function showBatch() {
+  const running = first(state.running, SHOWN, at("batch-more"));
+  at("batch-empty").hidden = running.length > 0;
+  at("batch-box").hidden = !running.length;
+  list(at("batch"), running, (each) => each.uid, (each) =>
+    el("tr", {},
+      el("td", {}, name(each.agent_id)),
+      el("td", { class: "soft" }, each.said ? "answers" : DOING[each.stage]),
+      meter(prompt(each), `${count(each.reused)} of ${count(each.prompt)}`),
+      el("td", { class: "num" }, plural(each.said, "token")),
+      el("td", { class: "num" }, seconds(each.seconds))));
+}
+
+function showAnswers() {
+  const shown = first(answers, SHOWN, at("answers-more"));
+  at("answers-empty").hidden = shown.length > 0;
+  at("answers-box").hidden = !shown.length;
+  list(at("answers"), shown, (answer) => answer.number, (answer) =>
+    el("tr", {},
+      el("td", {}, name(answer.agent)),
+      meter(prompt(answer), `${count(answer.reused)} of ${count(answer.prompt)}`),
+      el("td", {}, chip(answer.reused ? answer.tier : "none")),
+      el("td", { class: "num" }, seconds(answer.first_seconds)),
+      el("td", { class: "soft" }, answer.why ?? ""),
+      el("td", { class: "num soft" }, clock(answer.at))));
+}
+
+function showAgents() {
+  const wanted = at("agents-find").value.trim();
+  const found = agents.agents.filter((agent) => agent.id.includes(wanted));
+  const largest = Math.max(...agents.agents.map((agent) => agent.bytes), 1);
+  const shown = first(found, SHOWN, at("agents-more"));
+  say(at("agents-note"), agents.count ? `${plural(agents.count, "agent")}, the largest first` : "");
+  at("agents-empty").hidden = agents.count > 0;
+  at("agents-box").hidden = !agents.count;
+  list(at("agents"), shown, (agent) => agent.id, (agent) =>
+    el("tr", {},
+      el("td", {}, name(agent.id)),
+      el("td", { class: "num" }, count(agent.tokens)),
+      meter(bar([[agent.tiers[0] ?? "none", agent.bytes]], largest), bytes(agent.bytes)),
+      el("td", {}, ...agent.tiers.map(chip)),
+      el("td", { class: "soft num" }, agent.saved ? "" : "being written")));
+}
+
+const name = (agent) => el("span", { class: agent === null ? "soft" : "name clip", title: agent }, agent ?? "no agent");
+
+const prompt = (each) =>
+  bar([[each.tier, each.reused], ["none", each.prompt - each.reused]], each.prompt);
+
+at("agents-find").addEventListener("input", () => soon(show));
+addEventListener("resize", () => soon(show));
+themes(at("theme"));
+chat().then((model) => say(at("model"), model));

@@ -1,0 +1,194 @@
+"""What the engine's page shows: what runs, what was answered lately and from what, and who is remembered.
+
+The engine is asked when somebody looks, once a second for all who do, and never waited for: while it is in the middle
+of a long step they see what there was before.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Coroutine, Iterable
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from pydantic_core import to_json
+
+from engine.agent_engine import AgentEngine, Answer, JobProgress
+from engine.api.auth import Tenant
+from engine.api.worker import EngineThread
+from engine.startup import Engine
+from engine.tiers.store import AgentInfo
+
+LATELY = 500  # answers that are remembered
+EVERY_SECONDS = 1.0
+AGENTS_SECONDS = 3.0  # that a list of agents is good for
+AGENTS_SHARE = 0.05  # of the time is spent on making it, at the most: it asks the server and the files
+MOST_AGENTS = 1000  # that are told of, the largest
+MOST_WATCHERS = 64  # at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """An answer, as it is shown."""
+
+    number: int
+    at: float  # unix seconds
+    agent: str | None  # as its tenant calls it; None for nobody's
+    prompt: int  # tokens
+    reused: int
+    tier: str
+    why: str | None
+    restore_seconds: float
+    waited_seconds: float
+    first_seconds: float
+    said: int  # tokens
+
+
+@dataclass(slots=True)
+class Totals:
+    """Tokens, since the start."""
+
+    answers: int = 0
+    prompt: int = 0
+    said: int = 0
+    reused: Counter[str] = field(default_factory=Counter)  # by tier
+
+    def shown(self) -> dict[str, Any]:
+        """For the page."""
+        return {"answers": self.answers, "prompt": self.prompt, "said": self.said, "reused": dict(self.reused)}
+
+
+@dataclass(slots=True)
+class _Tenancy:
+    """What one tenant may see of the past."""
+
+    totals: Totals = field(default_factory=Totals)
+    answers: deque[Answered] = field(default_factory=lambda: deque(maxlen=LATELY))
+
+
+class Watching:
+    """Of one engine."""
+
+    def __init__(self, worker: EngineThread) -> None:
+        self.watchers = 0
+        self._worker = worker
+        self._number = 0
+        self._tenants: dict[str, _Tenancy] = {}
+        self._running: list[JobProgress] = []
+        self._agents: list[AgentInfo] = []
+        self._again = 0.0  # time.monotonic(): when agents are asked for
+        self._asking: dict[str, asyncio.Task[None]] = {}
+
+    def answered(self, answer: Answer, *, kept: bool) -> None:
+        """Remember it for a while; `kept`: it is an agent's."""
+        tenant, given = _of(answer.agent_id)
+        seen = self._tenants.setdefault(tenant, _Tenancy())
+        reuse, totals = answer.reuse, seen.totals
+        self._number += 1
+        totals.answers += 1
+        totals.prompt += answer.prompt_tokens
+        totals.said += len(answer.tokens)
+        totals.reused[reuse.tier] += reuse.tokens
+        seen.answers.append(
+            Answered(
+                self._number,
+                time.time(),
+                given if kept else None,
+                answer.prompt_tokens,
+                reuse.tokens,
+                reuse.tier,
+                reuse.why,
+                reuse.restore_seconds,
+                reuse.waited_seconds,
+                reuse.time_to_first_token,
+                len(answer.tokens),
+            )
+        )
+
+    async def events(self, engine: Engine, tenant: Tenant) -> AsyncIterator[bytes]:
+        """What a tenant sees, as server-sent events, for as long as the engine runs."""
+        self.watchers += 1
+        told, agents = 0, None
+        try:
+            while self._worker.running:
+                self._ask("running", self._look_at_batch())
+                if time.monotonic() >= self._again:
+                    self._ask("agents", self._look_at_agents(engine))
+                seen = self._tenants.setdefault(tenant.name, _Tenancy())
+                new = [answer for answer in seen.answers if answer.number > told]
+                told = new[-1].number if new else told
+                yield _event("state", self._state(engine, tenant, seen.totals))
+                if new:
+                    yield _event("answers", [asdict(answer) for answer in new])
+                if agents is not self._agents:
+                    agents = self._agents
+                    yield _event("agents", _shown(agents, tenant))
+                await asyncio.sleep(EVERY_SECONDS)
+        finally:
+            self.watchers -= 1
+
+    def _state(self, engine: Engine, tenant: Tenant, totals: Totals) -> dict[str, Any]:
+        pool = engine.pool
+        return {
+            "at": time.time(),
+            "totals": totals.shown(),
+            "running": [
+                _progress(progress, given) for progress in self._running if (given := tenant.given(progress.agent_id))
+            ],
+            # A tenant is not told what the others use.
+            "memory": None if tenant.name else {"used": pool.used_bytes, "total": pool.total_bytes},
+            "breaker": engine.pages.breaker.state if engine.pages else None,
+            "pages": engine.pages is not None,
+        }
+
+    def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
+        """Unless it is being asked already."""
+        asking = self._asking.get(what)
+        if asking and not asking.done():
+            return work.close()
+        self._asking[what] = asyncio.create_task(work)
+        return None
+
+    async def _look_at_batch(self) -> None:
+        self._running = await self._worker.call(_progress_of)
+
+    async def _look_at_agents(self, engine: Engine) -> None:
+        begun = time.monotonic()
+        found = await asyncio.to_thread(engine.store.agents)
+        took = time.monotonic() - begun
+        self._again = time.monotonic() + max(AGENTS_SECONDS, took / AGENTS_SHARE)
+        if found != self._agents:
+            self._agents = found
+
+
+def _progress_of(engine: Engine) -> list[JobProgress]:
+    agents: AgentEngine = engine.agents
+    return agents.progress()
+
+
+def _progress(progress: JobProgress, given: str) -> dict[str, Any]:
+    return asdict(progress) | {"agent_id": given if progress.kept else None, "stage": progress.stage.name.lower()}
+
+
+def _of(agent_id: str) -> tuple[str, str]:
+    """Its tenant, and what that calls it."""
+    given, _, tenant = agent_id.rpartition("@") if "@" in agent_id else (agent_id, "", "")
+    return tenant, given
+
+
+def _shown(agents: Iterable[AgentInfo], tenant: Tenant) -> dict[str, Any]:
+    its = [(info, given) for info in agents if (given := tenant.given(info.agent_id)) is not None]
+    its.sort(key=lambda each: (-each[0].nbytes, each[1]))
+    return {
+        "count": len(its),
+        "agents": [
+            {"id": given, "tokens": info.tokens, "tiers": info.tiers, "bytes": info.nbytes, "saved": not info.dirty}
+            for info, given in its[:MOST_AGENTS]
+        ],
+    }
+
+
+def _event(name: str, data: object) -> bytes:
+    return b"event: %s\ndata: %s\n\n" % (name.encode(), to_json(data))

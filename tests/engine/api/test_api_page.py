@@ -1,0 +1,179 @@
+"""The engine's page in a browser: what each answer reused, a chat, tokens, and no other site's business."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from api_engines import RunningEngine, start_engine, write_tiny
+from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, says, shown
+from servers import RunningServer
+
+pytestmark = pytest.mark.slow
+in_chromium = pytest.mark.skipif(not CHROMIUM, reason=NO_CHROMIUM)
+FRIEND = "https://chat.example"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def engine(tiny: Path, server: RunningServer) -> Iterator[RunningEngine]:
+    with start_engine(tiny, "--store", server.url, "--max-tokens", "8") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def tenants(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningEngine]:
+    tokens = tmp_path_factory.mktemp("tokens") / "tokens"
+    tokens.write_text("acme sesame\nother open\n")
+    options = ("--token-file", str(tokens), "--allow-origin", FRIEND)
+    with start_engine(tiny, *options, "--max-tokens", "8") as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+def ask(engine: RunningEngine, agent: str, text: str, token: str = "none") -> dict[str, Any]:
+    body = {"model": "tiny", "agent_id": agent, "messages": [{"role": "user", "content": text}], "temperature": 0}
+    headers = {"Authorization": f"Bearer {token}"}
+    reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert reply.status_code == 200, reply.text
+    found: dict[str, Any] = reply.json()
+    return found
+
+
+def first_events(engine: RunningEngine, token: str) -> dict[str, Any]:
+    """What a page is told at once."""
+    told: dict[str, Any] = {}
+    headers = {"Authorization": f"Bearer {token}"}
+    with httpx.stream("GET", f"{engine.url}/page/events", headers=headers, timeout=60) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("event: "):
+                name = line.removeprefix("event: ")
+            elif line.startswith("data: "):
+                told[name] = json.loads(line.removeprefix("data: "))
+            if {"state", "answers"} <= told.keys() and told.get("agents", {}).get("count"):
+                break
+    return told
+
+
+@in_chromium
+def test_a_chat_shows_what_each_turn_reused(engine: RunningEngine, browser: Any) -> None:
+    with shown(browser, engine.url) as page:
+        page.locator("#agent").fill("alice")
+        for turn in range(2):
+            page.locator("#question").fill("Who lit the lamp, and when was it put out?")
+            page.keyboard.press("Enter")
+            page.locator(".reuse .bar").nth(turn).wait_for()
+        said = page.locator(".reuse").nth(3).inner_text()
+        assert "0 of " in page.locator(".reuse").nth(1).inner_text()
+        says(page, "#answers", "own memory")
+        shown_there = page.locator("#answers tr").first.inner_text()
+        reused = said.split(" of ")[0]
+        assert int(reused.replace(",", "")) > 0
+        assert f"{reused} of " in shown_there
+        says(page, "#agents", "alice")
+        says(page, "#share-note", "prompt tokens")
+
+
+@in_chromium
+def test_what_is_shown_is_what_the_metrics_count(engine: RunningEngine, browser: Any) -> None:
+    for _ in range(2):
+        ask(engine, "bob", "How many steps has the tower?")
+    prompt, reused = engine.metric("prompt_tokens_total"), engine.metric("reused_tokens_total")
+    with shown(browser, engine.url) as page:
+        says(page, "#share-note", f"of {prompt:,.0f} prompt tokens")
+        says(page, "#share", f"{100 * reused / prompt:.1f}".removesuffix(".0"))
+
+
+@in_chromium
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_axe_finds_nothing_serious_in_the_engines_page(engine: RunningEngine, browser: Any, theme: str) -> None:
+    ask(engine, "carol", "Hello")
+    with shown(browser, engine.url, color_scheme=theme) as page:
+        says(page, "#agents", "carol")
+        assert faults(page) == []
+
+
+@in_chromium
+def test_a_token_opens_the_page_of_its_tenant(tenants: RunningEngine, browser: Any) -> None:
+    ask(tenants, "theirs", "Hello", token="open")
+    ask(tenants, "ours", "Hello", token="sesame")
+    with shown(browser, tenants.url, status="") as page:
+        page.locator("#token").fill("guess")
+        page.keyboard.press("Enter")
+        says(page, "#login-error", "not known")
+        page.locator("#token").fill("sesame")
+        page.keyboard.press("Enter")
+        says(page, "#agents", "ours")
+        assert "theirs" not in page.locator("main").inner_text()
+        assert page.locator("#memory-box").is_hidden()
+
+
+def test_a_tenant_is_told_of_its_own(tenants: RunningEngine) -> None:
+    ask(tenants, "theirs", "Hello", token="open")
+    ask(tenants, "ours", "Hello", token="sesame")
+    told = first_events(tenants, "sesame")
+    assert "theirs" not in json.dumps(told)
+    assert {answer["agent"] for answer in told["answers"]} == {"ours"}
+    assert told["state"]["totals"]["answers"] == len(told["answers"])
+    assert told["state"]["memory"] is None
+    assert httpx.get(f"{tenants.url}/page/events").status_code == 401
+
+
+def test_pages_of_other_sites_may_ask_when_they_are_allowed_to(engine: RunningEngine, tenants: RunningEngine) -> None:
+    asks = {
+        "Origin": FRIEND,
+        "Access-Control-Request-Method": "POST",
+        "Access-Control-Request-Headers": "authorization",
+    }
+    allowed = httpx.options(f"{tenants.url}/v1/chat/completions", headers=asks)
+    assert (allowed.status_code, allowed.headers["access-control-allow-origin"]) == (200, FRIEND)
+    models = httpx.get(f"{tenants.url}/v1/models", headers={"Origin": FRIEND, "Authorization": "Bearer open"})
+    assert models.headers["access-control-allow-origin"] == FRIEND
+    assert httpx.options(f"{engine.url}/v1/chat/completions", headers=asks).status_code == 403
+    assert "access-control-allow-origin" not in httpx.get(f"{engine.url}/v1/models", headers={"Origin": FRIEND}).headers
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Origin": "null"}, 403),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
+        ({"Host": "evil.example"}, 421),
+        ({"Host": "engine:8000"}, 200),
+    ],
+)
+def test_what_another_site_has_a_browser_send_is_not_done(
+    engine: RunningEngine, headers: dict[str, str], status: int
+) -> None:
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
+    reply = httpx.post(f"{engine.url}/v1/chat/completions", json=body, headers=headers, timeout=60)
+    assert reply.status_code == status
+
+
+@pytest.mark.parametrize("origin", ["chat.example", "https://chat.example/", "ftp://chat.example", "https://"])
+def test_an_origin_that_is_none_is_refused(origin: str, capsys: pytest.CaptureFixture[str]) -> None:
+    from engine import cli
+
+    with pytest.raises(SystemExit):
+        cli.main(["serve", "--allow-origin", origin])
+    assert "an origin is http:// or https:// and a name" in capsys.readouterr().err
+
+
+def test_no_script_but_our_own_runs(engine: RunningEngine) -> None:
+    policy = httpx.get(engine.url).headers["content-security-policy"]
+    assert "script-src 'self'" in policy
+    assert "unsafe" not in policy
