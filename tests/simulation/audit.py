@@ -177,8 +177,10 @@ class Audit:
             self._find_each(doubtful)
             return
         state: dict[bytes, Cell] = dict(store.keys)
+        for name, *cells in store.log[self._least :]:
+            if name in doubtful:
+                doubtful[name] += cells
         for key, options in doubtful.items():
-            options += [cell for name, *cells in store.log[self._least :] if name == key for cell in cells]
             state[key] = next((cell for cell in options if self._is(key, cell)), options[0])
         wrong = {key for key in self._found if not self._is(key, state.get(key))}
         fewest, boundaries = set(wrong), {self._most, self._least, *judge.boundaries}
@@ -204,9 +206,11 @@ class Audit:
     def _find_each(self, doubtful: dict[bytes, list[Cell]]) -> None:
         """Nothing was promised but that no value is there that never was."""
         store, state = self._judge.model.store, dict[bytes, Cell]()
+        past: dict[bytes, list[Cell]] = {}
+        for name, *cells in store.log:
+            past.setdefault(name, []).extend(cells)
         for key in self._found:
-            past = [cell for name, *cells in store.log if name == key for cell in cells]
-            options = [store.keys.get(key), None, *past, *doubtful.get(key, [])]
+            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, [])]
             fitting = [cell for cell in options if self._is(key, cell)]
             if not fitting:
                 self._judge.fail(f"{key!r} is {self._found[key]!r:.300}, which it never was")

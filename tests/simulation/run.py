@@ -47,7 +47,7 @@ class Run:
         self.machine = Machine(clock, str(program.seed))
         costs = random.Random(f"costs {program.seed}")
         low, high = program.costs
-        clock.cost = (lambda: costs.randrange(low, high)) if high else (lambda: 0)
+        clock.cost = (lambda: low + int(costs.random() * (high - low))) if high else (lambda: 0)
         self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
         self.judge = Judge(self.machine, self.peers)
         self.judge.model.limited = program.options["maxmemory"] != "0"
