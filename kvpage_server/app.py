@@ -26,7 +26,7 @@ from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
 from kvpage_server.gateway.rows import Rows
-from kvpage_server.gateway.upstream import Upstream
+from kvpage_server.gateway.upstream import Upstream, keep_memory
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -203,7 +203,10 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
-    keep_large_blocks_apart()
+    if upstream is None:
+        keep_large_blocks_apart()
+    else:
+        keep_memory()
     _greet(server, addresses, list(map(name_of, http)))
     told = [_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server)]
     if server.placing is not None:

@@ -36,7 +36,7 @@ MAY_KNOW = {
     "configuration": "core glob store system",
     "slot_map": "",
     "commands": "configuration core glob page patterns resp slot_map store system",
-    "gateway": "client commands core page resp store",
+    "gateway": "client commands core page resp store system",
     "net": "commands configuration core resp system",
     "renewal": "commands configuration slot_map",
     "app": "client commands configuration core gateway net page renewal slot_map store system",
