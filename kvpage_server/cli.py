@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable
 from getpass import getpass
@@ -12,9 +13,10 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import redis
+from rich.markup import escape
 
 from kvpage_server import __version__
-from kvpage_server.address import DEFAULT_URL, URL, shown, with_credentials
+from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
 from kvpage_server.look.output import LookError
@@ -37,8 +39,8 @@ def _run(args: argparse.Namespace) -> int:
     """Do what was asked for; the exit code."""
     try:
         args.url = _url(args)
-        with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5, max_connections=1) as store:
-            return 0 if args.show(store, args) else 1
+        urls = urls_of(args.url)
+        return _ask(args) if len(urls) == 1 else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
     except redis.AuthenticationError:
@@ -49,6 +51,32 @@ def _run(args: argparse.Namespace) -> int:
         raise
     except (redis.RedisError, ValueError, OSError) as error:
         return say("kvpage", str(error), 2)
+
+
+def _ask(args: argparse.Namespace) -> int:
+    with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5, max_connections=1) as store:
+        return 0 if args.show(store, args) else 1
+
+
+def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
+    """Of servers side by side, one after the other. A dump of each is in a directory of its own. The exit code is the
+    worst one, and that of a look for something the best."""
+    if args.show in (top, restore, bench):
+        raise LookError("this is done at one server, --url names several")
+    codes = []
+    for url in urls:
+        of_one = argparse.Namespace(**{**vars(args), "url": url})
+        if args.show is dump:
+            of_one.directory = args.directory / re.sub(r"\W+", "-", urlsplit(url).netloc.rpartition("@")[2])
+        if not getattr(args, "json", False):
+            out.print(f"[bold]{escape(shown(url))}[/]")
+        try:
+            codes.append(_ask(of_one))
+        except LookError as failure:
+            codes.append(say("kvpage", str(failure), 1))
+        except redis.ConnectionError as error:
+            codes.append(say("kvpage", f"cannot reach {shown(url)}: {error}", 2))
+    return min(codes) if args.show in (ls, stat, why) else max(codes)
 
 
 def _url(args: argparse.Namespace) -> str:
@@ -83,7 +111,9 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         command.set_defaults(show=show, url="", user="", askpass=False)
         if asks:
-            help = f"the store's address; {URL} of the environment, or {DEFAULT_URL}, if not given"
+            help = (
+                f"the store's address, or several with commas; {URL} of the environment, or {DEFAULT_URL}, if not given"
+            )
             command.add_argument("--url", default="", help=help)
             help = "who asks; the password is KVPAGE_PASSWORD's or REDISCLI_AUTH's of the environment"
             command.add_argument("--user", metavar="NAME", default="", help=help)

@@ -1,0 +1,62 @@
+"""`kvpage` with a list of servers side by side: it answers for all of them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from page_batches import SHAPE, block_body
+from servers import RunningServer, free_port
+
+from kvpage_server.cli import main
+from kvpage_server.client import PageClient
+
+NAMES = [(b"{segment-%d}" % i, i) for i in range(16)]
+
+
+def run(*words: str) -> int:
+    with pytest.raises(SystemExit) as ended:
+        main(list(words))
+    assert isinstance(ended.value.code, int)
+    return ended.value.code
+
+
+def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
+    server: RunningServer, second_server: RunningServer, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = f"{server.url},{second_server.url}"
+    for one in (server, second_server):
+        with one.client() as client:
+            client.flushall()
+    with PageClient(both) as pages:
+        pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
+    assert run("status", "--url", both) == 0
+    said = capsys.readouterr().out
+    assert server.url in said
+    assert second_server.url in said
+    assert run("ls", "--url", both) == 0
+    said = capsys.readouterr().out
+    assert all(req_id.decode() in said for req_id, _ in NAMES)
+    assert run("ls", NAMES[0][0].decode(), "--url", both) == 0  # one of them has it
+    assert run("ls", "nobody", "--url", both) == 1
+    assert run("dump", str(tmp_path), "--url", both) == 0
+    for one in (server, second_server):
+        with one.client() as client:
+            client.flushall()
+        assert run("restore", str(tmp_path / f"127-0-0-1-{one.port}"), "--url", one.url) == 0
+    with PageClient(both) as pages:
+        into = [np.zeros(SHAPE.nbytes, np.uint8) for _ in NAMES]
+        assert all(pages.mget_blocks_into(NAMES, SHAPE, into))
+        assert all((a == block_body(i)).all() for i, a in enumerate(into))
+
+
+def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    gone = f"redis://127.0.0.1:{free_port()}"
+    assert run("status", "--url", f"{gone},{server.url}") == 2
+    said = capsys.readouterr()
+    assert f"cannot reach {gone}" in said.err
+    assert "kvpage-server" in said.out
+    assert run("restore", "nowhere", "--url", f"{gone},{server.url}") == 1
