@@ -120,8 +120,8 @@ def _parser() -> argparse.ArgumentParser:
             command.add_argument("--askpass", action="store_true", help="ask for the password at the terminal")
         return command
 
-    def shows(name: str, show: Any, help: str) -> argparse.ArgumentParser:
-        command = add(name, show, help)
+    def shows(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
+        command = add(name, show, help, asks=asks)
         command.add_argument("--json", action="store_true", help="for programs: an object a line")
         return command
 
@@ -142,7 +142,7 @@ def _parser() -> argparse.ArgumentParser:
     why_ = shows("why", why, "why a read of a request or of a page would miss, or a load of an agent")
     why_.add_argument("req", metavar="REQ|AGENT")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
-    _add_snapshots(add)
+    _add_snapshots(shows)
     _add_replay(add)
     bench_ = add("bench", bench, "measure how fast pages and blocks of all sizes travel; deletes what it has written")
     bench_.add_argument(
@@ -192,24 +192,24 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     replay_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
 
 
-def _add_snapshots(add: Callable[..., argparse.ArgumentParser]) -> None:
+def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     def of_requests(command: Any) -> None:
         help = "the pages of this request alone; may be given several times; %%XX stands for a byte"
         command.add_argument("--request", metavar="REQ", action="append", default=[], help=help)
 
-    dump_ = add("dump", dump, "write what the store holds into safetensors files; goes on where it was interrupted")
+    dump_ = shows("dump", dump, "write what the store holds into safetensors files; goes on where it was interrupted")
     dump_.add_argument("directory", metavar="DIRECTORY", type=Path)
     which = dump_.add_mutually_exclusive_group()
     of_requests(which)
     which.add_argument("--match", metavar="GLOB", default="*", help="the pages and strings whose keys match")
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
-    restore_ = add("restore", restore, "send a dump to a store, what is corrupt left out")
+    restore_ = shows("restore", restore, "send a dump to a store, what is corrupt left out")
     restore_.add_argument("directory", metavar="DIRECTORY", type=Path)
     of_requests(restore_)
     how = restore_.add_mutually_exclusive_group()
     how.add_argument("--keep", action="store_true", help="keys that exist stay as they are: the default")
     how.add_argument("--replace", action="store_true", help="keys that exist are replaced")
-    inspect_ = add("inspect", inspect, "what lies in a dump, or in a file of one", asks=False)
+    inspect_ = shows("inspect", inspect, "what lies in a dump, or in a file of one", asks=False)
     inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=Path)
     of_requests(inspect_)
     inspect_.add_argument("--verify", action="store_true", help="hash all of it")

@@ -14,12 +14,12 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.observe.asking import ask, named, text
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
 from kvpage_server.page import KVType
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import for_people, out, readable, table_of
+from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 _MOST_NAMED = 3  # agents of a shared beginning

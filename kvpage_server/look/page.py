@@ -13,13 +13,13 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.ls import agent_as_json, ago
-from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.observe.asking import ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, holdings_of_store
 from kvpage_server.page import DType, KVType, PageError, PageKey
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import for_people, out, readable, table_of, when
+from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 
 
 def stat(store: redis.Redis, args: argparse.Namespace) -> bool:

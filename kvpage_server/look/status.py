@@ -18,11 +18,11 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.output import LookError, print_json
+from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.overview import DiskFigures, NotAStore, Overview, overview_of_store
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import for_people, out
+from kvpage_server.system.terminal import Terminal, for_people, out, print_json
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
@@ -34,7 +34,7 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
         while True:
             show(store, args)
             time.sleep(args.watch)
-    with Live(console=out, auto_refresh=False) as live:
+    with Live(console=Terminal(highlight=False), auto_refresh=False) as live:
         while True:
             live.update(Group(*_lines(store, args.url, overview(store, args.url))), refresh=True)
             time.sleep(args.watch)

@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.ls import remarks, tables_of
-from kvpage_server.look.output import leave_no_trace, print_json
+from kvpage_server.look.output import leave_no_trace
 from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.history import History, Moment
@@ -22,7 +22,7 @@ from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
 from kvpage_server.observe.overview import Overview
 from kvpage_server.observe.whose import Holdings, Known, holdings_of_store
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import out, table_of
+from kvpage_server.system.terminal import Terminal, out, print_json, table_of
 
 _OTHER_LINES = 22  # of the terminal, beside agents, what they share and requests
 _LEVELS = " ▁▂▃▄▅▆▇█"
@@ -40,7 +40,7 @@ def top(store: redis.Redis, args: argparse.Namespace) -> bool:
         while True:
             out.print(view.frame(10))
             time.sleep(args.watch)
-    with Live(console=out, auto_refresh=False, screen=True) as live:
+    with Live(console=Terminal(highlight=False), auto_refresh=False, screen=True) as live:
         while True:
             rows = max((out.height - _OTHER_LINES) // 2, 3)
             live.update(view.frame(rows), refresh=True)

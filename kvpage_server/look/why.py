@@ -13,13 +13,13 @@ from rich.filesize import decimal
 from rich.markup import escape
 
 from kvpage_server.look.ls import agent_as_json
-from kvpage_server.look.output import LookError, leave_no_trace, print_json
+from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import place_as_json
 from kvpage_server.observe.asking import ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import for_people, out, when
+from kvpage_server.system.terminal import for_people, out, print_json, when
 
 _MOST_MISSING = 20  # blocks that are named
 Answer = dict[str, Any]  # KVPAGEWHY's

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import redis
 from rich.console import Console
@@ -26,7 +27,7 @@ from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import for_people, out, table_of, when
+from kvpage_server.system.terminal import for_people, out, print_json, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
 
@@ -42,6 +43,9 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
+    if args.json:
+        print_json(_told(dumped.amount) | {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt})
+        return not dumped.corrupt
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = how_many(dumped.files, "file"), time.monotonic() - started
     out.print(f"{_counted(dumped.amount)} in {files}{kept}, {took:.1f} s")
@@ -62,18 +66,24 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     started = time.monotonic()
     with RunningStore(args.url) as store, _bar("restoring", nbytes, in_bytes=True) as done:
         restored = restore(store, args.directory, _requests(args), replace=args.replace, done=done)
+    if args.request and not restored.amount.pages + restored.there + restored.expired + len(restored.corrupt):
+        raise DumpError(f"{args.directory} has no page of what --request names")
+    evicted = server.info("stats").get("evicted_keys", 0) - evicted
+    if args.json:
+        names = {"corrupt": restored.corrupt, "no_room": restored.no_room}
+        counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
+        print_json(_told(restored.amount) | counts | names | {"finished": restored.finished})
+        return restored.finished and not restored.corrupt and not restored.no_room
     out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:
         out.print(f"{how_many(restored.there, 'key')} there already, left unchanged")
     if restored.expired:
         out.print(f"{how_many(restored.expired, 'key')} had expired by the end of the dump")
-    if evicted := server.info("stats").get("evicted_keys", 0) - evicted:
+    if evicted:
         gone = how_many(evicted, "key")
         out.print(f"[red]{gone} evicted meanwhile: the dump may be larger than maxmemory, or than a quota[/]")
     if not restored.finished:
         out.print("[red]the dump was never finished: this is what there was of it[/]")
-    if args.request and not restored.amount.pages + restored.there + restored.expired + len(restored.corrupt):
-        raise DumpError(f"{args.directory} has no page of what --request names")
     fitted = _none("did not fit into the store, and were not restored", restored.no_room)
     return _none("are corrupt, and were not restored", restored.corrupt) and fitted and restored.finished
 
@@ -82,9 +92,12 @@ def run_inspect(args: argparse.Namespace) -> bool:
     """Whether all of it can be read and, with --verify, is intact."""
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
-    _show_head(args.path, found)
     if requests and not found.planes and not found.corrupt:
         raise DumpError(f"{args.path} has no page of what --request names")
+    if args.json:
+        print_json(_inspected(found, args.path))
+        return not found.corrupt
+    _show_head(args.path, found)
     if requests:
         _show_planes(found.planes)
     else:
@@ -92,6 +105,24 @@ def run_inspect(args: argparse.Namespace) -> bool:
     if args.verify and not found.corrupt:
         out.print("all of it is intact")
     return _none("are corrupt", found.corrupt)
+
+
+def _told(what: Amount) -> dict[str, Any]:
+    return {"pages": what.pages, "strings": what.strings, "bytes": what.nbytes}
+
+
+def _inspected(found: Inspected, path: Path) -> dict[str, Any]:
+    held = found.requests.values()
+    return {
+        "path": str(path),
+        "files": found.files,
+        "file_bytes": found.nbytes,
+        "requests": len(found.requests),
+        "pages": sum(holding.count for holding in held),
+        "strings": found.strings.count,
+        "bytes": sum(holding.nbytes for holding in held) + found.strings.nbytes,
+        "corrupt": found.corrupt,
+    }
 
 
 def _show_head(path: Path, found: Inspected) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from datetime import datetime, timedelta
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -29,6 +31,13 @@ def table_of(*columns: str, numbers_from: int) -> Table:
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
     return made
+
+
+def print_json(found: Any) -> None:
+    """For programs: an object on one line. Bytes that are no text are shown as `\\xNN`."""
+    print(
+        json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=False), flush=True
+    )
 
 
 def readable(raw: bytes) -> Text:

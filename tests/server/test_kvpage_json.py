@@ -1,0 +1,123 @@
+"""`kvpage --json`: an object a line, with the keys that docs/operations.md lists; and what goes on until ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pexpect
+import pytest
+import redis
+from servers import RunningServer
+from test_kvpage_cli import kvpage, set_block
+
+ROOT = Path(__file__).parents[2]
+TABLE = (ROOT / "docs" / "operations.md").read_text().partition("These keys stay")[2].partition("\n\nWhat is slow")[0]
+LISTED = {
+    row[0]: re.findall(r"`(\w+)`", row[1].partition("; of an agent")[0])
+    for row in re.findall(r"^\| `(.*?)` \| (.*)", TABLE, re.M)
+}
+PROGRAM = str(Path(sys.executable).with_name("kvpage"))
+
+
+def told(*words: str, url: str = "") -> dict[str, Any]:
+    code, shown, said = kvpage(*words, "--json", url=url)
+    assert (code, said) == (0, "")
+    assert shown.count("\n") == 1
+    found: dict[str, Any] = json.loads(shown)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("status", ["status"]),
+        ("ls", ["ls"]),
+        ("ls REQ", ["ls", "chat-7"]),
+        ("stat KEY", ["stat", "kv:chat-7:0:0:0:0"]),
+        ("verify", ["verify", "chat-7"]),
+        ("why REQ", ["why", "chat-7"]),
+    ],
+)
+def test_its_keys_are_those_of_the_page(
+    server: RunningServer, client: redis.Redis, name: str, words: list[str]
+) -> None:
+    set_block(client, "chat-7")
+    assert set(LISTED[name]) <= told(*words, url=server.url).keys()
+
+
+def test_dumps_tell_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
+    set_block(client, "chat-7")
+    dumped = told("dump", str(tmp_path / "dump"), url=server.url)
+    assert (dumped["pages"], dumped["strings"], dumped["corrupt"]) == (12, 0, [])
+    assert set(LISTED["dump"]) == dumped.keys()
+    found = told("inspect", str(tmp_path / "dump"))
+    assert set(LISTED["inspect"]) == found.keys()
+    assert (found["requests"], found["pages"]) == (1, 12)
+    client.flushall()
+    restored = told("restore", str(tmp_path / "dump"), url=server.url)
+    assert set(LISTED["restore"]) == restored.keys()
+    assert (restored["pages"], restored["there"], restored["finished"]) == (12, 0, True)
+
+
+def test_figures_equal_those_of_info(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "chat-7")
+    info, found = client.info("everything"), told("status", url=server.url)
+    assert found["memory"]["used"] == info["used_memory"]
+    assert found["contents"]["blocks"] == info["blocks"] == 1
+    assert found["commands"]["kvblockset"]["count"] == info["cmdstat_kvblockset"]["calls"]
+
+
+def test_bytes_that_are_no_text_are_shown(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "x")
+    client.execute_command("KVPAGESET", b"\xff\xfe<script>", 0, 0, 0, 0, 1, 1, 1, 0, b"ab")
+    assert "\\xff\\xfe<script>" in {each["request"] for each in told("ls", url=server.url)["requests"]}
+
+
+@pytest.mark.parametrize("words", [["status", "--watch", "0.2"], ["top", "--watch", "0.2"]])
+def test_a_watch_goes_on_line_by_line_until_it_is_interrupted(server: RunningServer, words: list[str]) -> None:
+    process = subprocess.Popen(
+        [PROGRAM, *words, "--json", "--url", server.url], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout
+    try:
+        lines = [json.loads(process.stdout.readline()) for _ in range(3)]
+        assert [line["at"] for line in lines] == sorted({line["at"] for line in lines})
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert (process.returncode, said) == (130, b"kvpage: interrupted\n")
+
+
+@pytest.mark.parametrize("columns", [60, 100])
+def test_top_fills_a_terminal_and_no_more(server: RunningServer, client: redis.Redis, columns: int) -> None:
+    for number in range(60):
+        set_block(client, f"a-request-with-rather-a-long-name-{number:03}")
+    environment = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")} | {
+        "TERM": "xterm"
+    }
+    with pexpect.spawn(
+        PROGRAM, ["top", "--url", server.url], dimensions=(30, columns), timeout=60, env=environment
+    ) as shown:
+        shown.expect("a-request-with")
+        shown.expect("a second")
+        shown.sendintr()
+        shown.expect(pexpect.EOF)
+        drawn = (shown.before or b"").partition(b"^C")[0].replace(b"\x1b[H", b"\n")
+        frame = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", drawn).decode()
+    assert max((len(line) for line in frame.splitlines()), default=0) <= columns
+
+
+@pytest.mark.parametrize("wrong", ["0", "nan", "-1", "x", "1e9"])
+def test_an_interval_that_is_none_is_refused(server: RunningServer, wrong: str) -> None:
+    code, _, said = kvpage("status", "--watch", wrong, url=server.url)
+    assert code == 2
+    assert "--watch" in said
