@@ -115,8 +115,8 @@ def _inspected(found: Inspected, path: Path) -> dict[str, Any]:
     held = found.requests.values()
     return {
         "path": str(path),
-        "files": found.files,
-        "file_bytes": found.nbytes,
+        "files": len(found.sizes),
+        "file_bytes": sum(found.sizes),
         "requests": len(found.requests),
         "pages": sum(holding.count for holding in held),
         "strings": found.strings.count,

@@ -21,7 +21,7 @@ ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs" / "operations.md").read_text().partition("These keys stay")[2].partition("\n\nWhat is slow")[0]
 LISTED = {
     row[0]: re.findall(r"`(\w+)`", row[1].partition("; of an agent")[0])
-    for row in re.findall(r"^\| `(.*?)` \| (.*)", TABLE, re.M)
+    for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)
 }
 PROGRAM = str(Path(sys.executable).with_name("kvpage"))
 
