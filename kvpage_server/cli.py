@@ -7,6 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import ExitStack
 from getpass import getpass
 from pathlib import Path
 from typing import Any
@@ -17,10 +18,12 @@ from rich.markup import escape
 
 from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
+from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
 from kvpage_server.look.output import LookError
 from kvpage_server.look.page import stat, verify
+from kvpage_server.look.several import SideBySide
 from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import why
@@ -40,7 +43,9 @@ def _run(args: argparse.Namespace) -> int:
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
-        return _ask(args) if len(urls) == 1 else _ask_all(args, urls)
+        if len(urls) == 1:
+            return _ask(args)
+        return _ask_as_one(args) if args.show in (ls, stat, verify, why) else _ask_all(args, urls)
     except LookError as failure:
         return say("kvpage", str(failure), 1)
     except redis.AuthenticationError:
@@ -54,13 +59,24 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _ask(args: argparse.Namespace) -> int:
-    with redis.Redis.from_url(args.url, protocol=3, socket_connect_timeout=5, max_connections=1) as store:
+    with _connected(args.url) as store:
         return 0 if args.show(store, args) else 1
+
+
+def _ask_as_one(args: argparse.Namespace) -> int:
+    """Servers side by side: an agent's blocks are at all of them."""
+    with ExitStack() as stack:
+        stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
+        return 0 if args.show(SideBySide(stores), args) else 1
+
+
+def _connected(url: str) -> redis.Redis:
+    return redis.Redis.from_url(url, protocol=3, socket_connect_timeout=5, max_connections=1)
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
     """Of servers side by side, one after the other. A dump of each is in a directory of its own. The exit code is the
-    worst one, and that of a look for something the best."""
+    worst one."""
     if args.show in (top, restore, bench):
         raise LookError("this is done at one server, --url names several")
     codes = []
@@ -76,7 +92,7 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
             codes.append(say("kvpage", str(failure), 1))
         except redis.ConnectionError as error:
             codes.append(say("kvpage", f"cannot reach {shown(url)}: {error}", 2))
-    return min(codes) if args.show in (ls, stat, why) else max(codes)
+    return max(codes)
 
 
 def _url(args: argparse.Namespace) -> str:

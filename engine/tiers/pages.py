@@ -37,18 +37,11 @@ from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.cost_model import Rates
 from engine.tiers.server.fetch import Fetch
 from engine.tiers.server.lookup import FetchRequest, Remote
-from engine.tiers.server.manifest import (
-    SEGMENT,
-    BlockLayout,
-    BlockPlace,
-    ContextManifest,
-    Miss,
-    manifest_key,
-    tag_of,
-)
+from engine.tiers.server.manifest import BlockLayout, BlockPlace, ContextManifest, Miss, manifest_key
 from engine.tiers.server.reference_counts import MakesManifest
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
+from kvpage_server.segments import SEGMENT, tag_of
 
 T = TypeVar("T")
 Doing = Coroutine[Any, Any, T]
@@ -181,7 +174,7 @@ class PageTier:
         if not context.blocks:
             return Saved(0, 0, 0)
         manifest = ContextManifest.of(context.agent_id, context.tokens, self._spec)
-        made, parts = partial(manifest.dump, self._spec), self._parts(context, manifest)
+        made, parts = partial(manifest.dump, self._spec, self._layout.together), self._parts(context, manifest)
         agent_id, fingerprint = context.agent_id, self._spec.fingerprint
         return self._saved(
             self._references.save(self._connection, agent_id, fingerprint, made, lambda: self._write(parts))

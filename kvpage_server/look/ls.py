@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import redis
 from rich.console import RenderableType
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.output import LookError, leave_no_trace
-from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
 from kvpage_server.page import KVType
 from kvpage_server.system.plurals import how_many
@@ -25,7 +24,7 @@ LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 _MOST_NAMED = 3  # agents of a shared beginning
 
 
-def ls(store: redis.Redis, args: argparse.Namespace) -> bool:
+def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     """The agents, what they share and other requests; or the blocks of one request."""
     if args.req is not None:
         return _ls_blocks(store, args)
@@ -153,8 +152,8 @@ def as_json(holdings: Holdings) -> dict[str, Any]:
     }
 
 
-def _ls_blocks(store: redis.Redis, args: argparse.Namespace) -> bool:
-    answer = store.execute_command("KVPAGEINDEX", args.req, "WITHSIZES")  # type: ignore[no-untyped-call]
+def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
+    answer = store.execute_command("KVPAGEINDEX", args.req, "WITHSIZES")
     blocks = [named(block) for block in answer]
     if not blocks:
         raise LookError(f"request {args.req} has no page; kvpage why {args.req} may say why")

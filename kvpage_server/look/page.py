@@ -7,14 +7,13 @@ from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
-import redis
 from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.ls import agent_as_json, ago
 from kvpage_server.look.output import LookError, leave_no_trace
-from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, holdings_of_store
 from kvpage_server.page import DType, KVType, PageError, PageKey
@@ -22,7 +21,7 @@ from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 
 
-def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
+def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     """A page's header and what the store knows of it; or an agent's contexts, block by block."""
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
@@ -31,7 +30,7 @@ def stat(store: redis.Redis, args: argparse.Namespace) -> bool:
     except PageError as error:
         raise LookError(str(error)) from None
     name = (key.req_id, key.layer, key.head, key.page, key.kv_type)
-    found = store.execute_command("KVPAGESTAT", *name)  # type: ignore[no-untyped-call]
+    found = store.execute_command("KVPAGESTAT", *name)
     if found is None:
         raise LookError(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
     page = named(found)
@@ -70,7 +69,7 @@ def _print_rows(rows: Iterable[tuple[str, Any]]) -> None:
     out.print(table)
 
 
-def _stat_agent(store: redis.Redis, args: argparse.Namespace) -> bool:
+def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     leave_no_trace(store)
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == args.key]
@@ -127,10 +126,10 @@ def place_as_json(place: BlockPlace) -> dict[str, Any]:
     }
 
 
-def verify(store: redis.Redis, args: argparse.Namespace) -> bool:
+def verify(store: AskedStore, args: argparse.Namespace) -> bool:
     """Whether a request's pages are what was stored."""
     with out.status("hashing"):
-        answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)  # type: ignore[no-untyped-call]
+        answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)
     found = named(answer)
     checked, corrupt, unchecked = found["checked"], found["corrupt"], found["unchecked"]
     if not (checked or corrupt or unchecked):

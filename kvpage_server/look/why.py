@@ -8,14 +8,13 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-import redis
 from rich.filesize import decimal
 from rich.markup import escape
 
 from kvpage_server.look.ls import agent_as_json
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import place_as_json
-from kvpage_server.observe.asking import ask, named, text
+from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
 from kvpage_server.system.plurals import how_many
@@ -25,14 +24,14 @@ _MOST_MISSING = 20  # blocks that are named
 Answer = dict[str, Any]  # KVPAGEWHY's
 
 
-def why(store: redis.Redis, args: argparse.Namespace) -> bool:
+def why(store: AskedStore, args: argparse.Namespace) -> bool:
     """Why a read of a request, or of the page of that layer, head, page id and type, would miss."""
     if args.name and len(args.name) != 4:
         raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
     req = os.fsencode(args.req)
-    found = store.execute_command("KVPAGEWHY", req, *args.name)  # type: ignore[no-untyped-call]
+    found = store.execute_command("KVPAGEWHY", req, *args.name)
     answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
-    if not args.name and answer["reason"] == "never stored":
+    if not args.name and answer["reason"] in ("never stored", "gone"):  # an agent is no request
         leave_no_trace(store)
         holdings = ask(store, holdings_of_agent(req))
         if holdings.agents or holdings.unreadable:
@@ -58,13 +57,13 @@ def _explained(reason: str, answer: Answer) -> str:
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
         return f"{reason}, as far as is known since {when(answer['since'])}"
-    return f"{reason}: a read would not miss"
+    return f"{reason}: a read would not miss" if reason == "stored" else reason
 
 
 # -- agents ------------------------------------------------------------------------------------------------------------
 
 
-def _show_agent(store: redis.Redis, args: argparse.Namespace, holdings: Holdings) -> None:
+def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings) -> None:
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     if args.json:
         found = [agent_as_json(agent) | {"places": [*map(place_as_json, places)]} for agent, places in contexts]

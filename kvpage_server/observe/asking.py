@@ -7,7 +7,7 @@ the `ResponseError` of a command that was refused. What it returns is what was r
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import redis
 import redis.asyncio
@@ -19,7 +19,17 @@ Reading: TypeAlias = Generator[list[Command], list[Any], T]
 AT_ONCE = 256  # commands in one go: the server runs as many before others have their turn
 
 
-def ask(store: redis.Redis, reading: Reading[T]) -> T:
+class AskedStore(Protocol):
+    """Who is asked by a client for threads: a server, or several as one."""
+
+    def execute_command(self, *words: Any) -> Any:
+        """The answer to a command. Raises RedisError."""
+
+    def pipeline(self, transaction: bool) -> Any:
+        """Takes commands, and sends them together."""
+
+
+def ask(store: AskedStore, reading: Reading[T]) -> T:
     """What a reading finds out. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
     try:
         commands = next(reading)
@@ -28,7 +38,7 @@ def ask(store: redis.Redis, reading: Reading[T]) -> T:
             for start in range(0, len(commands), AT_ONCE):
                 pipeline = store.pipeline(transaction=False)
                 for command in commands[start : start + AT_ONCE]:
-                    pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
+                    pipeline.execute_command(*command)
                 answers += pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:

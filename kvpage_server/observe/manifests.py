@@ -10,6 +10,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from kvpage_server.segments import tag_of
+
 PREFIX = b"manifest:"
 HEAD_BYTES = 1 << 16  # of a manifest, in which all but the tokens of a context of 450,000 of them is told
 DIGEST_BYTES = 16
@@ -43,7 +45,8 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
         told = _told(raw)
-        blocks = tuple(str(name).encode() for name in told["chain"])
+        names, together = [str(name) for name in told["chain"]], max(int(told.get("together", 0)), 0)
+        blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
         tokens = int(told["count"]) if "count" in told else len(told["tokens"])
         return Manifest(
             key,

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from kvpage_server.replay.simulate import Outcome, count_hits, enter
 from kvpage_server.replay.trace import TracedPrompt
+from kvpage_server.segments import first_of
 from kvpage_server.slot_map import SLOTS, slot_of
 from kvpage_server.store.eviction.policy import Policy
 
@@ -87,5 +88,5 @@ def simulate_nodes(
 
 def _places(blocks: Sequence[bytes], nodes: int, segment: int) -> list[int]:
     """The node of each block."""
-    firsts = [blocks[place - (place - 1) % segment if place else 0] for place in range(len(blocks))]
+    firsts = [blocks[first_of(place, segment)] for place in range(len(blocks))]
     return [slot_of(first) * nodes // SLOTS for first in firsts]

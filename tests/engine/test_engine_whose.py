@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 from contexts import SPEC, made, some_tokens
-from servers import RunningServer
+from servers import RunningServer, free_port, start_server
 from test_kvpage_cli import kvpage
 
 # isort: split
@@ -165,6 +165,58 @@ def test_what_makes_no_sense_is_named_and_harms_nobody(
     holdings = look(server)
     assert holdings.unreadable == (b"manifest:<script>alert(1)</script>:0",)
     assert len(holdings.agents) == 3
+
+
+# -- servers side by side ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def both(server: RunningServer, client: redis.Redis) -> Iterator[tuple[str, RunningServer, Engine]]:
+    """The URL of two, the second of them, and an engine that has saved agents there."""
+    with start_server() as second:
+        url = f"{server.url},{second.url}"
+        engine = Engine(url)
+        engine.save("alice", [*SYSTEM, *TOOLS, *some_tokens(1, 22 * 8 + 4)])
+        for i in range(40):  # ports decide what lies where: of so many, something is at either
+            engine.save(f"bob-{i}", [*SYSTEM, *some_tokens(10 + i, 4 * 8)])
+        yield url, second, engine
+        engine.tier.close()
+
+
+def test_servers_side_by_side_are_looked_into_as_one(both: tuple[str, RunningServer, Engine]) -> None:
+    url, _, _ = both
+    found = json.loads(kvpage("ls", "--json", url=url)[1])
+    agents = [(agent["agent"], agent["blocks"], agent["missing_blocks"]) for agent in found["agents"]]
+    assert sorted(agents) == sorted([("alice", 28, 0), *((f"bob-{i}", 7, 0) for i in range(40))])
+    assert all(agent["idle_seconds"] is not None for agent in found["agents"])
+    assert sorted((len(shared["agents"]), shared["blocks"]) for shared in found["shared"]) == [(41, 3)]
+    assert (found["requests"], found["unreadable"], found["cut"]) == ([], [], [])
+    assert "28 blocks, all stored" in kvpage("why", "alice", url=url)[1]
+    (context,) = json.loads(kvpage("stat", "alice", "--json", url=url)[1])["contexts"]
+    assert {place["tier"] for place in context["places"]} == {"memory"}
+    block = context["places"][7]["block"]
+    code, shown, said = kvpage("verify", block, url=url)
+    assert (code, said) == (0, "")
+    assert "all intact" in shown
+
+
+def test_blocks_at_a_server_that_is_gone_are_missing_and_it_is_named(both: tuple[str, RunningServer, Engine]) -> None:
+    url, second, _ = both
+    second.stop()
+    code, shown, said = kvpage("ls", "--json", url=url)
+    assert code == 0
+    assert said.count(f"cannot reach {second.url}") == 1
+    agents = json.loads(shown)["agents"]
+    assert 0 < len(agents) < 41
+    assert any(agent["missing_blocks"] for agent in agents)
+    for agent in agents[:2]:
+        code, shown, said = kvpage("why", agent["agent"], "--json", url=url)
+        assert (code, said.count("cannot reach")) == (0, 1)
+        (context,) = json.loads(shown)["contexts"]
+        assert {place["why"] for place in context["places"] if not place["there"]} <= {"gone"}
+    code, _, said = kvpage("ls", url=f"{second.url},redis://127.0.0.1:{free_port()}")
+    assert code == 2
+    assert "cannot reach" in said
 
 
 # -- in a terminal -----------------------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ MAY_KNOW = {
     "resp": "core",
     "store": "core page system",
     "configuration": "core glob store system",
+    "segments": "",
     "slot_map": "",
     "commands": "configuration core glob page patterns resp slot_map store system",
     "gateway": "client commands core page resp store system",
@@ -42,16 +43,17 @@ MAY_KNOW = {
     "app": "client commands configuration core gateway net page renewal slot_map store system",
     "client": "address core page",
     "snapshot": "client page system",
-    "replay": "slot_map store system",
+    "replay": "segments slot_map store system",
     "bench": "client page system",
-    "look": "address observe page system",
-    "observe": "page",
+    "look": "address client observe page system",
+    "observe": "page segments",
     "http": "",
     "monitor": "http observe system",
     "web": "http monitor observe page system",
-    "cli": "address bench configuration look replay snapshot system",
+    "cli": "address bench client configuration look replay snapshot system",
 }
-ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "http", "__init__"}  # the last has the version
+# Its `__init__` has the version.
+ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "segments", "http", "__init__"}
 
 
 @cache

@@ -12,7 +12,8 @@ from servers import RunningServer
 
 from benchmarks.valkey_cluster import Cluster
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import SEGMENT, block_names, tag_of
+from engine.tiers.server.manifest import block_names
+from kvpage_server.segments import SEGMENT, tag_of
 
 
 @dataclass

@@ -18,11 +18,11 @@ from engine.memory.prefix import chain_hash, chain_hashes, root_of
 from engine.spec import ModelCacheSpec, Shapes
 from kvpage_server.client import BlockName
 from kvpage_server.page import BlockShape, DType, Plane, unix_ms
+from kvpage_server.segments import tag_of
 
 FORMAT = 4  # of manifests
 OLDER = 3  # one an agent, without a digest before it
 DIGESTS = 3  # the format of blocks' digests
-SEGMENT = 4  # blocks of a prompt that one of several servers has, so that long contexts spread over all of them
 CHUNK_BYTES = 8 << 20  # of blocks that are asked for or sent in one go, a block at least
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
 MODEL_SHOWN = 200  # letters of a model's name
@@ -166,7 +166,7 @@ class ContextManifest:
         """Where the tokens of all its blocks lie, first to last."""
         return [self.place(i, spec, together) for i in range(len(self.names))]
 
-    def dump(self, spec: ModelCacheSpec, before: bytes | None = None) -> bytes:
+    def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
         """What is stored in place of the one `before`: a digest, and JSON. The tokens come last: who asks whose blocks
         these are need not read so far."""
         now, key = unix_ms(), manifest_key(self.agent_id, spec.fingerprint)
@@ -179,6 +179,7 @@ class ContextManifest:
             "created": _created(before, key) or now,
             "saved": now,
             "by": WRITER,
+            "together": together,
             "chain": self.names,
             "tokens": self.tokens,
         })  # fmt: skip
@@ -205,11 +206,6 @@ def manifest_key(agent_id: str, fingerprint: int) -> str:
 def older_key(agent_id: str) -> str:
     """Where earlier versions kept an agent's only one."""
     return f"manifest:{agent_id}"
-
-
-def tag_of(names: Sequence[str], index: int, together: int) -> str:
-    """What stands before the name of a block of this chain: in braces the first of those that are kept together."""
-    return f"{{{names[index - index % together]}}}" if together else ""
 
 
 def chain_in(raw: bytes | None, key: str) -> list[str]:

@@ -18,14 +18,15 @@ import asyncio
 from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import islice
+from itertools import groupby, islice
 
 from engine.tiers.server.block_writer import Saved, Write
 from engine.tiers.server.connection import OUTAGES, ServerConnection
-from engine.tiers.server.manifest import SEGMENT, chain_in, digest_of, manifest_key, moved, older_key, tag_of
+from engine.tiers.server.manifest import chain_in, digest_of, manifest_key, moved, older_key
 from engine.tiers.server.reference_counts import MakesManifest
 from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
+from kvpage_server.segments import SEGMENT, tag_of
 
 _AT_ONCE = 8  # segments whose references are changed at the same time
 _TRIES = 10  # to fork a context that is saved meanwhile
@@ -160,11 +161,8 @@ async def _change(
 
 def _segments(chain: Sequence[str], kept: Collection[str] = ()) -> list[list[str]]:
     """The blocks of a chain as they stand in keys, those together that lie together, without those that are kept."""
-    tagged = [(name, tag_of(chain, i, SEGMENT)) for i, name in enumerate(chain)]
-    found = [
-        [tag + name for name, tag in tagged[start : start + SEGMENT] if name not in kept]
-        for start in range(0, len(tagged), SEGMENT)
-    ]
+    tagged = ((tag_of(chain, i, SEGMENT), name) for i, name in enumerate(chain))
+    found = ([tag + name for _, name in some if name not in kept] for tag, some in groupby(tagged, lambda one: one[0]))
     return [blocks for blocks in found if blocks]
 
 

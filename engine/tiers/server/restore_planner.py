@@ -12,7 +12,8 @@ from itertools import takewhile
 
 from engine.memory.prefix import ROOT, chain_hashes, common_prefix
 from engine.spec import ModelCacheSpec
-from engine.tiers.server.manifest import BlockPlace, ContextManifest, tag_of
+from engine.tiers.server.manifest import BlockPlace, ContextManifest
+from kvpage_server.segments import tag_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from engine.pool import BlockPool
 from engine.tiers.pages import PageTier, Saved
 from kvpage_server.client import AsyncPageClient
 
-TOKENS = some_tokens(24, 14 * BLOCK + 3)  # four segments, the last of them with a block that is not full
+TOKENS = some_tokens(24, 14 * BLOCK + 3)  # five segments, the last of them with a block that is not full
 SEVERAL = ("side by side", "cluster")
 
 
@@ -231,13 +231,24 @@ def test_all_that_belongs_to_a_block_is_on_one_server_with_its_segment_and_segme
     save(tier)
     wholes = set()
     for i, block in enumerate(home.tagged(TOKENS, SPEC)):
-        assert block.startswith("{" + home.tagged(TOKENS, SPEC)[i - i % 4][-32:] + "}")
+        assert block.startswith("{" + home.tagged(TOKENS, SPEC)[i - (i - 1) % 4 if i else 0][-32:] + "}")
         keys = home.keys(f"*:{block}*")
         assert {f"seal:{block}", f"refs:{block}", f"refs:{block}:alice:{SPEC.fingerprint:016x}"} <= keys
         servers = {id(client) for key in keys for client in home.having(key)}
         assert len(servers) == 1
         wholes |= servers
     assert len(wholes) > 1
+
+
+@pytest.mark.parametrize("home", SEVERAL, indirect=True)
+def test_what_follows_a_beginning_that_all_prompts_share_is_on_all_servers(tier: PageTier, home: Home) -> None:
+    used = set()
+    for seed in range(24):
+        tokens = TOKENS[:BLOCK] + some_tokens(100 + seed, 3 * BLOCK)
+        save(tier, f"agent-{seed}", tokens)
+        (server,) = home.having(f"seal:{home.tagged(tokens, SPEC)[1]}")
+        used.add(id(server))
+    assert len(used) == len(home.clients)
 
 
 @pytest.mark.parametrize("home", SEVERAL, indirect=True)
@@ -251,7 +262,7 @@ def test_a_lookup_asks_every_server_once_however_many_blocks_there_are(tier: Pag
     assert trips(tier) - before == len(home.clients)
     before = trips(tier)
     assert found(tier, "bob", tokens) == len(tokens)
-    lookup_and_lease, chunks = 2 * len(home.clients), 16  # a chunk is a segment at most
+    lookup_and_lease, chunks = 2 * len(home.clients), 17  # a chunk is a segment at most
     assert trips(tier) - before <= lookup_and_lease + chunks
 
 
