@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+import engine  # noqa: F401 - picks the BLAS before mlx is imported
+
+# isort: split
 import mlx.core as mx
 import numpy as np
 

@@ -266,4 +266,4 @@ def test_what_cannot_be_served_is_said_in_a_line(
             cli.main(["serve", "--model", str(tiny), "--port", "0", "--store", "http://here"])
         assert ended.value.code == 2
         said = capsys.readouterr().err.splitlines()[-1]
-        assert "a store's URL begins with redis://, rediss:// or unix://, got 'http://here'" in said
+        assert "redis-cluster:// or rediss-cluster://, got 'http://here'" in said
