@@ -147,7 +147,9 @@ class Parser:
         if self._slot is None:
             return [scratch[: self._ahead]]
         rest = self._place[self._filled :]
-        return [rest, scratch[:AHEAD]] if len(rest) >= DIRECT else [scratch]
+        if len(rest) < DIRECT:
+            return [scratch]
+        return [rest[:RECEIVE_TURN], scratch[: AHEAD if len(rest) <= RECEIVE_TURN else 0]]
 
     def _put(self, room: list[memoryview], count: int) -> None:
         """So many bytes were received there."""
