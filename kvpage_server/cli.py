@@ -19,6 +19,7 @@ from rich.markup import escape
 from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
+from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
 from kvpage_server.look.output import LookError
@@ -71,7 +72,7 @@ def _ask_as_one(args: argparse.Namespace) -> int:
 
 
 def _connected(url: str) -> redis.Redis:
-    return redis.Redis.from_url(url, protocol=3, socket_connect_timeout=5, max_connections=1)
+    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=1)
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:

@@ -23,6 +23,7 @@ from engine.commands.asking import ask
 from engine.commands.options import add_engine, count, open_engine
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
+from kvpage_server.client.wire.connection import plain_client
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
@@ -188,7 +189,7 @@ def _about(pages: PageTier, url: str) -> str:
             raise Failure(f"no store at {where}: {', '.join(pages.unasked)}")
         return f"{len(servers)} servers: {', '.join(servers)}"
     try:
-        with redis.Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as client:
+        with plain_client(url, socket_timeout=5, socket_connect_timeout=5) as client:
             info: Any = client.info("server")
     except (redis.RedisError, ValueError) as error:
         raise Failure(f"no store at {where}: {error}") from error

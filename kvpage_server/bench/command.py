@@ -17,6 +17,7 @@ from kvpage_server.bench.raw import start_raw
 from kvpage_server.bench.report import Row, table, write_json, write_plot
 from kvpage_server.bench.work import LLAMA3_16, LLAMA3_256, SMOLLM2_16, SMOLLM2_256, Blocks, PageWork, Work
 from kvpage_server.client import PageClient
+from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.page import BlockShape
 from kvpage_server.system.plurals import how_many
 
@@ -73,7 +74,7 @@ class Target:
 
     def __init__(self, url: str) -> None:
         self.url = url
-        self._admin = redis.Redis.from_url(url)
+        self._admin = plain_client(url)
         info = self._admin.info("server")
         kinds = {"kvpage-server": "kvpage_version", "Valkey": "valkey_version", "Redis": "redis_version"}
         self.name = next(f"{kind} {info[field]}" for kind, field in kinds.items() if field in info)

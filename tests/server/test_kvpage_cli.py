@@ -44,6 +44,15 @@ def rows(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
+def test_to_look_is_no_error_in_the_servers_counts(tmp_path: Path) -> None:
+    with start_server() as server, server.client() as client:
+        set_block(client, "r")
+        before = client.info("stats")["total_error_replies"]
+        for words in (["status"], ["ls"], ["dump", str(tmp_path / "d")]):
+            assert kvpage(*words, url=server.url)[0] == 0, words
+        assert client.info("stats")["total_error_replies"] == before
+
+
 def test_status_tells_how_a_store_is_doing() -> None:
     with start_server("--maxmemory", "1gb") as server, server.client() as client:
         set_block(client, "r", ttl=1000)

@@ -153,6 +153,8 @@ class PageUnixConnection(PageConnection, UnixDomainSocketConnection):
     """unix://"""
 
 
+# Nothing may come uncalled for; and a server that knows no CLIENT MAINT_NOTIFICATIONS counts it as an error.
+_QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConfig(enabled=False)}
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
 
@@ -163,12 +165,17 @@ def page_pool(url: str, options: dict[str, Any]) -> ConnectionPool:
     """
     options = {
         "retry": Retry(NoBackoff(), 1),  # a server that was restarted
-        "maint_notifications_config": MaintNotificationsConfig(enabled=False),  # nothing may come uncalled for
+        **_QUIETLY,
         **options,
     }
     return ConnectionPool.from_url(
         url, connection_class=_CLASSES.get(urlsplit(url).scheme, PageTCPConnection), **options
     )
+
+
+def plain_client(url: str, **options: Any) -> redis.Redis:
+    """A client of redis-py's own, which asks the server nothing by itself but how to speak with it."""
+    return redis.Redis.from_url(url, **_QUIETLY, **options)
 
 
 def lend(pool: ConnectionPool) -> PageConnection:

@@ -11,6 +11,7 @@ import gc
 
 import numpy as np
 
+from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import extent_of
@@ -32,6 +33,7 @@ class Loader:
         self._catalogue = contents.catalogue
         self._expirer = contents.expirer
         self._stored = stored
+        self._now = 0  # when the start is, in seconds
         contents.index.on_waking = self._wake
 
     def load(self) -> bool:
@@ -41,11 +43,13 @@ class Loader:
         """
         units: list[bytes] = []  # with each, when it was last used
         used: list[int] = []
+        self._now = unix_ms() // 1000
         collecting = gc.isenabled()
         gc.disable()  # nothing here is garbage, and there may be millions
         try:
             size = self._load_sheets(units, used) + self._load_records(units, used)
         finally:
+            self._contents.evictor.units.now = self._now  # a text was used at another time
             if collecting:
                 gc.enable()
         latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
@@ -114,7 +118,9 @@ class Loader:
         text = Text(record.body.inline)
         text.expires = record.expires
         self._contents.texts += len(key) + record.body.size + TEXT_OVERHEAD
-        self._contents.evictor.units.used(key)
+        units = self._contents.evictor.units
+        units.now = min(record.used // 1000, self._now)
+        units.used(key)
         return text
 
     def _wake(self, block: Block, rows: bytes) -> None:

@@ -4,6 +4,7 @@ import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
 import { columns, lines } from "./charts.js";
 import { listen } from "./events.js";
+import { lede } from "./lede.js";
 import { showContext, openAgent } from "./context.js";
 import { savedBySharing, showShared, showWhose } from "./whose.js";
 
@@ -51,38 +52,10 @@ function show() {
     showClients();
     showSlow();
   }
-  say(at("lede"), lede());
+  say(at("lede"), lede(now, holdings, more));
 }
 
 // -- what one sees first ---------------------------------------------------------------------------------------------
-
-const REASONS = {
-  "never stored": "was never stored",
-  evicted: "had been evicted",
-  expired: "had expired",
-  deleted: "had been deleted",
-  "over quota": "went for a quota",
-};
-
-function lede() {
-  if (!holdings) return "Looking through the store.";
-  const [largest] = holdings.agents;
-  if (!largest) return now.contents.blocks ? `${plural(now.contents.blocks, "block")} of no agent.` : "The store is empty.";
-  const said = [`${largest.id} uses most memory, ${bytes(largest.bytes)} of ${bytes(holdings.agent_bytes)}.`];
-  const [prefix] = holdings.prefixes;
-  if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
-  const { hit_ratio: ratio } = now.traffic;
-  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${because()}.`);
-  const holes = holdings.agents.filter((agent) => agent.missing).length;
-  if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${more?.losses.some((loss) => loss.why === "evicted") ? ", evicted for want of room" : ""}.`);
-  return said.join(" ");
-}
-
-function because() {
-  const [most] = Object.entries(now.misses).sort((a, b) => b[1] - a[1]);
-  if (!most?.[1]) return "; none of what they missed was a page";
-  return `; most of what they missed ${REASONS[most[0]] ?? `is told as "${most[0]}"`}`;
-}
 
 function showFigures() {
   const { memory, disk, traffic, server, connections } = now;

@@ -81,13 +81,42 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
     with shown(browser, seen.url) as page:
         says(page, "#lede", "alice uses most memory")
         says(page, "#lede", f"3 agents share their first {2 * TOKENS} tokens")
-        says(page, "#lede", "was never stored")
+        says(page, "#lede", "they were never stored")
         assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
         assert page.locator("#whose .tile.shared").count() == 1
         says(page, "#shared", "alice, bob, carol")
         says(page, "#saved", "KiB")
         says(page, "#lost", "bob")
         says(page, "#lost", "deleted")
+
+
+LEDES: list[tuple[dict[str, Any], str]] = [
+    (
+        {"misses": {"never stored": 1, "evicted": 0}, "ratio": 0.5},
+        "ann uses most memory, 2.0 KiB of 3.0 KiB. 50 % of reads found what they asked for; pages were missed 1 time, "
+        "because they were never stored.",
+    ),
+    ({"misses": {"evicted": 2, "deleted": 1}, "ratio": 0.5}, "pages were missed 3 times, 2 of them because they had"),
+    ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
+    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
+    ({"agents": [["ann", 2048, 14], ["bob", 1024, 0]]}, "ann holds most: 2.0 KiB of 3.0 KiB stored, 14 B in memory."),
+    ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "2 contexts hold most, each 1.0 KiB of 2.0 KiB stored."),
+    ({"agents": [["ann", 0, 0]]}, "No block of any agent is stored."),
+    ({"agents": []}, "4 keys, none of them a page."),
+]
+SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
+    {contents: {blocks: 0, keys: 4}, everything: true, misses: made.misses, traffic: {hit_ratio: made.ratio}},
+    {
+        agents: made.agents.map(([id, bytes, memory]) => ({id, bytes, memory, missing: 0})),
+        agent_bytes: made.agents.reduce((sum, agent) => sum + agent[1], 0), prefixes: [],
+    })"""
+
+
+def test_the_first_sentence_says_no_more_than_the_figures(seen: SeenServer, browser: Any) -> None:
+    usual = {"misses": {}, "ratio": None, "agents": [["ann", 2048, 2100], ["bob", 1024, 1100]]}
+    with shown(browser, seen.url) as page:
+        for made, said in LEDES:
+            assert said in page.evaluate(SAY_LEDE, usual | made)
 
 
 def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: SeenServer, browser: Any) -> None:

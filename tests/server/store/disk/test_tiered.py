@@ -258,6 +258,18 @@ def test_everything_is_asked_of_the_index_while_the_bytes_lie_on_disk(tmp_path: 
         assert disk_info(client)["disk_fetched"] == 0
 
 
+def test_a_string_was_last_used_when_it_was_written_whatever_its_size(tmp_path: Path) -> None:
+    sizes = 5, 60, 100, 200, 1000, 9000
+    began = time.time()
+    with tiered(tmp_path) as (_, client):
+        for size in sizes:
+            client.set(f"s{size}", body(size))
+        time.sleep(1.1)
+    with tiered(tmp_path) as (_, client):
+        idle = [client.object("idletime", f"s{size}") for size in sizes]
+        assert all(1 <= seconds <= time.time() - began + 1 for seconds in idle)
+
+
 def test_a_transaction_has_what_it_reads_before_it_begins(tmp_path: Path) -> None:
     with tiered(tmp_path) as (_, client):
         for seed in range(8):

@@ -1,0 +1,52 @@
+// The sentence that one reads first. It says nothing that the figures do not.
+
+import { bytes, percent, plural } from "./format.js";
+
+const REASONS = {
+  "never stored": "were never stored",
+  evicted: "had been evicted",
+  expired: "had expired",
+  deleted: "had been deleted",
+  "over quota": "went for a quota",
+};
+
+export function lede(now, holdings, more) {
+  if (!holdings) return "Looking through the store.";
+  if (!holdings.agents.length) return withoutAgents(now);
+  const said = [most(holdings)];
+  const [prefix] = holdings.prefixes;
+  if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
+  const { hit_ratio: ratio } = now.traffic;
+  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${missed(now.misses)}.`);
+  const holes = holdings.agents.filter((agent) => agent.missing).length;
+  if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
+  return said.join(" ");
+}
+
+function withoutAgents({ contents, everything }) {
+  if (contents.blocks) return `${plural(contents.blocks, "block")} of no agent.`;
+  if (contents.keys) return `${plural(contents.keys, "key")}, none of them a page.`;
+  return everything ? "The store is empty." : "There is nothing that you may see.";
+}
+
+function most({ agents, agent_bytes: all }) {
+  const [largest] = agents;
+  if (!largest.bytes) return "No block of any agent is stored.";
+  const part = `${bytes(largest.bytes)} of ${bytes(all)}`;
+  const alike = agents.filter((agent) => agent.bytes === largest.bytes).length;
+  if (alike > 1) return `${plural(alike, "context")} hold most, each ${part} stored.`;
+  const inMemory = largest.memory >= largest.bytes && agents.every((agent) => agent.memory <= largest.memory);
+  if (inMemory) return `${largest.id} uses most memory, ${part}.`;
+  return `${largest.id} holds most: ${part} stored, ${bytes(largest.memory)} in memory.`;
+}
+
+/** Not all that is missed is a page: of the rest there is no reason. */
+function missed(misses) {
+  const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
+  if (!all) return "";
+  const [[reason, times]] = Object.entries(misses).sort((a, b) => b[1] - a[1]);
+  const part = times === all ? "" : `${times} of them `;
+  return `; pages were missed ${plural(all, "time")}, ${part}because they ${REASONS[reason] ?? `are told as "${reason}"`}`;
+}
+
+const evicted = (more) => (more?.losses.some((loss) => loss.why === "evicted") ? ", some of them evicted" : "");
