@@ -33,7 +33,7 @@ MOST_WATCHERS = 64  # at a time
 class Answered:
     """An answer, as it is shown."""
 
-    number: int
+    number: int  # among its tenant's: nobody is told how much others ask
     at: float  # unix seconds
     agent: str | None  # as its tenant calls it; None for nobody's
     prompt: int  # tokens
@@ -74,7 +74,6 @@ class Watching:
     def __init__(self, worker: EngineThread) -> None:
         self.watchers = 0
         self._worker = worker
-        self._number = 0
         self._tenants: dict[str, _Tenancy] = {}
         self._running: list[JobProgress] = []
         self._agents: list[AgentInfo] = []
@@ -86,14 +85,13 @@ class Watching:
         tenant, given = _of(answer.agent_id)
         seen = self._tenants.setdefault(tenant, _Tenancy())
         reuse, totals = answer.reuse, seen.totals
-        self._number += 1
         totals.answers += 1
         totals.prompt += answer.prompt_tokens
         totals.said += len(answer.tokens)
         totals.reused[reuse.tier] += reuse.tokens
         seen.answers.append(
             Answered(
-                self._number,
+                totals.answers,
                 time.time(),
                 given if kept else None,
                 answer.prompt_tokens,

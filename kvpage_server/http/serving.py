@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from kvpage_server.http.connections import IDLE_SECONDS, MAX_HEADERS_BYTES, Door, HttpConnection
+from kvpage_server.http.failures import SELDOM
 
 
 class HttpServer(uvicorn.Server):
@@ -26,7 +28,7 @@ class HttpServer(uvicorn.Server):
                 http=cast("type[asyncio.Protocol]", partial(HttpConnection, door=door)),
                 h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
                 timeout_keep_alive=IDLE_SECONDS,
-                log_level="warning",
+                log_level="error",  # warnings are of what clients send: a line for each would fill a disk
                 access_log=False,
                 server_header=False,
                 date_header=False,
@@ -35,6 +37,9 @@ class HttpServer(uvicorn.Server):
                 timeout_graceful_shutdown=math.ceil(grace),
             )
         )
+
+        for name in ("uvicorn.error", "asyncio"):
+            logging.getLogger(name).addFilter(SELDOM)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ from kvpage_server.monitor.logins import (
     IDLE_SECONDS,
     Login,
     Logins,
+    Malformed,
     address_of,
     credentials,
     is_from_here,
@@ -57,7 +58,9 @@ def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -
         middleware=[Middleware(Guards, names=own_names())],
         exception_handlers={
             NotLoggedIn: _to_login,
+            Malformed: _malformed,
             redis.AuthenticationError: _to_login,
+            redis.exceptions.NoPermissionError: _not_allowed,
             redis.RedisError: _no_answer,
             ClientDisconnect: _gone,
         },
@@ -97,7 +100,10 @@ async def _health(request: Request) -> Response:
 
 async def _log_in(request: Request) -> Response:
     """With a form of `user` and `password`. To the first page, or back with what was wrong in the address."""
-    told = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
+    try:
+        told = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
+    except ValueError as error:
+        raise HTTPException(400, "a form of user and password has no more than 8 fields") from error
     user, password = (told.get(name, [""])[0] for name in ("user", "password"))
     logins: Logins = request.app.state.logins
     try:
@@ -134,6 +140,14 @@ async def _to_login(request: Request, error: Exception) -> Response:
     if request.headers.get("sec-fetch-mode", "navigate") == "navigate" and request.method == "GET":
         return RedirectResponse("/login", 303)
     return PlainTextResponse("log in first\n", 401)
+
+
+async def _malformed(request: Request, error: Exception) -> Response:
+    return PlainTextResponse("expected Authorization: Basic, then USER:PASSWORD in base64\n", 401, ASK)
+
+
+async def _not_allowed(request: Request, error: Exception) -> Response:
+    return PlainTextResponse(f"{error}\n", 403)
 
 
 async def _no_answer(request: Request, error: Exception) -> Response:

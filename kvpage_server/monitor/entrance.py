@@ -7,6 +7,7 @@ the figures, or to nobody until it has authenticated; then the server is told wh
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 from typing import Any
 
@@ -14,9 +15,11 @@ import redis.asyncio
 from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
+from redis.exceptions import NoPermissionError
 
 from kvpage_server.system.handing import hand_over
 
+CLIENT_NAME = "kvpage-monitor"
 MONITOR = "monitor"  # what is said of a connection that is for figures alone
 ANSWER_SECONDS = 10.0  # that the store has
 
@@ -51,7 +54,6 @@ class Entrance:
             words=words,
             protocol=3,
             socket_timeout=ANSWER_SECONDS,
-            client_name="kvpage-monitor",
             retry=Retry(NoBackoff(), 1),
             **options,
         )
@@ -69,6 +71,13 @@ class HandedConnection(AbstractConnection):
     def repr_pieces(self) -> list[tuple[str, Any]]:
         """What tells it from others."""
         return [("words", self._words)]
+
+    async def on_connect_check_health(self, check_health: bool = True) -> None:
+        """A user who may do no more than ask for INFO goes without a name; redis-py's own `client_name` would fail."""
+        await super().on_connect_check_health(check_health)
+        with contextlib.suppress(NoPermissionError):
+            await self.send_command("CLIENT", "SETNAME", CLIENT_NAME)
+            await self.read_response()
 
     async def _connect(self) -> None:
         self._reader, self._writer = await asyncio.open_unix_connection(sock=self._entrance.open(self._words))

@@ -7,7 +7,6 @@ anybody from this machine without a password, so it is here.
 from __future__ import annotations
 
 import base64
-import binascii
 import hashlib
 import secrets
 import time
@@ -26,6 +25,10 @@ IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
 CHECKED_SECONDS = 10.0  # that a password is believed for
 COOKIE = "kvpage"
 DEFAULT = "default"
+
+
+class Malformed(ValueError):
+    """Authorization that is no user and password of HTTP's basic authentication."""
 
 
 @dataclass(slots=True)
@@ -138,15 +141,19 @@ def is_from_here(request: Request) -> bool:
 
 
 def credentials(request: Request) -> tuple[str, str] | None:
-    """User and password of HTTP's basic authentication; None for another, or none."""
-    scheme, _, told = request.headers.get("authorization", "").partition(" ")
-    if scheme.lower() != "basic":
+    """User and password of HTTP's basic authentication; None where nothing is said. Raises Malformed."""
+    told = request.headers.getlist("authorization")
+    if not told:
         return None
+    scheme, _, encoded = told[0].partition(" ")
     try:
-        user, colon, password = base64.b64decode(told.strip(), validate=True).decode().partition(":")
-    except (binascii.Error, UnicodeDecodeError):
-        return None
-    return (user or DEFAULT, password) if colon else None
+        raw = base64.b64decode(encoded.strip().encode("latin-1"), validate=True)
+        user, colon, password = raw.decode().partition(":")
+    except ValueError as error:  # of base64's, or of UTF-8's
+        raise Malformed from error
+    if len(told) > 1 or scheme.lower() != "basic" or not colon:
+        raise Malformed
+    return user or DEFAULT, password
 
 
 def _digest(cookie: str) -> str:

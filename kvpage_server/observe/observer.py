@@ -41,7 +41,7 @@ class Observer:
         self.history = History()
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
-        self._known: dict[bytes, tuple[bytes, Manifest]] = {}
+        self._known: dict[bytes, tuple[bytes, Manifest | None]] = {}
 
     async def overview(self) -> Overview:
         """The store in numbers, not older than a second. Each new one goes into the history."""

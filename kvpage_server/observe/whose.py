@@ -17,15 +17,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvpage_server.observe import manifests
-from kvpage_server.observe.asking import Command, Reading, named, refused
+from kvpage_server.observe.asking import AT_ONCE, Command, Reading, named, refused
 from kvpage_server.observe.manifests import Manifest
 
 SCAN_COUNT = 2000  # places of the store that are looked at in one go
 MOST_SCANS = 2000
 MOST_READ = 64 << 20  # bytes of manifests that are read whole
 MOST_PREFIXES = 100
+MOST_UNREADABLE = 10_000  # manifests, beside the agents that are looked for
 
-Known = MutableMapping[bytes, tuple[bytes, Manifest]]  # by key: a manifest's digest, and what it says
+# By key: a manifest's digest, and what it says; None where that makes no sense.
+Known = MutableMapping[bytes, tuple[bytes, Manifest | None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,7 +156,7 @@ class _Looked:
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
     """Look through the store. What is in `known` and has not changed is not read again; it is brought up to date."""
     looked = _Looked()
-    keys = yield from _keys(b"manifest:*", b"string", limits.agents, "agents", looked)
+    keys = yield from _keys(b"manifest:*", b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     return (yield from _holdings(keys, limits, {} if known is None else known, looked))
 
 
@@ -162,15 +164,14 @@ def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Rea
     """What there is of one agent, under every model; who shares its blocks is not looked for."""
     looked, key = _Looked(), manifests.PREFIX + agent_id
     pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key) + b":*"
-    found = yield from _keys(pattern, b"string", limits.agents, "agents", looked)
+    found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     (older,) = yield [[b"EXISTS", key]]
     keys = [key, *found] if older == 1 else found
     return (yield from _holdings(keys, LookLimits(limits.agents, limits.blocks, 0), {}, looked))
 
 
 def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
-    idle = yield from _update(known, keys, looked)
-    found = [known[key][1] for key in keys if key in known]
+    found, idle = yield from _manifests(keys, limits.agents, known, looked)
     blocks = yield from _blocks(found, limits.blocks, looked)
     requests: list[OtherRequest] = []
     if limits.requests:
@@ -206,10 +207,37 @@ def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) ->
     return sorted(found)[:most]
 
 
-def _update(known: Known, keys: Sequence[bytes], looked: _Looked) -> Reading[dict[bytes, int]]:
-    """Have in `known` what lies at these keys and nothing else; for how many seconds each was not used."""
+def _manifests(
+    keys: Sequence[bytes], most: int, known: Known, looked: _Looked
+) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
+    """The manifests at these keys that can be read, so many at the most; for how many seconds each was not used. Has in
+    `known` what lies at these keys and nothing else."""
     for key in known.keys() - set(keys):
         del known[key]
+    found: list[Manifest] = []
+    idle: dict[bytes, int] = {}
+    left = MOST_READ
+    for start in range(0, len(keys), AT_ONCE):
+        if len(found) >= most:
+            looked.cut.add("agents")
+            break
+        some = keys[start : start + AT_ONCE]
+        unused, left = yield from _update(known, some, left, looked)
+        idle |= unused
+        for key in some:
+            _, manifest = known.get(key, (b"", None))
+            if manifest is not None:
+                found.append(manifest)
+            elif key in known:
+                looked.unreadable.append(key)
+    if len(found) > most:
+        looked.cut.add("agents")
+    return found[:most], idle
+
+
+def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> Reading[tuple[dict[bytes, int], int]]:
+    """Have in `known` what lies at these keys, with `left` bytes that may be read whole. For how many seconds each was
+    not used, and how many bytes are left."""
     idle = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     digests = yield [[b"GETRANGE", key, 0, manifests.DIGEST_BYTES - 1] for key in keys]
     changed = [
@@ -217,8 +245,10 @@ def _update(known: Known, keys: Sequence[bytes], looked: _Looked) -> Reading[dic
         for key, digest in zip(keys, digests, strict=True)
         if isinstance(digest, bytes) and (key not in known or known[key][0] != digest)
     ]
+    for key, digest in zip(keys, digests, strict=True):
+        if not isinstance(digest, bytes):
+            known.pop(key, None)
     heads = yield [[b"GETRANGE", key, 0, manifests.HEAD_BYTES - 1] for key, _ in changed]
-    left = MOST_READ
     for (key, digest), head in zip(changed, heads, strict=True):
         manifest = manifests.parse(key, head) if isinstance(head, bytes) else None
         if manifest is None and isinstance(head, bytes) and len(head) == manifests.HEAD_BYTES:
@@ -229,12 +259,8 @@ def _update(known: Known, keys: Sequence[bytes], looked: _Looked) -> Reading[dic
             left -= size
             (whole,) = yield [[b"GET", key]]
             manifest = manifests.parse(key, whole) if isinstance(whole, bytes) else None
-        if manifest is None:
-            known.pop(key, None)
-            looked.unreadable.append(key)
-        else:
-            known[key] = digest, manifest
-    return {key: seconds for key, seconds in zip(keys, idle, strict=True) if isinstance(seconds, int)}
+        known[key] = digest, manifest
+    return {key: seconds for key, seconds in zip(keys, idle, strict=True) if isinstance(seconds, int)}, left
 
 
 def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:

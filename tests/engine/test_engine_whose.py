@@ -118,6 +118,28 @@ def test_looking_is_bounded_and_says_so(server: RunningServer, three: Engine) ->
     assert "blocks" in look(server, LookLimits(blocks=4)).cut
 
 
+def test_junk_takes_no_agents_place(server: RunningServer, client: redis.Redis, three: Engine) -> None:
+    for number in range(300):
+        client.set(f"manifest:a-{number}:0", f"{number:016}junk")
+    holdings = look(server, LookLimits(agents=3))
+    assert [agent.agent_id for agent in holdings.agents] == ["alice", "bob", "carol"]
+    assert (len(holdings.unreadable), holdings.cut) == (300, ())
+
+
+def test_junk_is_known_and_read_again_when_it_has_changed(
+    server: RunningServer, client: redis.Redis, three: Engine
+) -> None:
+    (key,) = client.keys("manifest:alice:*")
+    raw, known = client.get(key), {}
+    client.set(key, b"junk")
+    with server.client(protocol=3) as asking:
+        for _ in range(2):
+            assert ask(asking, holdings_of_store(known=known)).unreadable == (key,)
+        client.set(key, raw)
+        holdings = ask(asking, holdings_of_store(known=known))
+    assert (len(holdings.agents), holdings.unreadable) == (3, ())
+
+
 def test_a_look_counts_as_no_use(server: RunningServer, client: redis.Redis, three: Engine) -> None:
     (key,) = client.keys("manifest:alice:*")
     used = client.object("idletime", key)

@@ -6,7 +6,7 @@ import { columns, lines } from "./charts.js";
 import { listen } from "./events.js";
 import { lede } from "./lede.js";
 import { showContext, openAgent } from "./context.js";
-import { savedBySharing, showShared, showWhose } from "./whose.js";
+import { least, savedBySharing, showShared, showWhose } from "./whose.js";
 
 const SHOWN = 50; // rows of a table
 const SECONDS = 300; // of the past that charts show
@@ -72,7 +72,7 @@ function showFigures() {
   say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : "nothing is shared");
   say(at("out"), last ? `${bytes(last.out)}/s` : "–");
   say(at("in"), last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "");
-  say(at("agents-count"), holdings ? count(holdings.agent_count) : "–");
+  say(at("agents-count"), holdings ? least(holdings, "agents", count(holdings.agent_count)) : "–");
   say(at("agents-note"), `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}`);
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
@@ -150,7 +150,8 @@ function showAgents() {
 function showRequests() {
   at("requests-empty").hidden = holdings.request_count > 0;
   at("requests-box").hidden = !holdings.request_count;
-  say(at("requests-note"), holdings.request_count ? `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}` : "");
+  say(at("requests-note"), holdings.request_count
+    ? least(holdings, "requests", `${plural(holdings.request_count, "request")}, ${bytes(holdings.request_bytes)}`) : "");
   list(at("requests"), first(holdings.requests, 10, at("requests-more")), (request) => request.id, (request) =>
     el("tr", {},
       el("td", {}, el("span", { class: "mono clip", title: request.id }, request.id)),

@@ -12,7 +12,17 @@ const heat = (idle) => `heat-${HEAT.find(([within]) => idle !== null && idle < w
 /** Bytes that would be stored besides, if agents shared nothing. */
 export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) => sum + group.bytes * (group.count - 1), 0);
 
+/** A number of what may not all have been looked at. */
+export const least = (holdings, what, said) => (holdings.cut.includes(what) ? `at least ${said}` : said);
+
+const remarks = ({ cut, unreadable }) => [
+  "one area for each agent; what agents share is there once",
+  ...(unreadable ? [`${plural(unreadable, "manifest")} cannot be read`] : []),
+  ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
+].join("; ");
+
 export function showWhose(holdings, now, open) {
+  say(at("whose-note"), remarks(holdings));
   const by = at("by").value;
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
   tiles.sort((a, b) => b.value - a.value);
@@ -73,8 +83,8 @@ function others(holdings) {
   }));
   const rest = holdings.request_bytes - named.reduce((sum, request) => sum + request.bytes, 0);
   const more = [
-    ["requests", `${plural(holdings.request_count - named.length, "other request")}`, rest],
-    ["agents", `${count(holdings.agent_count - holdings.agents.length)} other agents`, holdings.more_agents],
+    ["requests", least(holdings, "requests", plural(holdings.request_count - named.length, "other request")), rest],
+    ["agents", least(holdings, "agents", `${count(holdings.agent_count - holdings.agents.length)} other agents`), holdings.more_agents],
   ].map(([key, name, value]) => ({ key, name, note: bytes(value), value, kind: "none", title: bytes(value) }));
   return [...told, ...more];
 }

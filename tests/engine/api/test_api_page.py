@@ -128,6 +128,7 @@ def test_a_tenant_is_told_of_its_own(tenants: RunningEngine) -> None:
     assert "theirs" not in json.dumps(told)
     assert {answer["agent"] for answer in told["answers"]} == {"ours"}
     assert told["state"]["totals"]["answers"] == len(told["answers"])
+    assert [answer["number"] for answer in told["answers"]] == list(range(1, len(told["answers"]) + 1))
     assert told["state"]["memory"] is None
     assert httpx.get(f"{tenants.url}/page/events").status_code == 401
 

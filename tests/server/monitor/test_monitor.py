@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import signal
 import socket
@@ -115,6 +116,17 @@ def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> No
     assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds"}
 
 
+def test_who_may_ask_for_info_alone_gets_figures_and_who_may_not_is_told_so(seen: SeenServer) -> None:
+    with seen.server.client(password="secret") as client, seen.browser() as browser:
+        client.execute_command("ACL", "SETUSER", "figures", "on", ">first", "-@all", "+info", "+ping")
+        client.execute_command("ACL", "SETUSER", "nothing", "on", ">second", "-@all", "+ping")
+        assert browser.get("/metrics", auth=("figures", "first")).status_code == 200
+        login = browser.post("/login", data={"user": "figures", "password": "first"})
+        assert (login.status_code, login.headers["location"]) == (303, "/")
+        refused = browser.get("/metrics", auth=("nothing", "second"))
+    assert (refused.status_code, "no permissions to run the 'info' command" in refused.text) == (403, True)
+
+
 def test_a_password_that_was_changed_opens_no_more(seen: SeenServer) -> None:
     with seen.server.client(password="secret") as client, seen.browser() as browser:
         client.execute_command("ACL", "SETUSER", "brief", "on", ">first", "~*", "+@all")
@@ -179,6 +191,35 @@ def test_a_form_of_another_site_logs_nobody_in(seen: SeenServer) -> None:
             assert "set-cookie" not in answer.headers
 
 
+@pytest.mark.parametrize(
+    "told",
+    [
+        b"",
+        b"Basic",
+        b"Basic \xff\xfe",
+        b"Basic !!!!",
+        b"Basic " + base64.b64encode(b"nocolon"),
+        b"Basic " + base64.b64encode(b"\xff\xfe:secret"),
+        b"Bearer something",
+    ],
+)
+def test_an_authorization_that_makes_no_sense_is_refused_and_not_logged(seen: SeenServer, told: bytes) -> None:
+    before = len(seen.server.log)
+    with seen.browser() as browser:
+        answer = browser.get("/metrics", headers={b"Authorization": told})
+        twice = browser.get(
+            "/metrics", headers=[(b"Authorization", b"Basic YWRtaW46b3Blbg=="), (b"Authorization", told)]
+        )
+    assert (answer.status_code, twice.status_code) == (401, 401)
+    assert answer.headers["www-authenticate"].startswith("Basic")
+    assert seen.server.log[before:] == ""
+
+
+def test_a_login_with_too_many_fields_is_refused(seen: SeenServer) -> None:
+    with seen.browser() as browser:
+        assert browser.post("/login", content="a&" * 20).status_code == 400
+
+
 def test_a_login_that_is_too_long_is_not_read(seen: SeenServer) -> None:
     with seen.browser() as browser:
         assert browser.post("/login", content=b"x" * 100_000).status_code == 413
@@ -205,6 +246,20 @@ def test_noise_is_refused_and_the_next_is_answered(seen: SeenServer, noise: byte
         with suppress(ConnectionResetError):
             assert sock.recv(1000).startswith((b"HTTP/1.1 400", b""))
     assert seen.answers()
+
+
+def test_noise_is_not_logged(seen: SeenServer) -> None:
+    before = len(seen.server.log)
+    for noise in (
+        b"PING\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: a\r\nConnection: upgrade, close\r\nUpgrade: websocket\r\n\r\n",
+    ):
+        with socket.create_connection(("127.0.0.1", seen.http), timeout=60) as sock:
+            sock.sendall(noise)
+            while sock.recv(1000):
+                pass
+    assert seen.metrics()["kvpage_uptime_seconds",] >= 0
+    assert seen.server.log[before:] == ""
 
 
 # -- its life ----------------------------------------------------------------------------------------------------------

@@ -179,6 +179,22 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
             page.locator("#password").wait_for()
 
 
+def test_what_was_not_looked_at_is_said_and_junk_hides_no_agent(browser: Any) -> None:
+    with start_seen_server() as seen, seen.server.client() as client:
+        with client.pipeline(transaction=False) as pipeline:
+            for number in range(2100):
+                pipeline.set(f"manifest:junk-{number}:0", f"{number:016}junk")
+            for number in range(1100):
+                pipeline.execute_command("KVPAGESET", f"request-{number}", 0, 0, 0, 0, 1, 8, 8, 0, bytes(128))
+            pipeline.execute()
+        remember(client, "zoe", ["zoe-0"])
+        with shown(browser, seen.url) as page:
+            says(page, "#agents", "zoe")
+            says(page, "#agents-count", "1")
+            says(page, "#whose-note", "2,100 manifests cannot be read; more requests were not looked at")
+            says(page, "#requests-note", "at least 1,000 requests")
+
+
 def test_ten_thousand_requests_and_five_hundred_agents_stay_fluid(browser: Any) -> None:
     with start_seen_server() as seen, seen.server.client() as client:
         for number in range(500):
