@@ -7,7 +7,6 @@ import logging
 from copy import copy
 
 from kvpage_server.commands.context import Server
-from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, log
 from kvpage_server.slot_map import MapError
 
@@ -19,13 +18,14 @@ async def renew_when(told: asyncio.Event, server: Server) -> None:
     while True:
         await told.wait()
         told.clear()
-        _renew_log(server)
-        await _renew_certificates(server)
-        if server.placing is not None:
-            await _renew_map(server.placing)
+        for what, renew in _STEPS.items():
+            try:
+                await renew(server)
+            except Exception:  # of which nobody knew: the other steps and the next SIGHUP are done nevertheless
+                logger.exception("SIGHUP: the %s could not be renewed", what)
 
 
-def _renew_log(server: Server) -> None:
+async def _renew_log(server: Server) -> None:
     file = server.config.logfile
     if not file:
         logger.info("SIGHUP: there is no log file to begin anew")
@@ -52,8 +52,11 @@ async def _renew_certificates(server: Server) -> None:
         logger.info("SIGHUP: new connections get the certificates that are there now")
 
 
-async def _renew_map(placing: Placing) -> None:
+async def _renew_map(server: Server) -> None:
     """For commands to come. Keys that are another server's by now stay until they are evicted."""
+    placing = server.placing
+    if placing is None:
+        return
     try:
         found = await asyncio.to_thread(placing.read_again)
     except (MapError, OSError) as error:
@@ -62,3 +65,6 @@ async def _renew_map(placing: Placing) -> None:
     if found is not None:
         placing.use(*found)
         logger.info("SIGHUP: this is %s of %s", placing.me.address, placing)
+
+
+_STEPS = {"log file": _renew_log, "certificates": _renew_certificates, "map of slots": _renew_map}

@@ -97,12 +97,19 @@ def read_map(path: Path) -> StaticMap:
     """What stands in a file. Raises MapError, which names it; OSError."""
     try:
         return parse_map(path.read_text("utf-8"))
-    except (MapError, tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:
         raise MapError(f"{path}: {error}") from None
 
 
 def parse_map(text: str) -> StaticMap:
-    """The map that a text describes. Raises MapError, TOMLDecodeError."""
+    """The map that a text describes. Raises MapError, ValueError for what is no TOML."""
+    try:
+        return _map(text)
+    except RecursionError:
+        raise MapError("lists or tables are nested too deeply; a map is a version and one [[nodes]] or more") from None
+
+
+def _map(text: str) -> StaticMap:
     said = tomllib.loads(text)
     _check_names("a map", said, {"version", "nodes"})
     version = _integer("version", said["version"], 1, 2**53)

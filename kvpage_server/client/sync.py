@@ -52,7 +52,7 @@ class PageClient:
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
         Several URLs with commas between them name servers side by side. More options of these are `node_deadline`, the
-        seconds for which a node may be silent, and of a cluster `read_from_replicas`.
+        seconds for which a node may be silent, and of a cluster `read_from_replicas`; a cluster's URL may have both.
 
         Raises ValueError for a URL or an option that isn't one.
         """

@@ -18,6 +18,7 @@ from kvpage_server.resp.reply import Reply, ReplyError, Stream
 _Steps = Callable[[Client, list[Argument]], Iterator[Reply]]
 _OF_THE_STORE = frozenset({"page", "set", "string", "generic"})  # groups of commands that are about what it has
 _ALSO = frozenset({"dbsize", "flushall", "flushdb", "client|tracking", "save", "bgsave", "watch"})
+_TRANSACTION = frozenset({"multi", "exec", "discard"})
 
 
 class Rows:
@@ -39,6 +40,10 @@ class Rows:
 
     def __call__(self, spec: Spec) -> Spec:
         """Raises ReplyError for what a cluster can't do."""
+        if spec.name in _TRANSACTION:
+            raise ReplyError(
+                f"ERR '{spec.name}': a gateway has no transactions, as a cluster's nodes work each by itself"
+            )
         row = self._rows.get(spec.name)
         if row is None and (spec.group in _OF_THE_STORE or spec.keys[0] or spec.name in _ALSO):
             shown = spec.name.replace("|", " ")

@@ -7,7 +7,15 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import TypeVar
 
-from kvpage_server.client import AsyncPageClient, BadBuffer, DeadlineExceeded, Disconnected, PageClientError, Refused
+from kvpage_server.client import (
+    AsyncPageClient,
+    BadBuffer,
+    DeadlineExceeded,
+    Disconnected,
+    PageClientError,
+    Refused,
+    WrongReply,
+)
 from kvpage_server.client.cluster.commands import simple
 from kvpage_server.client.cluster.plan import GONE, Timed
 from kvpage_server.client.cluster.topology import SCHEMES
@@ -27,6 +35,7 @@ FIRST, MOST = 8, 256  # items of a batch that are asked for at once
 _AHEAD = 16 * 1024**2  # bytes of them, about
 _KEPT = 64 * 1024**2  # bytes of freed memory, for what comes next
 _OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
+_OF_THE_CLUSTER = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
 
 
 def keep_memory() -> None:
@@ -112,7 +121,10 @@ class Upstream:
             raise ReplyError(f"ERR {error}") from None
         except PageClientError as error:
             refusal = _told(error)
-            self._note("" if _is_of_one_command(error) else str(refusal))
+            if _is_of_the_cluster(error):
+                self._note(str(refusal))
+            elif isinstance(error, Refused):
+                self._note("")
             raise refusal from None
         self._note("")
         return found
@@ -126,8 +138,11 @@ class Upstream:
         self._failing = failing
 
 
-def _is_of_one_command(error: PageClientError) -> bool:
-    return isinstance(error, Refused) and error.code not in _OUR_RIGHTS
+def _is_of_the_cluster(error: PageClientError) -> bool:
+    """Whether it fails, and not what one command asked of it."""
+    if isinstance(error, Refused):
+        return error.code in _OF_THE_CLUSTER
+    return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
 
 
 def _told(error: PageClientError) -> ReplyError:

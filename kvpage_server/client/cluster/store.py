@@ -35,11 +35,11 @@ def several(url: str, verify: bool, options: dict[str, Any]) -> Several | None:
     Raises ValueError."""
     if not names_several(url):
         return None
-    options = dict(options)
+    address = Address(url) if urlsplit(url).scheme in SCHEMES else None
+    options = {**options, **(address.options if address else {})}  # the URL's win, as with redis-py
     silence = options.pop("node_deadline", SILENCE)
-    if urlsplit(url).scheme in SCHEMES:
+    if address:
         replicas = options.pop("read_from_replicas", False)
-        address = Address(url)
         peers = Peers(address.url, options, silence, address.seeds)
         return Several(ClusterCalls(Router(address, replicas), verify, Counter()), peers)
     servers = servers_of(url)

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from redis.crc import key_slot
 
+from kvpage_server.client.cluster.options import options_of
 from kvpage_server.client.errors import WrongReply
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.client.wire.reply import Values, only
@@ -114,12 +115,12 @@ class Address:
             raise ValueError(f"{wanted}; a cluster has one database, 0, got {parts.path!r}")
         user, _, hosts = parts.netloc.rpartition("@")
         self._scheme, self._user = SCHEMES[parts.scheme], f"{user}@" if user else ""
-        self._query = f"?{parts.query}" if parts.query else ""
+        self.options = options_of(parts.query, tls=self._scheme == "rediss")
         self.seeds = [_node(host, wanted) for host in hosts.split(",")]
 
     def url(self, node: Node) -> str:
         """Of one of the cluster's servers."""
-        return f"{self._scheme}://{self._user}{node}{self._query}"
+        return f"{self._scheme}://{self._user}{node}"
 
 
 def _node(text: str, wanted: str) -> Node:

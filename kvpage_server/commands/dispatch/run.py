@@ -17,7 +17,7 @@ from kvpage_server.commands.table.spec import Spec, too_many
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
 from kvpage_server.glob import PatternTooLong
-from kvpage_server.resp.reply import Reply, ReplyError, Stream, bare, encode
+from kvpage_server.resp.reply import Reply, ReplyError, Stream, Wait, bare, encode
 from kvpage_server.store.eviction.quotas import OverLimit
 
 log = logging.getLogger("kvpage")
@@ -122,10 +122,18 @@ def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
         return reply
 
     def items() -> Iterator[Reply]:
+        begun = False
         try:
-            yield from reply.items
+            for item in reply.items:
+                begun = begun or not (type(item) is Wait or item == ())
+                yield item
         except _REFUSALS as error:
             yield _failed(client, spec, _refusal(error))
+        except Exception:
+            if begun:  # an error in the middle of a reply would be read as a part of it
+                raise
+            log.exception("%s failed between its steps; the connection goes on", spec.name)
+            yield _failed(client, spec, ReplyError(_INTERNAL))
 
     return replace(reply, items=items())
 

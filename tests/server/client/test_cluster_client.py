@@ -31,10 +31,10 @@ from waiting import until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
-from kvpage_server.client import PageClient, Refused, Unsupported
+from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
 from kvpage_server.client.cluster.block_value import block_key, head_size
 from kvpage_server.client.cluster.topology import slot_of
-from kvpage_server.page import KVType, PageKey, decode_page
+from kvpage_server.page import DType, KVType, PageKey, decode_page
 
 NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
 
@@ -317,8 +317,31 @@ def test_the_documented_example_runs(cluster: Cluster) -> None:
         ("valkey-cluster://a:70000", "Port out of range"),
         ("valkey-cluster://a:x", "Port could not be cast"),
         ("valkey-cluster://a:1/3", "one database"),
+        ("valkey-cluster://a:1?silence=3", "no option 'silence'; it may have node_deadline, read_from_replicas,"),
+        ("valkey-cluster://a:1?node_deadline=0", "node_deadline of a cluster's URL must be a number of seconds"),
+        ("valkey-cluster://a:1?node_deadline=nan", "node_deadline of a cluster's URL must be a number of seconds"),
+        ("valkey-cluster://a:1?node_deadline=", "node_deadline of a cluster's URL must be a number of seconds"),
+        ("valkey-cluster://a:1?node_deadline=1&node_deadline=2", "node_deadline stands twice"),
+        ("valkey-cluster://a:1?read_from_replicas=maybe", "must be true or false, got 'maybe'"),
+        ("valkey-cluster://a:1?socket_timeout=soon", "socket_timeout of a cluster's URL must be a number of seconds"),
+        ("valkey-cluster://a:1?ssl_cert_reqs=none", "ssl_cert_reqs of a cluster's URL is for rediss-cluster:// alone"),
+        (
+            "rediss-cluster://a:1?ssl_cert_reqs=some",
+            "ssl_cert_reqs of a cluster's URL must be none, optional",
+        ),
     ],
 )
-def test_a_url_that_names_no_cluster_is_refused(url: str, why: str) -> None:
+@pytest.mark.parametrize("kind", [PageClient, AsyncPageClient])
+def test_a_url_that_names_no_cluster_is_refused(kind: type[PageClient | AsyncPageClient], url: str, why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        PageClient(url)
+        kind(url)
+
+
+def test_options_may_stand_in_the_url(cluster: Cluster) -> None:
+    name = PageKey(b"{in-the-url}", 0, 0, 0, 0)
+    page = Page(name, b"12345678", DType.FLOAT16, 1, 4)
+    options = "node_deadline=3&read_from_replicas=true&client_name=of-the-url"
+    with PageClient(f"{cluster.url}?{options}", deadline=30) as pages:
+        pages.set_page(page)
+        assert pages.exists(name)
+        assert any(b"of-the-url" in node.ask("CLIENT", "LIST") for node in cluster.masters)

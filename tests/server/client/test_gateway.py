@@ -188,8 +188,12 @@ def test_what_may_not_be_done_twice_is_refused(client: Any) -> None:
     for words in (("SET", "a", "b", "NX"), ("SET", "a", "b", "GET")):
         with pytest.raises(redis.ResponseError, match="takes no NX, XX or GET"):
             client.execute_command(*words)
-    with pytest.raises(redis.ResponseError, match="not allowed inside a transaction"), client.pipeline() as pipe:
+    with pytest.raises(redis.ResponseError, match="a gateway has no transactions"), client.pipeline() as pipe:
         pipe.set("a", "b").execute()
+    for word in ("MULTI", "EXEC", "DISCARD"):
+        with pytest.raises(redis.ResponseError, match="a gateway has no transactions"):
+            client.execute_command(word)
+    assert client.set("a", "b"), "no transaction was begun"
     with client.pipeline(transaction=False) as pipe:
         assert pipe.set("a", "b").get("a").execute() == [True, b"b"]
 
@@ -210,6 +214,77 @@ def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:
         assert client.execute_command("KVPAGESET", "mine.1", *PAGE, "body") == b"OK"
         with pytest.raises(redis.ResponseError, match="No permissions to access a key"):
             client.execute_command("KVPAGESET", "other.1", *PAGE, "body")
+
+
+@pytest.mark.parametrize("line", ["KVPAGEDEL {m}", "KVPAGELEASE {m} 30000"])
+def test_a_request_without_its_page_ids_is_refused_as_is_documented(client: Any, line: str) -> None:
+    with pytest.raises(redis.ResponseError, match="does not know which blocks a request has: name their page ids"):
+        client.execute_command(*line.split())
+    text = Path(__file__).parents[3].joinpath("docs", "scaling.md").read_text()
+    assert "KVPAGEDEL and\nKVPAGELEASE need page ids" in text
+
+
+def test_what_one_command_did_wrong_is_no_failure_of_the_cluster(cluster: Cluster) -> None:
+    for node in cluster.masters:
+        node.ask("ACL", "SETUSER", "reader", "on", ">secret", "~*", "+@all", "-set")
+    nodes = f"valkey-cluster://reader:secret@{cluster.addresses}"
+    with start_server("--store", "cluster", "--cluster-nodes", nodes) as gateway, gateway.client() as client:
+        for words, why in ((("KVPAGEDEL", "{m}"), "name their page ids"), (("SET", "a", "b"), "NOPERM")):
+            with pytest.raises(redis.RedisError, match=why):
+                client.execute_command(*words)
+            assert client.get("a") is None
+        assert "the cluster" not in gateway.log.replace("the cluster lets", "")
+
+
+def test_options_may_stand_in_the_url(cluster: Cluster) -> None:
+    nodes = f"{cluster.addresses}?node_deadline=3&read_from_replicas=yes&socket_timeout=5"
+    with start_server("--store", "cluster", "--cluster-nodes", nodes) as gateway, gateway.client() as client:
+        assert client.set("a", "b")
+        assert client.get("a") == b"b"
+
+
+FAULTY = """
+from kvpage_server.app import main
+from kvpage_server.gateway.pages import PagesBehind
+from kvpage_server.resp.reply import Raw
+
+def at_once(self, client, args):
+    yield ()
+    yield 1 // 0
+
+def in_the_middle(self, client, args):
+    yield Raw(b"*2\\r\\n")
+    yield 1 // 0
+
+PagesBehind.kvpageexists, PagesBehind.kvpagemexists = at_once, in_the_middle
+main()
+"""
+
+
+def test_an_error_nobody_expects_is_one_command_s_unless_its_reply_has_begun(cluster: Cluster) -> None:
+    said: list[str] = []
+    with pytest.raises(AssertionError, match="kvpageexists failed between its steps; the connection goes on"):
+        _ask_a_faulty_gateway(cluster, said)
+    assert said == ["internal error, the server's log says more", "the same connection", "closed"]
+
+
+def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
+    """Raises AssertionError with its log at the end, as there is a traceback in it."""
+    options = ("--store", "cluster", "--cluster-nodes", cluster.addresses)
+    with (
+        start_server(*options, program=("-c", FAULTY)) as gateway,
+        gateway.client(single_connection_client=True, retry=None) as client,
+    ):
+        before = client.client_id()
+        try:
+            client.execute_command("KVPAGEEXISTS", "r", 0, 0, 0, 0)
+        except redis.RedisError as error:
+            said.append(str(error))
+        said.append("the same connection" if client.client_id() == before else "another connection")
+        try:
+            client.execute_command("KVPAGEMEXISTS", 1, "r", 0, 0, 0, 0)
+        except redis.ConnectionError:
+            said.append("closed")
 
 
 # -- a cluster that fails ----------------------------------------------------------------------------------------------
@@ -279,6 +354,8 @@ def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server:
         (("--cluster-nodes", "a:1"), "cluster-nodes are for `store cluster`, and store is memory"),
         (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster-nodes: "),
         (("--store", "cluster", "--cluster-nodes", "a:port"), "cluster-nodes: "),
+        (("--store", "cluster", "--cluster-nodes", "a:1?nodedeadline=3"), "has no option 'nodedeadline'; it may have"),
+        (("--store", "cluster", "--cluster-nodes", "a:1?node_deadline=x"), "must be a number of seconds, more than 0"),
     ],
 )
 def test_options_that_make_no_sense_are_refused(options: tuple[str, ...], why: str, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shutil
 import signal
@@ -19,8 +20,14 @@ from servers import RunningServer, start_server
 from slot_maps import HALVES, IDS, MappedServers, map_text, start_mapped
 from waiting import until
 
+from kvpage_server import slot_map
 from kvpage_server.client import PageClient
+from kvpage_server.commands.context import Server
+from kvpage_server.commands.placing import Placing
+from kvpage_server.configuration.config import Config
+from kvpage_server.renewal import renew_when
 from kvpage_server.slot_map import MapError, parse_map, slot_of
+from kvpage_server.store.keyspace import Keyspace
 
 PAGE = (0, 0, 7, 0, 1, 2, 1, 0, b"body")  # what follows the request in KVPAGESET
 
@@ -216,8 +223,44 @@ def test_a_map_that_can_t_be_right_is_refused_and_the_old_one_stays(slots: Any, 
         assert info["cluster_current_epoch"] == "1"
 
 
+def test_a_map_nested_too_deeply_is_refused_and_the_next_one_is_used() -> None:
+    with start_mapped() as mapped, mapped.servers[0].client(protocol=2) as client:
+        mapped.file.write_text(f"version = 1\nnodes = {NESTED}")
+        mapped.servers[0].process.send_signal(signal.SIGHUP)
+        until(lambda: "stays in use" in mapped.servers[0].log)
+        assert "nested too deeply" in mapped.servers[0].log
+        mapped.file.write_text(map_text(mapped.ports, version=2))
+        mapped.servers[0].process.send_signal(signal.SIGHUP)
+        until(lambda: "cluster_current_epoch:2" in str(told(mapped.servers[0], "CLUSTER", "INFO")))
+        assert client.ping()
+
+
+def test_an_error_nobody_expects_ends_no_further_renewals(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "slots.toml"
+    file.write_text(map_text([1, 2]))
+    server = Server(Config(), Keyspace(), placing=Placing(file, IDS[0]))
+
+    async def renewed() -> None:
+        asked = asyncio.Event()
+        task = asyncio.create_task(renew_when(asked, server))
+        with monkeypatch.context() as patch:
+            patch.setattr(slot_map.tomllib, "loads", lambda text: 1 // 0)
+            asked.set()
+            await asyncio.to_thread(until, lambda: "the map of slots could not be renewed" in caplog.text)
+        assert "ZeroDivisionError" in caplog.text
+        file.write_text(map_text([1, 2], version=2))
+        asked.set()
+        await asyncio.to_thread(until, lambda: server.placing is not None and server.placing.map.version == 2)
+        task.cancel()
+
+    asyncio.run(renewed())
+
+
 # -- maps that are none ------------------------------------------------------------------------------------------------
 
+NESTED = "[" * 5000 + "]" * 5000
 NODE = f'[[nodes]]\nid = "{IDS[0]}"\nhost = "h"\nport = 1\n'
 
 
@@ -226,6 +269,8 @@ NODE = f'[[nodes]]\nid = "{IDS[0]}"\nhost = "h"\nport = 1\n'
     [
         ("version = 1", "a map lacks nodes; it has nodes, version"),
         ("version = 1\nnodes = []", "nodes must be one"),
+        (f"version = 1\nnodes = {NESTED}", "nested too deeply"),
+        (f"version{'.a' * 3000} = 1\nnodes = []", "nested too deeply"),
         ("version = 1\nnodes = [3]", "node 1 must be a table"),
         (f"version = true\n{NODE}slots = []", "version must be a whole number"),
         (f"version = 1\nextra = 2\n{NODE}slots = []", "has an unknown 'extra'"),
@@ -248,10 +293,16 @@ def test_what_is_wrong_with_a_map_is_said(text: str, why: str) -> None:
 def test_a_start_with_a_wrong_map_or_none_says_what_is_wrong(tmp_path: Path) -> None:
     file = tmp_path / "slots.toml"
     file.write_text(map_text([1], (["0-100"],)))
+    deep = tmp_path / "deep.toml"
+    deep.write_text(f"version = 1\nnodes = {NESTED}")
+    long = tmp_path / "long.toml"
+    long.write_text(f"version = {'1' * 5000}\nnodes = []")
     whole = tmp_path / "whole.toml"
     whole.write_text(map_text([1, 2]))
     for options, why in (
         (("--cluster-config", str(file), "--cluster-node", IDS[0]), f"{file}: nobody has the slots 101-16383"),
+        (("--cluster-config", str(deep), "--cluster-node", IDS[0]), f"{deep}: lists or tables are nested too deeply"),
+        (("--cluster-config", str(long), "--cluster-node", IDS[0]), f"{long}: Exceeds the limit"),
         (("--cluster-config", str(whole)), "cluster-node must say which node of the map this server is"),
         (("--cluster-config", str(whole), "--cluster-node", "h:1"), "the map has no node 'h:1'"),
         (("--cluster-config", str(tmp_path / "none"), "--cluster-node", "h:1"), "No such file"),
