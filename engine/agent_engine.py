@@ -27,6 +27,7 @@ from engine.generation.unbatched import Sampler
 from engine.memory.blocks import AgentBlocks
 from engine.scheduling.request import CompletedGeneration, EngineClosedError, PromptReceiver, Token, TokenReceiver
 from engine.tiers.store import AgentCacheStore
+from kvpage_server.tracing import span
 
 log = logging.getLogger(__name__)
 
@@ -85,6 +86,7 @@ class AgentEngine:
         """
         options = {"max_tokens": max_tokens, "sampler": sampler, "stop": stop, "logprobs": logprobs}
         job = Job(next(self._uids), agent_id, (), options, keep, on_token, on_done, on_error)
+        job.span.set(agent=agent_id, model=self._batch.spec.model_id)
         try:
             job.tokens = tuple(token_ids(tokens, self._batch.spec.vocab_size))
             if self._closed:
@@ -109,6 +111,8 @@ class AgentEngine:
                 self._batch.cancel(job.running)
         self._release(job)
         self._let_go(job)
+        job.span.set(finish_reason="cancelled")
+        job.span.end()
 
     def step(self, timeout: float = 0.0) -> bool:
         """Run one round: loaded prompts join the batch; every prompt advances by a chunk and every answer by a token.
@@ -170,9 +174,10 @@ class AgentEngine:
             elif ahead < MAX_PROMPTS_AHEAD and (self._ended >= job.not_before or not self._batch.running):
                 job.stage = Stage.LOADING
                 # A second load, after another prompt computed the prefix, has what is left of the same time.
-                job.loading = self._store.begin_load(
-                    job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
-                )
+                with job.span.current():
+                    job.loading = self._store.begin_load(
+                        job.agent_id, job.tokens, within=self._store.restore_within - job.restore_seconds
+                    )
                 job.loading.add_done_callback(self.wake)
                 ahead += 1
 
@@ -229,14 +234,15 @@ class AgentEngine:
                 return
             job.joined = time.perf_counter()
             try:
-                job.running = self._batch.submit(
-                    job.agent_id,
-                    job.tokens,
-                    job.loaded.blocks if job.loaded else None,
-                    on_token=self._renamed(job) if job.on_token else None,
-                    on_prompt=self._publisher(job, self._store) if self._store else None,
-                    **job.options,
-                )
+                with job.span.current():
+                    job.running = self._batch.submit(
+                        job.agent_id,
+                        job.tokens,
+                        job.loaded.blocks if job.loaded else None,
+                        on_token=self._renamed(job) if job.on_token else None,
+                        on_prompt=self._publisher(job, self._store) if self._store else None,
+                        **job.options,
+                    )
             except (ValueError, RuntimeError) as error:
                 self._fail(job, error)
             else:
@@ -296,16 +302,19 @@ class AgentEngine:
             keep = self._store.save if job.keep else self._store.publish
             keep(done.blocks)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
+        answer = job.answer(done)
+        _see(job, done, answer.reuse)
         if done.error:
             _tell(job.on_error, done.error)
         else:
-            _tell(job.on_done, job.answer(done))
+            _tell(job.on_done, answer)
         return None
 
     def _fail(self, job: Job, error: Exception) -> None:
         del self._jobs[job.uid]
         self._release(job)
         self._let_go(job)
+        job.span.end(error)
         _tell(job.on_error, error)
 
     def _release(self, job: Job) -> None:
@@ -321,6 +330,26 @@ class AgentEngine:
         if job.loaded and job.loaded.blocks:
             self._batch.pool.free(job.loaded.blocks.block_ids, job.agent_id)
             job.loaded = replace(job.loaded, blocks=None)
+
+
+def _see(job: Job, done: CompletedGeneration, reuse: Reuse) -> None:
+    """End its span, and say when its first token came."""
+    if reuse.time_to_first_token > 0:
+        first = job.submitted + reuse.time_to_first_token
+        with job.span.current():
+            computing = span("kvpage.first_token", began=first - done.prefill_seconds)
+        computing.set(tokens=done.prompt_tokens - done.tokens_reused)
+        computing.end(at=first)
+    job.span.set(
+        prompt_tokens=done.prompt_tokens,
+        reused_tokens=reuse.tokens,
+        answer_tokens=len(done.tokens),
+        tier=reuse.tier,
+        reason=reuse.why,
+        waited_seconds=reuse.waited_seconds,
+        finish_reason=done.finish_reason,
+    )
+    job.span.end(done.error)
 
 
 _Told = TypeVar("_Told")

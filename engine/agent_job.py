@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from enum import Enum, auto
+from functools import partial
 from typing import Any
 
 from engine.scheduling.request import CompletedGeneration, TokenReceiver
 from engine.tiers.loading import Loaded, Loading
 from engine.tiers.metrics import Tier
 from engine.tiers.prefill_claims import Claim
+from kvpage_server.tracing import TraceSpan, span
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +100,7 @@ class Job:
     said: int = 0  # tokens of the answer
     joined: float = 0.0  # the batch; time.perf_counter()
     running: int | None = None  # its uid in the batch
+    span: TraceSpan = field(default_factory=partial(span, "kvpage.request"))
 
     @property
     def waits(self) -> bool:

@@ -20,10 +20,11 @@ from engine.api.completions import chat, complete
 from engine.api.openai.errors import ApiError
 from engine.api.service import Service
 from kvpage_server.http.guards import Guards, own_names
+from kvpage_server.tracing import continued
 
 HEALTH = ("/health", "/health/live", "/health/ready")
 METHODS = ["GET", "POST", "DELETE"]
-ASKED = ["Authorization", "Content-Type", AGENT_HEADER]  # headers, by pages of other sites
+ASKED = ["Authorization", "Content-Type", AGENT_HEADER, "traceparent", "tracestate"]  # headers, by pages of other sites
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
@@ -67,6 +68,7 @@ def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starle
             Middleware(_Counting, service=service),
             Middleware(Guards, names=names, origins=origins),
             Middleware(CORSMiddleware, allow_origins=origins, allow_methods=METHODS, allow_headers=ASKED),
+            Middleware(_Traced),
         ],
         exception_handlers={
             ApiError: _handler(lambda error: error),
@@ -120,3 +122,14 @@ class _Counting:
             await send(message)
 
         return await self._app(scope, receive, counted)
+
+
+class _Traced:
+    """What is done for a request belongs to the trace that it names."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        with continued(scope.get("headers", ())):
+            await self._app(scope, receive, send)

@@ -8,6 +8,7 @@ other.
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import threading
 from collections import deque
@@ -135,7 +136,8 @@ class EngineThread:
         self._generations.add(generation)
         self._idle.clear()
         if self._thread.is_alive():
-            self._call(lambda engine: _submit(engine.agents, generation))
+            asked_in = contextvars.copy_context()  # with the trace that it belongs to
+            self._call(lambda engine: asked_in.run(_submit, engine.agents, generation))
         else:
             generation.tell(EngineClosedError("the engine has ended"))
         return generation

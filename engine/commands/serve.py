@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 from engine.commands import Failure
 from engine.commands.options import add_engine, count, import_engine, options, port, seconds, size, tell
 from engine.platform.open_files import room_for
+from kvpage_server import tracing
 
 
 def add_to(commands: Any) -> None:
@@ -70,6 +71,7 @@ def serve(args: argparse.Namespace) -> NoReturn:
         except (TokenFileError, ServeError) as error:
             raise Failure(str(error)) from error
     # All contexts are written. An ordinary exit can abort: MLX's threads outlive the thread that began them.
+    tracing.flush()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -17,6 +17,7 @@ from engine.memory.blocks import AgentBlocks
 from engine.memory.kvcache import Cache
 from engine.scheduling.request import Request
 from engine.spec import ModelCacheSpec
+from kvpage_server.tracing import is_seen, span
 
 
 class ModelRunner:
@@ -67,7 +68,12 @@ class ModelRunner:
     def cache(self, blocks: AgentBlocks | None, tokens: int) -> Cache:
         """A cache with the first `tokens` tokens of `blocks`, or an empty one."""
         if blocks and tokens:
-            return kvcache.reconstruct(self._spec, blocks.blocks, tokens)
+            with span("kvpage.assemble") as seen:
+                if is_seen(seen):
+                    seen.set(
+                        tokens=tokens, blocks=len(blocks.blocks), bytes=sum(block.nbytes for block in blocks.blocks)
+                    )
+                return kvcache.reconstruct(self._spec, blocks.blocks, tokens)
         if self._spec.refusal or self._spec.quantised_from:
             return list(make_prompt_cache(self._model))
         return kvcache.empty(self._spec)

@@ -16,6 +16,7 @@ from engine.tiers.load_states import FileState, LoadEvent, LoadState, Patience, 
 from engine.tiers.metrics import Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.server.fetch import Fetch
+from kvpage_server.tracing import is_seen, span
 
 HEDGE_AFTER_SECONDS = 0.5
 
@@ -29,6 +30,11 @@ class Loaded:
     reach: int  # tokens of the prompt that needn't be computed
     why: str | None  # the reason of a miss, or why there is not more
     seconds: float
+
+    @property
+    def nbytes(self) -> int:
+        """Of its blocks."""
+        return sum(block.nbytes for block in self.blocks.blocks) if self.blocks else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +101,10 @@ class Loading:
             threading.Timer(seconds, self._grow_impatient, [event])
             for seconds, event in ((HEDGE_AFTER_SECONDS, LoadEvent.HEDGE_TIMER), (within, LoadEvent.DEADLINE))
         ]
+        self._span = span("kvpage.load")
         if not enough:
-            self._begin(within)
+            with self._span.current():
+                self._begin(within)
         self._go_on()
 
     def done(self) -> bool:
@@ -123,6 +131,9 @@ class Loading:
             seconds += time.perf_counter() - start
             why = why if found.blocks else why or "absent"
             self._loaded = Loaded(found.blocks, found.tier, found.reach, why, seconds)
+            if is_seen(self._span):
+                self._span.set(tier=found.tier, tokens=found.reach, bytes=self._loaded.nbytes, reason=why)
+            self._span.end()
             self._ways.loaded(self._loaded, self._tokens)
         return self._loaded
 
@@ -133,6 +144,8 @@ class Loading:
             if self._state is before:
                 return
             self._release(self._memory.blocks, self._file.found)
+        self._span.set(reason="cancelled")
+        self._span.end()
         self._stop_timers()
         if self._fetch:
             self._fetch.cancel()

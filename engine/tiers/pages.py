@@ -42,6 +42,7 @@ from engine.tiers.server.reference_counts import MakesManifest
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok_or_not, text, up_to
 from kvpage_server.segments import SEGMENT, tag_of
+from kvpage_server.tracing import current, span
 
 T = TypeVar("T")
 Doing = Coroutine[Any, Any, T]
@@ -202,9 +203,13 @@ class PageTier:
         return Saved(blocks, present, nbytes, whole=len(written) == len(missing))
 
     def _saved(self, work: Doing[Saved]) -> Saved | None:
-        saved = self._attempt(work, self.unsaved)
-        if saved and not saved.whole:
-            self.unsaved[GONE] += 1
+        with span("kvpage.save") as seen:
+            saved = self._attempt(work, self.unsaved)
+            if saved and not saved.whole:
+                self.unsaved[GONE] += 1
+                seen.set(reason=GONE)
+            if saved:
+                seen.set(blocks=saved.blocks_written, bytes=saved.nbytes)
         return saved
 
     # -- agents ----------------------------------------------------------------------------------------------------
@@ -292,7 +297,12 @@ class PageTier:
         return self._attempt(work, self.unasked)
 
     def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:
-        return self._connection.do(self._connection.attempt(work, lambda why: failures.update([why])))
+        def missed(why: str) -> None:
+            failures.update([why])
+            seen.set(reason=why)
+
+        seen = current()
+        return self._connection.do(self._connection.attempt(work, missed))
 
 
 def _claim_key(name: str) -> str:

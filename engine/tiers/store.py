@@ -328,8 +328,7 @@ class AgentCacheStore:
     def _came(self, loaded: Loaded, tokens: Sequence[int] | None) -> None:
         """Keep in memory what a lower tier had: full blocks for all agents, the rest as the agent's own context."""
         blocks = loaded.blocks
-        nbytes = sum(block.nbytes for block in blocks.blocks) if blocks else 0
-        self._tally.loaded(loaded.tier, nbytes, loaded.seconds, loaded.why)
+        self._tally.loaded(loaded.tier, loaded.nbytes, loaded.seconds, loaded.why)
         if blocks is None or loaded.tier not in ("page", "cold"):
             return
         full = len(blocks) % self.spec.block_tokens == 0

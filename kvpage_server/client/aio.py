@@ -32,6 +32,7 @@ from kvpage_server.client.wire.connection import PageConnection, lend, page_pool
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
+from kvpage_server.tracing import span
 
 T = TypeVar("T")
 _PAUSE = 0.05  # seconds until a transaction is tried again
@@ -287,7 +288,10 @@ class AsyncPageClient:
     # -- doing -----------------------------------------------------------------------------------------------------
 
     async def _do(self, call: Call[T] | Timed[T], deadline: float | None) -> T:
-        end = Deadline(self._deadline if deadline is None else deadline)
+        with span(f"kvpage.client.{call.what}", client=True):
+            return await self._done(call, Deadline(self._deadline if deadline is None else deadline))
+
+    async def _done(self, call: Call[T] | Timed[T], end: Deadline) -> T:
         if not isinstance(call, Call):
             return await self._carry_out(call(end), end)
         if not call.parts:

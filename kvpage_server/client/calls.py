@@ -6,13 +6,14 @@ The clients, one for threads and one for an event loop, differ in how they wait 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Generic, TypeVar
 
 from typing_extensions import Buffer
 
+from kvpage_server import tracing
 from kvpage_server.client.buffers import places
 from kvpage_server.client.commands import BlobCommands, Missed
 from kvpage_server.client.page import BlockBody, BlockName, Page, check_block_sizes, check_names, sized, sized_blocks
@@ -29,13 +30,27 @@ _WHOLE = [slice(None)]
 class Call(Generic[T]):
     """A batch in parts, each to be asked on a connection of its own, and what their answers together mean."""
 
+    what: str  # the method of the client
     parts: Sequence[slice]
     ask: Callable[[BlobCommands, slice], Request[Any]]
     read: Callable[[list[Any]], T]
 
 
-def _nothing(answers: list[Any]) -> None:
-    """There is nothing to be read in an OK."""
+Sizes = Callable[[], Sequence[int]]  # bytes of each body; nobody asks who does not need them
+
+
+def count_sent(sizes: Sizes) -> None:
+    """Of bodies that have gone."""
+    if tracing.is_seen(seen := tracing.current()):
+        seen.add(bytes=sum(sizes()))
+
+
+def count_misses(misses: Counter[str], reasons: Collection[str], came: Callable[[], Iterable[int]]) -> None:
+    """Of one answer; `came` are the bytes of each body that was found."""
+    misses.update(reasons)
+    if tracing.is_seen(seen := tracing.current()):
+        seen.add(bytes=sum(came()), missed=len(reasons))
+        seen.set(reason=next(iter(reasons), None))
 
 
 class Calls:
@@ -49,8 +64,9 @@ class Calls:
     def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
         """Store pages."""
         found = sized(pages, ttl)
-        parts = self._parts(len(found), found.bodies.sizes)
-        return Call(parts, lambda to, part: to.set_pages(found[part], ttl), _nothing)
+        sizes = found.bodies.sizes
+        parts = self._parts(len(found), sizes)
+        return Call("mset", parts, lambda to, part: to.set_pages(found[part], ttl), lambda _: count_sent(sizes))
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
         """Receive pages into memory of their own."""
@@ -59,41 +75,51 @@ class Calls:
             if not answers:
                 return []
             pages, missed = answers[0]
-            self.misses.update(missed.values())
+            count_misses(self.misses, missed.values(), lambda: (memoryview(page.body).nbytes for page in pages if page))
             return pages
 
-        return Call(_WHOLE if keys else [], lambda to, _: to.fetch_pages(keys, self._verify), read)
+        return Call("mget", _WHOLE if keys else [], lambda to, _: to.fetch_pages(keys, self._verify), read)
 
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
         """Receive pages into buffers."""
         into, names = places(buffers, len(keys)), PageKeys(keys)
         parts = self._parts(len(keys), into.sizes)
         return Call(
+            "mget_into",
             parts,
             lambda to, part: to.read_pages(names[part], into[part], self._verify),
-            lambda missed: self._hits(len(keys), parts, missed),
+            lambda missed: self._hits(into.sizes, len(keys), parts, missed),
         )
 
     def mexists(self, keys: Sequence[PageKey]) -> Call[list[bool]]:
         """Which pages are there."""
-        return Call(_WHOLE if keys else [], lambda to, _: to.exists(keys), lambda found: [*chain(*found)])
+        return Call("mexists", _WHOLE if keys else [], lambda to, _: to.exists(keys), lambda found: [*chain(*found)])
 
     def delete(self, keys: Sequence[PageKey]) -> Call[int]:
         """Delete pages."""
-        return Call(_WHOLE if keys else [], lambda to, _: to.delete(keys), sum)
+        return Call("delete", _WHOLE if keys else [], lambda to, _: to.delete(keys), sum)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Call[int]:
         """Delete a request or blocks of it."""
         check_names([(req_id, page) for page in pages or (0,)])
-        return Call(_WHOLE, lambda to, _: to.delete_request(req_id, pages), sum)
+        return Call("delete_request", _WHOLE, lambda to, _: to.delete_request(req_id, pages), sum)
 
     def mset_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Call[None]:
         """Store blocks."""
         found = sized_blocks(names, shape, bodies, ttl)
-        parts = self._parts(len(found), lambda: [shape.nbytes] * len(found))
-        return Call(parts, lambda to, part: to.set_blocks(names[part], shape, found[part], ttl), _nothing)
+
+        def sizes() -> Sequence[int]:
+            return [shape.nbytes] * len(found)
+
+        parts = self._parts(len(found), sizes)
+        return Call(
+            "mset_blocks",
+            parts,
+            lambda to, part: to.set_blocks(names[part], shape, found[part], ttl),
+            lambda _: count_sent(sizes),
+        )
 
     def fetch_blocks_into(
         self, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
@@ -104,34 +130,36 @@ class Calls:
         check_block_sizes(into.sizes(), shape)
         parts = self._parts(len(names), into.sizes)
         return Call(
+            "fetch_blocks_into",
             parts,
             lambda to, part: to.read_blocks(names[part], shape, into[part], self._verify),
-            lambda missed: self._reasons(len(names), parts, missed),
+            lambda missed: self._reasons(into.sizes, len(names), parts, missed),
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
         """How many blocks from the first on are complete."""
         check_names(names)
-        return Call(_WHOLE if names else [], lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
+        asked = _WHOLE if names else []
+        return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Call[int]:
         """Protect blocks from eviction."""
         check_names([(req_id, page) for page in pages or (0,)])
-        return Call(_WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
+        return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 
-    def _parts(self, count: int, sizes: Callable[[], Sequence[int]]) -> list[slice]:
+    def _parts(self, count: int, sizes: Sizes) -> list[slice]:
         """One for each connection that a batch may use; with one connection nobody asks for sizes."""
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []
 
-    def _hits(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
-        return [why is None for why in self._reasons(count, parts, missed)]
+    def _hits(self, sizes: Sizes, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[bool]:
+        return [why is None for why in self._reasons(sizes, count, parts, missed)]
 
-    def _reasons(self, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[str | None]:
+    def _reasons(self, sizes: Sizes, count: int, parts: Sequence[slice], missed: Sequence[Missed]) -> list[str | None]:
+        found = {part.start + i: why for part, some in zip(parts, missed, strict=True) for i, why in some.items()}
+        count_misses(self.misses, found.values(), lambda: (n for i, n in enumerate(sizes()) if i not in found))
         reasons: list[str | None] = [None] * count
-        for part, of_part in zip(parts, missed, strict=True):
-            self.misses.update(of_part.values())
-            for i, why in of_part.items():
-                reasons[part.start + i] = why
+        for i, why in found.items():
+            reasons[i] = why
         return reasons

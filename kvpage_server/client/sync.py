@@ -24,6 +24,7 @@ from kvpage_server.client.wire.connection import PageConnection, lend, page_pool
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
+from kvpage_server.tracing import span
 
 T = TypeVar("T")
 
@@ -251,7 +252,10 @@ class PageClient:
     # -- doing -----------------------------------------------------------------------------------------------------
 
     def _do(self, call: Call[T] | Timed[T], deadline: float | None) -> T:
-        end = Deadline(self._deadline if deadline is None else deadline)
+        with span(f"kvpage.client.{call.what}", client=True):
+            return self._done(call, Deadline(self._deadline if deadline is None else deadline))
+
+    def _done(self, call: Call[T] | Timed[T], end: Deadline) -> T:
         if not isinstance(call, Call):
             assert self._several
             return Nodes(self._several.peers).do(call(end), end)

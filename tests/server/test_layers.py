@@ -36,12 +36,13 @@ MAY_KNOW = {
     "configuration": "core glob store system",
     "segments": "",
     "slot_map": "",
+    "tracing": "",
     "commands": "configuration core glob page patterns resp slot_map store system",
     "gateway": "client commands core page resp store system",
     "net": "commands configuration core resp system",
     "renewal": "commands configuration slot_map",
     "app": "client commands configuration core gateway net page renewal slot_map store system",
-    "client": "address core page",
+    "client": "address core page tracing",
     "snapshot": "client page system",
     "replay": "segments slot_map store system",
     "bench": "client page system",
@@ -53,7 +54,7 @@ MAY_KNOW = {
     "cli": "address bench client configuration look replay snapshot system",
 }
 # Its `__init__` has the version.
-ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "segments", "http", "__init__"}
+ENGINE_MAY_KNOW = {"page", "layouts", "client", "system", "address", "segments", "http", "tracing", "__init__"}
 
 
 @cache

@@ -28,6 +28,7 @@ from engine.pool import PoolExhaustedError
 from engine.tiers.server.cost_model import Decision
 from engine.tiers.server.lookup import FetchReport, FetchRequest, Lookup, Remote
 from engine.tiers.server.receive import Receiver
+from kvpage_server.tracing import span
 
 
 class FetchState(Enum):
@@ -186,19 +187,26 @@ class Fetch:
         await self._lookup.remote.connection.attempt(self._load(), self.report.missed, self._request.within)
 
     async def _load(self) -> None:
-        digests = await self._lookup.ask()
-        plan = await self._lookup.lease(digests)
-        wanted = self._lookup.wanted(plan)
+        with span("kvpage.lookup") as seen:
+            digests = await self._lookup.ask()
+            plan = await self._lookup.lease(digests)
+            wanted = self._lookup.wanted(plan)
+            nbytes = self._lookup.remote.layout.nbytes(*wanted)
+            if not plan.blocks and not self.report.reasons:
+                self.report.missed("absent")
+            seen.set(tokens=plan.reach, blocks=len(wanted), bytes=nbytes, reason=self.why)
         try:
             blocks = sum(not place.of_state for place in wanted)
-            self._ids = self._pool.allocate(blocks, self._request.agent_id, self._lookup.remote.layout.nbytes(*wanted))
+            self._ids = self._pool.allocate(blocks, self._request.agent_id, nbytes)
         except PoolExhaustedError:
             self.report.missed("pool")
             return
-        if not plan.blocks and not self.report.reasons:
-            self.report.missed("absent")
         self._received = Receiver(self._lookup, plan, digests)
-        await self._received.receive()
+        with span("kvpage.fetch") as seen:
+            try:
+                await self._received.receive()
+            finally:
+                seen.set(tokens=self._received.reach, bytes=self.nbytes, reason=self.why)
 
     # -- taking it up ----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,7 @@ from engine.tiers.server.manifest import BlockPlace, Miss
 from engine.tiers.server.restore_planner import Plan
 from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, integer
+from kvpage_server.tracing import span
 
 Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memory for each
 
@@ -125,7 +126,11 @@ class Receiver:
             self._connection.progressed()  # what is done with them here is not the server's time
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
-        made = await self._connection.beside(partial(_made, whole, self._digests, shapes))
+        with span("kvpage.verify") as seen:
+            made = await self._connection.beside(partial(_made, whole, self._digests, shapes))
+            seen.set(
+                blocks=len(whole), bytes=nbytes * len(whole), reason=None if len(made) == len(whole) else "checksum"
+            )
         for place, why in zip(places, missed, strict=True):
             if place not in made:
                 if why == GONE:

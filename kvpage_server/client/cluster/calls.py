@@ -7,7 +7,7 @@ away that it would belong to, and a block comes before pages, so what was writte
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,6 +15,7 @@ import numpy as np
 from typing_extensions import Buffer
 
 from kvpage_server.client.buffers import places
+from kvpage_server.client.calls import count_misses, count_sent
 from kvpage_server.client.cluster import block_value, commands
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
@@ -70,10 +71,10 @@ class ClusterCalls:
     @timed
     def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
         """Store pages."""
-        sized(pages, ttl)
-        created = unix_ms()
+        bodies, created = sized(pages, ttl).bodies, unix_ms()
         written = [commands.set_page(page, ttl, created) for page in pages]
         yield from self.put_pages(written, [(page.key.req_id, page.key.page) for page in pages])(end)
+        count_sent(bodies.sizes)
 
     @timed
     def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
@@ -86,8 +87,9 @@ class ClusterCalls:
     def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
         """Receive pages into buffers."""
         into = places(buffers, len(keys)).views()
-        missed = yield from self._read_pages(keys, [Place(_memory(HEADER_SIZE), body) for body in into], end)
-        return self._hits(missed)
+        rooms = [Place(_memory(HEADER_SIZE), body) for body in into]
+        missed = yield from self._read_pages(keys, rooms, end)
+        return self._hits(missed, rooms)
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
@@ -100,7 +102,7 @@ class ClusterCalls:
             nbytes = ranges[1][1] + 1 - ranges[1][0] if ranges else size - HEADER_SIZE if isinstance(size, int) else 0
             rooms.append(Place(_memory(HEADER_SIZE), _memory(max(nbytes, 0))))
         missed = yield from self._read_pages(keys, rooms, end, shapes)
-        self._hits(missed)
+        self._hits(missed, rooms)
         found: list[Page | None] = []
         for key, room, reason in zip(keys, rooms, missed, strict=True):
             if reason:
@@ -157,6 +159,7 @@ class ClusterCalls:
             ],
             end,
         )
+        count_sent(lambda: [shape.nbytes] * len(found))
 
     @timed
     def fetch_blocks_into(
@@ -178,7 +181,7 @@ class ClusterCalls:
         absent = [i for i, reason in enumerate(missed) if reason == "absent"]
         if absent:
             yield from self._blocks_of_pages(absent, missed, names, shape, rooms, end)
-        self._hits(missed)
+        self._hits(missed, rooms)
         return missed
 
     @timed
@@ -291,8 +294,11 @@ class ClusterCalls:
                 raise WrongReply(f"instead of a number came {answer!r:.80}")
         return answers
 
-    def _hits(self, missed: Sequence[str | None]) -> list[bool]:
-        self.misses.update(reason for reason in missed if reason)
+    def _hits(self, missed: Sequence[str | None], rooms: Sequence[Place]) -> list[bool]:
+        def came() -> Iterator[int]:
+            return (room.body.nbytes for room, reason in zip(rooms, missed, strict=True) if reason is None)
+
+        count_misses(self.misses, [reason for reason in missed if reason], came)
         return [reason is None for reason in missed]
 
 

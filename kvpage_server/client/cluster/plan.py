@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar
 
 from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 
 T = TypeVar("T")
+T_co = TypeVar("T_co", covariant=True)
 Self = TypeVar("Self")
 P = ParamSpec("P")
 
@@ -55,13 +56,23 @@ def present(answers: Sequence[Any], gone: Any) -> list[Any]:
 
 Outcome = Any | Failed
 Plan = Generator[Round, list[Outcome], T]
-Timed = Callable[[Deadline], Plan[T]]  # a plan that waits for its deadline
+
+
+@dataclass(frozen=True, slots=True)
+class Timed(Generic[T_co]):
+    """A plan that waits for its deadline."""
+
+    what: str  # the method of the client
+    begin: Callable[[Deadline], Plan[T_co]]
+
+    def __call__(self, end: Deadline) -> Plan[T_co]:
+        return self.begin(end)
 
 
 def timed(method: Callable[Concatenate[Self, Deadline, P], Plan[T]]) -> Callable[Concatenate[Self, P], Timed[T]]:
     """A method that is called without the deadline; what it gives is called with that."""
 
     def without(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
-        return lambda end: method(self, end, *args, **kwargs)
+        return Timed(method.__name__, lambda end: method(self, end, *args, **kwargs))
 
     return without

@@ -1,0 +1,166 @@
+"""Spans of OpenTelemetry, for whoever has it installed and takes them. docs/monitoring/traces.md has their names.
+
+>>> with span("kvpage.fetch") as seen:
+...     seen.set(bytes=1024)
+
+Without the package, and while no provider is configured, every span is the same object, which does nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from asyncio import CancelledError
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar, Token
+from types import TracebackType
+from typing import Any, Self
+
+try:
+    from opentelemetry import context, propagate, trace
+except ImportError:
+    INSTALLED = False
+else:
+    INSTALLED = True
+
+PREFIX = "kvpage."  # of every attribute's name
+Value = str | int | float | None
+_ENDS = (CancelledError, GeneratorExit)  # what ends a span without being an error
+
+
+class TraceSpan:
+    """What takes a while. As a context manager it is what spans that begin meanwhile belong to, and ends."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        pass
+
+    def current(self) -> AbstractContextManager[object]:
+        """What begins meanwhile belongs to it. It goes on afterwards, until `end`."""
+        return nullcontext()
+
+    def set(self, **attributes: Value) -> None:
+        """Say something of it; None says nothing."""
+
+    def add(self, **counts: int) -> None:
+        """Count something that happens more than once."""
+
+    def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
+        """It is over, or was `at` that time of `time.perf_counter()`. Only the first call counts."""
+
+
+UNSEEN = TraceSpan()
+_inner: ContextVar[TraceSpan] = ContextVar("span", default=UNSEEN)
+
+
+def span(name: str, *, client: bool = False, began: float | None = None) -> TraceSpan:
+    """Begin one, or one that `began` at that time of `time.perf_counter()`. `client`: another process is asked."""
+    tracer = _tracer() if INSTALLED else None
+    if tracer is None:
+        return UNSEEN
+    kind = trace.SpanKind.CLIENT if client else trace.SpanKind.INTERNAL
+    return _Seen(tracer.start_span(name, kind=kind, start_time=None if began is None else _wall(began)))
+
+
+def current() -> TraceSpan:
+    """The span that was entered last and has not ended. To be asked where counts are known, for `seen`."""
+    return _inner.get()
+
+
+def is_seen(some: TraceSpan) -> bool:
+    """Whether it is worth finding out what to say of it."""
+    return isinstance(some, _Seen) and some.is_recording
+
+
+def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[object]:
+    """What begins meanwhile goes on with the trace that HTTP's `headers` name, unless there is one here already."""
+    if not INSTALLED or _tracer() is None or trace.get_current_span().get_span_context().is_valid:
+        return nullcontext()
+    carrier = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in headers}
+    return _attached(propagate.extract(carrier))
+
+
+def flush() -> None:
+    """Have all spans handed on that have ended: for a process that ends in a hurry."""
+    if INSTALLED and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
+        provider.force_flush()
+
+
+class _Seen(TraceSpan):
+    """A span that somebody takes."""
+
+    __slots__ = ("_counts", "_made", "_tokens")
+
+    def __init__(self, made: trace.Span) -> None:
+        self._made = made
+        self._counts: Counter[str] = Counter()
+        self._tokens: tuple[Token[context.Context], Token[TraceSpan]] | None = None
+
+    @property
+    def is_recording(self) -> bool:
+        return self._made.is_recording()
+
+    def __enter__(self) -> Self:
+        self._tokens = context.attach(trace.set_span_in_context(self._made)), _inner.set(self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._tokens:
+            attached, inner = self._tokens
+            _inner.reset(inner)
+            context.detach(attached)
+        self.end(error)
+
+    def current(self) -> AbstractContextManager[object]:
+        return _attached(trace.set_span_in_context(self._made))
+
+    def set(self, **attributes: Value) -> None:
+        for name, value in attributes.items():
+            if value is not None:
+                self._made.set_attribute(PREFIX + name, value)
+
+    def add(self, **counts: int) -> None:
+        self._counts.update(counts)
+        self.set(**{name: self._counts[name] for name in counts})
+
+    def end(self, error: BaseException | None = None, *, at: float | None = None) -> None:
+        if error is not None and not isinstance(error, _ENDS):
+            self._made.record_exception(error)
+            self._made.set_status(trace.Status(trace.StatusCode.ERROR, str(error)))
+        self._made.end(None if at is None else _wall(at))
+
+
+_known: tuple[Any, trace.Tracer] | None = None  # a provider, and what makes its spans
+
+
+def _tracer() -> trace.Tracer | None:
+    global _known
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        return None  # nobody has configured one so far
+    if _known is None or _known[0] is not provider:
+        _known = provider, provider.get_tracer("kvpage")
+    return _known[1]
+
+
+@contextmanager
+def _attached(to: context.Context) -> Iterator[None]:
+    token = context.attach(to)
+    try:
+        yield
+    finally:
+        context.detach(token)
+
+
+def _wall(moment: float) -> int:
+    """Unix nanoseconds of a time of `time.perf_counter()`."""
+    return time.time_ns() + round((moment - time.perf_counter()) * 1e9)
