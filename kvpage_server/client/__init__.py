@@ -4,6 +4,7 @@ from kvpage_server.client.aio import AsyncPageClient
 from kvpage_server.client.cluster.store import names_several
 from kvpage_server.client.errors import (
     BadBuffer,
+    Closed,
     DeadlineExceeded,
     Disconnected,
     PageClientError,
@@ -18,6 +19,7 @@ __all__ = [
     "AsyncPageClient",
     "BadBuffer",
     "BlockName",
+    "Closed",
     "DeadlineExceeded",
     "Disconnected",
     "Page",

@@ -15,27 +15,25 @@ from functools import partial
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from redis.connection import ConnectionPool
 from typing_extensions import Buffer
 
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.calls import ClusterCalls
 from kvpage_server.client.cluster.peers import Peers
 from kvpage_server.client.cluster.plan import RAISES, Errand, Failed, Plan, Timed, present
-from kvpage_server.client.cluster.store import several
+from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.driving import converse
-from kvpage_server.client.errors import Disconnected, PageClientError, Unsupported
+from kvpage_server.client.errors import Closed, Disconnected, PageClientError, Unsupported
 from kvpage_server.client.page import BlockBody, BlockName, Page
 from kvpage_server.client.questions import BlockWords, Question, Word, ask, commit, encoded, watch
-from kvpage_server.client.wire.connection import PageConnection, lend, page_pool, pause_before_retry
+from kvpage_server.client.wire.connection import PageConnection, PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
 from kvpage_server.tracing import span
 
 T = TypeVar("T")
-_PAUSE = 0.05  # seconds until a transaction is tried again
 CONNECTING_AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
 
 
@@ -56,7 +54,8 @@ class AsyncPageClient:
         self._deadline = deadline
         self._dialect: BlobCommands | None = None
         self._openers = ThreadPoolExecutor(CONNECTING_AT_ONCE, "kvpage-connect")
-        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # what a thread is connecting, or has connected
+        self._openings: dict[PageConnection, asyncio.Future[None]] = {}  # what a thread is connecting
+        self._closed: asyncio.Future[None] | None = None  # for those who wait for such a thread
 
     async def __aenter__(self) -> Self:
         return self
@@ -83,11 +82,13 @@ class AsyncPageClient:
         return await self._do(plan, deadline)
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Calls that are under way in other tasks raise Closed, and so does any later one."""
         if self._several:
             self._several.peers.close()
         if self._pool:
-            self._pool.disconnect()
+            self._pool.close()
+        if self._closed and not self._closed.done():
+            self._closed.set_result(None)
         self._openers.shutdown(wait=False, cancel_futures=True)
 
     # -- pages -----------------------------------------------------------------------------------------------------
@@ -247,27 +248,19 @@ class AsyncPageClient:
         Of several servers one has all the keys. While a cluster changes it is tried again, whatever came of it before.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
-        if not self._several:
+        if self._pool:
             return await self._transact(self._pool, keys, question, change, end)
-        calls, peers, pause = self._several.calls, self._several.peers, 0.0
+        assert self._several
         while True:
-            await asyncio.sleep(min(pause, end.left()))
-            failure, node = None, await self._do(calls.home(encoded(keys[0])), end.left())
-            try:
-                peers.check(node)
-                return await self._transact(
-                    peers.pool(node, replica=False), keys, question, change, Deadline(peers.silence(end))
-                )
-            except PageClientError as error:
-                failure, pause = error, _PAUSE
-                if not calls.strayed(error):
-                    raise
-            finally:
-                peers.remember(node, failure)
+            node = await self._do(self._several.calls.home(encoded(keys[0])), end.left())
+            with self._several.attempt(node):
+                pool = self._several.connections(node)
+                return await self._transact(pool, keys, question, change, Deadline(self._several.peers.silence(end)))
+            await asyncio.sleep(min(PAUSE, end.left()))
 
     async def _transact(
         self,
-        pool: ConnectionPool | None,
+        pool: PagePool,
         keys: Sequence[Word],
         question: Question,
         change: Callable[[Any], Sequence[Question]],
@@ -337,7 +330,7 @@ class AsyncPageClient:
                 if asked.pause:
                     await asyncio.sleep(min(asked.pause, end.left()))
                 errands = [self._run(self._several.peers, errand, end, silence) for errand in asked.errands]
-                asked = plan.send(await asyncio.gather(*errands))
+                asked = plan.send(self._several.peers.unless_closed(await asyncio.gather(*errands)))
         except StopIteration as over:
             result: T = over.value
             return result
@@ -358,30 +351,38 @@ class AsyncPageClient:
             peers.remember(errand.node, failure)
 
     @asynccontextmanager
-    async def _lent(self, pool: ConnectionPool | None = None) -> AsyncIterator[PageConnection]:
+    async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
         """A connection of the pool. One that a thread is still connecting goes back when the thread is done with it:
         it can't be interrupted, and nobody is to wait for it."""
         pool = pool or self._pool
         assert pool
-        connection = lend(pool)
+        connection = pool.lend()
         try:
-            yield connection
+            with pool.in_use():
+                yield connection
         finally:
-            opening = self._openings.pop(connection, None)
-            if opening and not opening.done():
+            if opening := self._openings.pop(connection, None):
                 opening.add_done_callback(partial(self._opened_in_vain, pool, connection))
             else:
-                pool.release(connection)  # type: ignore[arg-type]
+                pool.release(connection)
 
     async def _open(self, connection: PageConnection, end: Deadline) -> None:
         """Connect, unless it is connected."""
-        if not connection.is_ready:
-            opening = asyncio.get_running_loop().run_in_executor(self._openers, connection.open, end)
-            self._openings[connection] = opening
-            await asyncio.shield(opening)
+        if connection.is_ready:
+            return
+        if connection.interrupted:
+            raise Closed
+        loop = asyncio.get_running_loop()
+        self._closed = closed = self._closed or loop.create_future()
+        self._openings[connection] = opening = loop.run_in_executor(self._openers, connection.open, end)
+        await asyncio.wait((opening, closed), return_when=asyncio.FIRST_COMPLETED)
+        if closed.done():
+            raise Closed
+        del self._openings[connection]
+        await opening
 
-    def _opened_in_vain(self, pool: ConnectionPool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
+    def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():
             opening.exception()  # nobody else will look at it
         connection.close_unless(over=False)
-        pool.release(connection)  # type: ignore[arg-type]
+        pool.release(connection)

@@ -17,6 +17,13 @@ class Disconnected(PageClientError, redis.ConnectionError):
     """No connection, or none any more. What was sent may have been done."""
 
 
+class Closed(Disconnected):
+    """The client was closed, before the call or while it was under way."""
+
+    def __init__(self) -> None:
+        super().__init__("the client was closed")
+
+
 class WrongReply(PageClientError, redis.InvalidResponse):
     """The server's answer is not RESP, or not an answer to what was asked. Its connection is closed."""
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
@@ -15,12 +14,12 @@ from typing_extensions import Buffer
 from kvpage_server.client.calls import Call, Calls
 from kvpage_server.client.cluster.nodes import Nodes
 from kvpage_server.client.cluster.plan import RAISES, Timed, present
-from kvpage_server.client.cluster.store import several
+from kvpage_server.client.cluster.store import PAUSE, several
 from kvpage_server.client.commands import BlobCommands, ask_dialect
-from kvpage_server.client.errors import Disconnected, Unsupported
+from kvpage_server.client.errors import Closed, Disconnected
 from kvpage_server.client.page import BlockBody, BlockName, Page
-from kvpage_server.client.questions import Question, Word, ask, commit, watch
-from kvpage_server.client.wire.connection import PageConnection, lend, page_pool, pause_before_retry
+from kvpage_server.client.questions import Question, Word, ask, commit, encoded, watch
+from kvpage_server.client.wire.connection import PagePool, page_pool, pause_before_retry
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Request
 from kvpage_server.page import BlockShape, PageKey
@@ -81,12 +80,12 @@ class PageClient:
         return self._calls.misses
 
     def close(self) -> None:
-        """Close the connections."""
-        self._threads.shutdown()
+        """Close the connections. Calls that are under way in other threads raise Closed, and so does any later one."""
         if self._several:
             self._several.peers.close()
         if self._pool:
-            self._pool.disconnect()
+            self._pool.close()
+        self._threads.shutdown()
 
     # -- pages -----------------------------------------------------------------------------------------------------
 
@@ -224,7 +223,8 @@ class PageClient:
         it stands for the answers of those that give none."""
         if self._several:
             return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
-        with self._lent() as connection:
+        assert self._pool
+        with self._pool.lent() as connection:
             return connection.ask(ask(questions), Deadline(self._deadline if deadline is None else deadline))
 
     def transaction(
@@ -236,9 +236,30 @@ class PageClient:
         deadline: float | None = None,
     ) -> list[Any]:
         """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
-        somebody else has changed one of the `keys` in between."""
+        somebody else has changed one of the `keys` in between.
+
+        Of several servers one has all the keys. While a cluster changes it is tried again, whatever came of it before.
+        """
         end = Deadline(self._deadline if deadline is None else deadline)
-        with self._lent() as connection:
+        if self._pool:
+            return self._transact(self._pool, keys, question, change, end)
+        assert self._several
+        while True:
+            node = self._do(self._several.calls.home(encoded(keys[0])), end.left())
+            with self._several.attempt(node):
+                pool = self._several.connections(node)
+                return self._transact(pool, keys, question, change, Deadline(self._several.peers.silence(end)))
+            time.sleep(min(PAUSE, end.left()))
+
+    def _transact(
+        self,
+        pool: PagePool,
+        keys: Sequence[Word],
+        question: Question,
+        change: Callable[[Any], Sequence[Question]],
+        end: Deadline,
+    ) -> list[Any]:
+        with pool.lent() as connection:
             try:
                 while True:
                     found = connection.ask(watch(keys, question), end)
@@ -265,8 +286,9 @@ class PageClient:
         first, *rest = [call.ask(to, part) for part in call.parts]
         if not rest:
             return call.read([self._converse(first, end)])
-        others = [self._threads.submit(self._converse, request, end) for request in rest]
+        others: list[Future[Any]] = []
         try:
+            others.extend(self._begun(request, end) for request in rest)
             answers = [self._converse(first, end)]
         finally:
             wait(others)  # they use the caller's buffers
@@ -278,8 +300,15 @@ class PageClient:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect
 
+    def _begun(self, request: Request[T], end: Deadline) -> Future[T]:
+        try:
+            return self._threads.submit(self._converse, request, end)
+        except RuntimeError as error:  # they take no more work once the client is closed
+            raise Closed from error
+
     def _converse(self, request: Request[T], end: Deadline) -> T:
-        with self._lent() as connection:
+        assert self._pool
+        with self._pool.lent() as connection:
             failures = 0
             while True:
                 try:
@@ -287,13 +316,3 @@ class PageClient:
                 except Disconnected as error:
                     failures += 1
                     time.sleep(pause_before_retry(connection, failures, end, error))
-
-    @contextmanager
-    def _lent(self) -> Iterator[PageConnection]:
-        if self._pool is None:
-            raise Unsupported("several servers have no transactions here, only in AsyncPageClient")
-        connection = lend(self._pool)
-        try:
-            yield connection
-        finally:
-            self._pool.release(connection)  # type: ignore[arg-type]

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import redis
 
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.wire.connection import PageConnection, lend, page_pool
+from kvpage_server.client.wire.connection import PageConnection, page_pool
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.reply import Values
@@ -98,7 +98,7 @@ class RunningStore:
 
     def __init__(self, url: str) -> None:
         self._pool = page_pool(url, {"redis_connect_func": _connected})
-        self._connection = lend(self._pool)
+        self._connection = self._pool.lend()
 
     def __enter__(self) -> Self:
         return self
@@ -106,8 +106,8 @@ class RunningStore:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._pool.release(self._connection)  # type: ignore[arg-type]
-        self._pool.disconnect()
+        self._pool.release(self._connection)
+        self._pool.close()
 
     def ask(self, commands: Sequence[bytes]) -> list[Any]:
         """The replies to commands that are sent together. Raises Refused when one of them is an error."""

@@ -8,12 +8,10 @@ import time
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-from redis.connection import ConnectionPool
-
 from kvpage_server.client.cluster.peers import Peers, silent
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.errors import PageClientError
-from kvpage_server.client.wire.connection import PageConnection, lend
+from kvpage_server.client.wire.connection import PagePool
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Conversation
 
@@ -34,7 +32,7 @@ class Nodes:
             while True:
                 if asked.pause:
                     time.sleep(min(asked.pause, end.left()))
-                asked = plan.send(self._done(asked, end, silence))
+                asked = plan.send(self._peers.unless_closed(self._done(asked, end, silence)))
         except StopIteration as over:
             result: T = over.value
             return result
@@ -59,7 +57,7 @@ class Nodes:
         try:
             self._peers.check(talk.errand.node)
             pool = self._peers.pool(talk.errand.node, talk.errand.replica)
-            talk.take(lend(pool), pool, Deadline(min(silence, end.left())))
+            talk.take(pool, Deadline(min(silence, end.left())))
         except PageClientError as error:
             talk.fail(error)
 
@@ -102,13 +100,14 @@ class _Talk:
         self.over = False
         self.events = 0  # to wait for
         self.moved = 0.0  # when the last byte did
-        self._pool: ConnectionPool | None = None
+        self._pool: PagePool | None = None
 
-    def take(self, connection: PageConnection, pool: ConnectionPool, deadline: Deadline) -> None:
-        """Begin on a connection. Raises what connecting can raise."""
-        self._pool, self._connection = pool, connection
-        connection.open(deadline)
-        self._conversation: Conversation[Any] = connection.conversation(self.errand.request)
+    def take(self, pool: PagePool, deadline: Deadline) -> None:
+        """Begin on a connection of the pool. Raises what connecting can raise."""
+        self._connection = pool.lend()
+        self._pool = pool
+        self._connection.open(deadline)
+        self._conversation: Conversation[Any] = self._connection.conversation(self.errand.request)
         self._steps: Generator[int, int | None, None] = self._conversation.steps()
         self.fileno = self._conversation.sock.fileno()
         self.go_on(None)
@@ -137,5 +136,5 @@ class _Talk:
             return
         if hasattr(self, "_conversation"):
             self._connection.close_unless(self._conversation.over)
-        self._pool.release(self._connection)  # type: ignore[arg-type]
+        self._pool.release(self._connection)
         self._pool = None

@@ -11,10 +11,9 @@ import time
 from collections.abc import Callable, Hashable, Iterable
 from typing import Any
 
-from redis.connection import ConnectionPool
-
-from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError
-from kvpage_server.client.wire.connection import PageConnection, page_pool
+from kvpage_server.client.cluster.plan import Failed
+from kvpage_server.client.errors import Closed, DeadlineExceeded, Disconnected, PageClientError
+from kvpage_server.client.wire.connection import PageConnection, PagePool, page_pool
 from kvpage_server.client.wire.deadline import Deadline
 
 SILENCE = 2.0  # seconds
@@ -32,7 +31,8 @@ class Peers:
         Raises ValueError for a URL or an option that isn't one."""
         Deadline(silence)
         self._url_of, self._options, self._silence = url_of, options, silence
-        self._pools: dict[tuple[Hashable, bool], ConnectionPool] = {}
+        self._pools: dict[tuple[Hashable, bool], PagePool] = {}
+        self._closed = False
         self._lock = threading.Lock()
         self._left_alone: dict[Hashable, tuple[float, float, str]] = {}  # until when, for how long, and why
         self.round_trips = 0  # that were begun
@@ -40,17 +40,27 @@ class Peers:
             self.pool(node, replica=False)
 
     def close(self) -> None:
-        """Close the connections."""
-        for pool in self._pools.values():
-            pool.disconnect()
+        """Close the connections. What is under way ends with Closed."""
+        with self._lock:
+            self._closed = True
+            for pool in self._pools.values():
+                pool.close()
+
+    def unless_closed(self, outcomes: list[Any]) -> list[Any]:
+        """What a round came to. Raises Closed for one in which errands failed because of that."""
+        if self._closed and any(isinstance(outcome, Failed) for outcome in outcomes):
+            raise Closed
+        return outcomes
 
     def silence(self, end: Deadline) -> float:
         """The seconds for which a node may be silent in a call. They leave time to ask another."""
         return min(self._silence, end.left() / 2)
 
-    def pool(self, node: Hashable, replica: bool) -> ConnectionPool:
-        """Connections to a node; those to a `replica` say that it is to answer reads."""
+    def pool(self, node: Hashable, replica: bool) -> PagePool:
+        """Connections to a node; those to a `replica` say that it is to answer reads. Raises Closed."""
         with self._lock:
+            if self._closed:
+                raise Closed
             pool = self._pools.get((node, replica))
             if pool is None:
                 more = {"redis_connect_func": _as_replica} if replica else {}

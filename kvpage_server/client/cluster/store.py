@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Hashable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -14,6 +16,10 @@ from kvpage_server.client.cluster.calls import ClusterCalls
 from kvpage_server.client.cluster.peers import SILENCE, Peers
 from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCalls, lists_several, servers_of
 from kvpage_server.client.cluster.topology import SCHEMES, Address
+from kvpage_server.client.errors import PageClientError
+from kvpage_server.client.wire.connection import PagePool
+
+PAUSE = 0.05  # seconds until something is attempted again
 
 
 @dataclass(frozen=True)
@@ -22,6 +28,25 @@ class Several:
 
     calls: ClusterCalls | SideBySideCalls
     peers: Peers
+
+    def connections(self, node: Hashable) -> PagePool:
+        """To a node that has keys. Raises Disconnected for one that is left alone."""
+        self.peers.check(node)
+        return self.peers.pool(node, replica=False)
+
+    @contextmanager
+    def attempt(self, node: Hashable) -> Iterator[None]:
+        """To do something at a node that has to be tried again when nothing comes of it. Raises what it came to when
+        that is of no use."""
+        failure: PageClientError | None = None
+        try:
+            yield
+        except PageClientError as error:
+            failure = error
+            if not self.calls.strayed(error):
+                raise
+        finally:
+            self.peers.remember(node, failure)
 
 
 def names_several(url: str) -> bool:

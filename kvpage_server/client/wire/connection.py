@@ -3,6 +3,10 @@
 The pool lends a connection whether it is connected or not; `open` connects it, within the caller's deadline. From then
 on its socket never blocks, and redis-py's handshake itself is sent and read by our own exchange, so no parser of
 redis-py's holds back bytes that belong to a page.
+
+A socket is closed by whoever uses it, and by nobody else: its number may be another file's a moment later, and bytes of
+that would be taken for an answer. A pool that is closed shuts the sockets in use down, so that their users find the end
+of the stream.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import math
 import select
 import socket
 import ssl
-from collections.abc import Iterable
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
@@ -21,7 +27,7 @@ from redis.connection import AbstractConnection, Connection, ConnectionPool, SSL
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from kvpage_server.client.errors import Disconnected, PageClientError, WrongReply
+from kvpage_server.client.errors import Closed, Disconnected, PageClientError, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Conversation, Request
 from kvpage_server.client.wire.reply import Values, only
@@ -36,6 +42,11 @@ class PageConnection(AbstractConnection):
     _sock: socket.socket | None  # type: ignore[assignment]  # as redis-py uses it
     _deadline: Deadline
     _unsent: list[bytes]
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self.interrupted = False
+        self._ending = threading.Lock()  # one thread closes the socket while another may shut it down
+        super().__init__(*args, **options)
 
     # -- what the pool asks for ------------------------------------------------------------------------------------
 
@@ -65,7 +76,9 @@ class PageConnection(AbstractConnection):
         """Connect and authenticate, unless it is ready. Raises DeadlineExceeded, Disconnected, WrongReply, Refused."""
         if self.is_ready:
             return
-        self.disconnect()  # type: ignore[no-untyped-call]
+        if self.interrupted:
+            raise Closed
+        self.disconnect()
         self._deadline = deadline
         timeouts = self.socket_timeout, self.socket_connect_timeout
         try:
@@ -77,7 +90,7 @@ class PageConnection(AbstractConnection):
             deadline.left()
             raise Disconnected(str(error)) from error
         except NONSENSE as error:
-            self.disconnect()  # type: ignore[no-untyped-call]
+            self.disconnect()
             raise WrongReply(f"the server's greeting makes no sense: {error!r}") from error
         finally:
             self.socket_timeout, self.socket_connect_timeout = timeouts
@@ -85,6 +98,11 @@ class PageConnection(AbstractConnection):
     def _connect(self) -> socket.socket:
         sock: socket.socket = super()._connect()  # type: ignore[safe-super, no-untyped-call]
         sock.setblocking(False)
+        with self._ending:
+            if self.interrupted:
+                sock.close()
+                raise Closed
+            self._sock = sock
         return sock
 
     def send_packed_command(self, command: bytes | Iterable[bytes], check_health: bool = True) -> None:
@@ -116,11 +134,24 @@ class PageConnection(AbstractConnection):
         assert self._sock is not None
         return Conversation(self._sock, request)
 
+    def interrupt(self) -> None:
+        """End what is under way on it, from another thread or task. It is of no use any more."""
+        with self._ending:
+            self.interrupted = True
+            if self._sock is not None:
+                with suppress(OSError):
+                    socket.socket.shutdown(self._sock, socket.SHUT_RDWR)  # that of ssl would take the cipher away
+
+    def disconnect(self, *args: Any, **options: Any) -> None:
+        """Close the socket."""
+        with self._ending:
+            super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
+
     def close_unless(self, over: bool) -> None:
         """Close the connection when a conversation was not over: what is still to come would be taken for an answer
         to the next question."""
         if not over:
-            self.disconnect()  # type: ignore[no-untyped-call]
+            self.disconnect()
 
 
 def wait_through(conversation: Conversation[Any], deadline: Deadline) -> None:
@@ -158,7 +189,59 @@ _QUIETLY: dict[str, Any] = {"maint_notifications_config": MaintNotificationsConf
 _CLASSES = {"rediss": PageTLSConnection, "unix": PageUnixConnection}
 
 
-def page_pool(url: str, options: dict[str, Any]) -> ConnectionPool:
+class PagePool(ConnectionPool):
+    """redis-py's pool, of such connections. It may be closed while they are in use."""
+
+    closed = False
+
+    def lend(self) -> PageConnection:
+        """A connection, to be released. Raises Closed, and Disconnected when there are no more."""
+        try:
+            connection = cast(PageConnection, self.get_connection())
+        except redis.ConnectionError as error:
+            raise Disconnected(str(error)) from error
+        if self.closed:
+            self.release(connection)
+            raise Closed
+        return connection
+
+    @contextmanager
+    def lent(self) -> Iterator[PageConnection]:
+        """The same for a while."""
+        connection = self.lend()
+        try:
+            with self.in_use():
+                yield connection
+        finally:
+            self.release(connection)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Raises Closed for a connection that ends in here because the pool was closed."""
+        try:
+            yield
+        except Disconnected as error:
+            if self.closed and not isinstance(error, Closed):
+                raise Closed from error
+            raise
+
+    def release(self, connection: Any) -> None:
+        """Take a connection back."""
+        super().release(connection)
+        if self.closed:
+            connection.disconnect()
+
+    def close(self) -> None:
+        """End the connections. Those that are in use end for their users, who give them back."""
+        self.closed = True
+        with self._lock:
+            for connection in self._in_use_connections:
+                connection.interrupt()
+            for connection in self._available_connections:
+                connection.disconnect()
+
+
+def page_pool(url: str, options: dict[str, Any]) -> PagePool:
     """A pool for a redis://, rediss:// or unix:// URL; `options` as redis-py's ConnectionPool takes them.
 
     Raises ValueError for another URL.
@@ -168,9 +251,7 @@ def page_pool(url: str, options: dict[str, Any]) -> ConnectionPool:
         **_QUIETLY,
         **options,
     }
-    return ConnectionPool.from_url(
-        url, connection_class=_CLASSES.get(urlsplit(url).scheme, PageTCPConnection), **options
-    )
+    return PagePool.from_url(url, connection_class=_CLASSES.get(urlsplit(url).scheme, PageTCPConnection), **options)
 
 
 def plain_client(url: str, **options: Any) -> redis.Redis:
@@ -178,19 +259,11 @@ def plain_client(url: str, **options: Any) -> redis.Redis:
     return redis.Redis.from_url(url, **_QUIETLY, **options)
 
 
-def lend(pool: ConnectionPool) -> PageConnection:
-    """A connection of the pool, to be released. Raises Disconnected when it has no more."""
-    try:
-        return cast(PageConnection, pool.get_connection())
-    except redis.ConnectionError as error:
-        raise Disconnected(str(error)) from error
-
-
 def pause_before_retry(connection: PageConnection, failures: int, deadline: Deadline, error: Disconnected) -> float:
-    """Seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough, or when
-    the deadline would pass meanwhile."""
+    """Seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough, when the
+    deadline would pass meanwhile, and when the connection is of no use any more."""
     retry = connection.retry
-    if 0 <= retry.get_retries() < failures:
+    if connection.interrupted or 0 <= retry.get_retries() < failures:
         raise error
     pause: float = retry._backoff.compute(failures)  # Retry.call_with_retry would sleep past the deadline
     if pause >= deadline.left():
