@@ -26,6 +26,7 @@ from engine.tiers.cache_config import CacheConfig
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import RESTORE_SECONDS, PageTier
 from engine.tiers.store import AgentCacheStore
+from kvpage_server.system.durable import private_directory
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Engine:
         if options.kv_quantised_from and not options.kv_bits:
             raise ValueError("without --kv-bits nothing is quantised, from no token on")
         directory = _directory(options.model)
+        if options.cold:
+            private_directory(options.cold.expanduser())
         begun = time.monotonic()
         nbytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
         tell(f"loading the weights of {options.model}, {nbytes / 1e6:.0f} MB")

@@ -90,6 +90,7 @@ def doctor(args: argparse.Namespace) -> int:
     """Measure model, link and store, and say whether fetching pays."""
     engine = open_engine(args)
     try:
+        store = _about(engine.pages, args.store) if engine.pages else "none; --store URL measures one"
         spec = engine.spec
         _say("model", f"{engine.model_id}, {decimal(spec.token_nbytes)} a token, fingerprint {spec.fingerprint:016x}")
         if spec.refusal:
@@ -100,10 +101,9 @@ def doctor(args: argparse.Namespace) -> int:
         with _scratch(engine) as agent:
             prefill = len(long) / _first(engine, agent, long).reuse.time_to_first_token
             _say("speed", f"prefill {prefill:,.0f} tokens a second, decode {_decode(engine, agent, long):,.1f}")
+        _say("store", store)
         if not engine.pages:
-            _say("store", "none; --store URL measures one")
             return 0
-        _say("store", _about(engine.pages, args.store))
         fetching = _fetching(engine, short, long)
         rate = decimal(round(spec.token_nbytes / fetching.each))
         _say("link", f"{1000 * _ping(engine.pages):.2f} ms there and back, {rate} a second")

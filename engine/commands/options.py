@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from engine.commands import Failure
+from engine.memory.agent_id import RULE, is_agent_id
 from kvpage_server.address import URL, shown, with_credentials
+from kvpage_server.client import PageClient
 
 if TYPE_CHECKING:
     from engine.startup import Engine, Options
@@ -86,14 +90,16 @@ def import_engine() -> None:
 
 
 def store_url(text: str) -> str:
-    """The URL of a page server; a password that it lacks is taken from the environment."""
+    """The URL of a page server, or of several; a password that it lacks is taken from the environment."""
     if not text.startswith(STORES):
         wanted = f"{', '.join(STORES[:-1])} or {STORES[-1]}"
         raise argparse.ArgumentTypeError(f"a store's URL begins with {wanted}, got {shown(text)!r}")
     try:
-        return with_credentials(text)
+        url = with_credentials(text)
+        PageClient(url).close()  # it looks at the URL, and connects when it is asked for something
     except ValueError as error:
         raise argparse.ArgumentTypeError(str(error)) from None
+    return url
 
 
 def tell(what: str) -> None:
@@ -118,6 +124,28 @@ def port(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"a port is 0 to 65535, got {text!r}")
     return int(text)
+
+
+def agent(text: str) -> str:
+    if not is_agent_id(text):
+        raise argparse.ArgumentTypeError(f"{RULE}, got {text!r:.200}")
+    return text
+
+
+def number(least: float, most: float = math.inf) -> Callable[[str], float]:
+    """What reads a number that is not less, and not more."""
+    allowed = f"{least:g} to {most:g}" if most < math.inf else f"{least:g} or more"
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not least <= value <= most:
+            raise argparse.ArgumentTypeError(f"expected a number, {allowed}, got {text!r}")
+        return value
+
+    return read
 
 
 def seconds(text: str) -> float:

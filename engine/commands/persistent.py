@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from engine.commands.options import count
+from engine.commands.options import count, store_url
 
 
 def add_to(commands: Any) -> None:
@@ -19,7 +19,12 @@ def add_to(commands: Any) -> None:
     add("--size", action="append", default=[], type=_size, metavar="NAME=N", help="value of a size in the graph")
     add("--inputs", type=Path, metavar="FILE", help="safetensors file: x[i] is inserted as x before step i")
     add("--autosave", type=count, default=1, metavar="N", help="save after every N steps (default: %(default)s)")
-    add("--url", default="redis://127.0.0.1:9221", help="URL of the page server (default: %(default)s)")
+    add(
+        "--url",
+        type=store_url,
+        default="redis://127.0.0.1:9221",
+        help="page server, or several, as for --store of `serve` (default: %(default)s)",
+    )
     parser.set_defaults(run=run_graph)
 
 

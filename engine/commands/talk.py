@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from engine.commands import Failure
 from engine.commands.asking import account, ask, print_text
-from engine.commands.options import add_engine, count, open_engine
+from engine.commands.options import add_engine, agent, count, number, open_engine
 from kvpage_server.system.durable import replacing
 
 if TYPE_CHECKING:
@@ -32,10 +33,16 @@ def add_to(commands: Any) -> None:
     for parser, run in ((generate_, generate), (chat_, chat)):
         add_engine(parser)
         add = parser.add_argument
-        add("--agent", default="terminal", metavar="NAME", help="agent that owns the context (default: %(default)s)")
+        add(
+            "--agent",
+            type=agent,
+            default="terminal",
+            metavar="NAME",
+            help="agent that owns the context (default: %(default)s)",
+        )
         add("--max-tokens", type=count, default=256, metavar="N", help="limit of an answer (default: %(default)s)")
-        add("--temperature", type=float, default=0.0, metavar="T", help="0 picks the likeliest token (%(default)g)")
-        add("--top-p", type=float, default=1.0, metavar="P", help="nucleus sampling (default: %(default)g)")
+        add("--temperature", type=number(0), default=0.0, metavar="T", help="0 is the likeliest token (%(default)g)")
+        add("--top-p", type=number(0, 1), default=1.0, metavar="P", help="nucleus sampling (default: %(default)g)")
         add("--seed", type=int, metavar="N", help="seed of the sampler: the same text in each run")
         parser.set_defaults(run=run)
 
@@ -45,7 +52,7 @@ def generate(args: argparse.Namespace) -> int:
     prompt = sys.stdin.read() if args.prompt == "-" else args.prompt
     if not prompt:
         raise Failure("the prompt is empty")
-    engine = _open(args)
+    engine = open_engine(args)
     try:
         templated = engine.tokenizer.has_chat_template and not args.raw
         tokens = _tokens(engine, [{"role": "user", "content": prompt}]) if templated else engine.batch.encode(prompt)
@@ -58,7 +65,7 @@ def generate(args: argparse.Namespace) -> int:
 
 def chat(args: argparse.Namespace) -> int:
     messages = _transcript(args)
-    engine = _open(args)
+    engine = open_engine(args)
     try:
         if not engine.tokenizer.has_chat_template:
             raise Failure(f"{engine.model_id} has no chat template; `kvpage-engine generate --raw` goes on with a text")
@@ -72,20 +79,6 @@ def chat(args: argparse.Namespace) -> int:
     finally:
         engine.close()
     return 0
-
-
-def _open(args: argparse.Namespace) -> Engine:
-    engine = open_engine(args)
-    from engine.generation.sampling import sampler
-    from engine.memory.blocks import BlockError, check_agent_id
-
-    try:
-        check_agent_id(args.agent)
-        sampler(args.temperature, args.top_p, args.seed)
-    except (BlockError, ValueError) as error:
-        engine.close()
-        raise Failure(str(error)) from error
-    return engine
 
 
 def _say(engine: Engine, args: argparse.Namespace, tokens: list[int]) -> Answer:
@@ -114,7 +107,11 @@ def _line() -> str:
 
 def _transcript(args: argparse.Namespace) -> Messages:
     begun = [{"role": "system", "content": args.system}] if args.system else []
-    if not args.transcript or not args.transcript.exists():
+    if not args.transcript:
+        return begun
+    if not args.transcript.exists():
+        if not os.access(args.transcript.parent, os.W_OK):
+            raise Failure(f"cannot write the transcript: {args.transcript.parent} is no directory that can be written")
         return begun
     try:
         messages: Messages = json.loads(args.transcript.read_text(encoding="utf-8"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, chain, groupby, islice
@@ -10,10 +9,10 @@ from itertools import accumulate, chain, groupby, islice
 import mlx.core as mx
 
 from engine.caches import MLX_DTYPES
+from engine.memory.agent_id import RULE, is_agent_id
 from engine.memory.prefix import common_prefix
 from engine.spec import ModelCacheSpec, Shapes
 
-_AGENT_ID = re.compile(r"[A-Za-z0-9_@+=-][A-Za-z0-9._@+=-]{0,127}\Z")
 Arrays = tuple[tuple[mx.array, ...], ...]  # a layer, a plane: [heads, rows, head_dim]; () for a layer without
 
 
@@ -25,17 +24,10 @@ class IncompatibleBlocksError(BlockError):
     """Blocks of another model, dtype or block size."""
 
 
-def is_agent_id(name: str) -> bool:
-    """Whether it can name pages and files: see `check_agent_id`."""
-    return bool(_AGENT_ID.match(name))
-
-
 def check_agent_id(agent_id: str) -> str:
     """`agent_id` when it can name pages and files: 1 to 128 of ``A-Z a-z 0-9 . _ @ + = -``, no dot first."""
     if not isinstance(agent_id, str) or not is_agent_id(agent_id):
-        raise BlockError(
-            f"an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot, got {agent_id!r:.200}"
-        )
+        raise BlockError(f"{RULE}, got {agent_id!r:.200}")
     return agent_id
 
 

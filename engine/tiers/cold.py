@@ -43,7 +43,8 @@ from numpy.typing import NDArray
 from engine.caches import MLX_DTYPES, Matrices
 from engine.formats import json_bounds, tensor_file
 from engine.formats.tensor_file import DamagedFileError, Tensor, TensorReader
-from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id, is_agent_id
+from engine.memory.agent_id import is_agent_id
+from engine.memory.blocks import AgentBlocks, Arrays, KVBlock, check_agent_id
 from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool, PoolExhaustedError
 from engine.spec import ModelCacheSpec

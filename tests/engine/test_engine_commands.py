@@ -121,8 +121,6 @@ def test_bench_shows_the_first_token_computed_and_remembered(
     ("words", "complaint"),
     [
         (["generate", ""], "the prompt is empty"),
-        (["generate", "--agent", "a/b", "Hello"], "an agent id is 1 to 128"),
-        (["generate", "--temperature", "-1", "Hello"], "temperature must be 0 or more"),
         (["generate", "a" * 5000], "leaves no room in a context of 4096"),
         (["chat", "--transcript", "/"], "/ is no transcript"),
         (["doctor", "--tokens", "5000"], "leaves no room in a context of 4096"),
@@ -138,6 +136,43 @@ def test_what_cannot_be_done_is_said_in_a_line(
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("kvpage-engine: ")
     assert complaint in said
+
+
+@pytest.mark.parametrize(
+    ("words", "complaint"),
+    [
+        (["chat", "--agent", "a b"], "an agent id is 1 to 128 of A-Z a-z 0-9 . _ @ + = - and starts with no dot"),
+        (["generate", "--agent", "", "Hello"], "an agent id is 1 to 128"),
+        (["generate", "--temperature", "-1", "Hello"], "expected a number, 0 or more, got '-1'"),
+        (["chat", "--temperature", "nan"], "expected a number, 0 or more, got 'nan'"),
+        (["chat", "--top-p", "1.5"], "expected a number, 0 to 1, got '1.5'"),
+        (["chat", "--transcript", "no/such/folder/t.json"], "cannot write the transcript: no/such/folder is no"),
+        (["chat", "--memory", "0"], "a size is a number of bytes"),
+        (["chat", "--cold", "/dev/null"], "/dev/null"),
+        (["chat", "--kv-quantised-from", "64"], "without --kv-bits"),
+        (["serve", "--port", "65536"], "a port is 0 to 65535"),
+        (["chat", "--model", "/nowhere"], "/nowhere is neither a directory nor the id of a model"),
+        (["serve", "--store", "http://127.0.0.1:9221"], "a store's URL begins with redis://"),
+        (["serve", "--store", "redis://127.0.0.1:99221"], "Port out of range"),
+        (["serve", "--store", "redis://a:9221,redis://a:9221"], "redis://a:9221 is named 2 times"),
+        (["serve", "--store", "valkey-cluster://a:7000?nodes=3"], "nodes"),
+        (["run", "graph", "--instance", "a", "--url", "redis://a:9221,b:9221"], "redis://host:port,redis://host:port"),
+    ],
+)
+def test_what_is_no_argument_is_refused_before_a_model_is_loaded(
+    tiny: Path, words: list[str], complaint: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def load(*_: object) -> None:
+        pytest.fail("a model was loaded")
+
+    monkeypatch.setattr("engine.startup.load", load)
+    command, *rest = words
+    model = ["--model", str(tiny)] if command != "run" and "--model" not in rest else []
+    try:
+        assert cli.main([command, *model, *rest]) == 1
+    except SystemExit as refused:
+        assert refused.code == 2  # noqa: PT017 - argparse has told it
+    assert complaint in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_the_limit_of_open_files_is_kept() -> None:
