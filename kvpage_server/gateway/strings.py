@@ -81,7 +81,7 @@ class StringsBehind:
         """What a node says to a command as it came."""
         if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
             raise ReplyError(
-                "ERR before a cluster SET takes no NX, XX or GET: only what may be done twice is done here"
+                "ERR a gateway does not support SET with NX, XX or GET: when a node fails, it sends a command again"
             )
         page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
@@ -115,5 +115,5 @@ class StringsBehind:
 
 def _of_page(spec: Spec) -> ReplyError:
     return ReplyError(
-        f"ERR '{spec.name}' of a page can't be done before a cluster: it may lie in a block, which lives as one"
+        f"ERR a gateway does not support '{spec.name}' of a page: it may be part of a block, which is one value"
     )

@@ -148,7 +148,7 @@ def _is_of_the_cluster(error: PageClientError) -> bool:
 def _told(error: PageClientError) -> ReplyError:
     """What a client of the gateway is told."""
     if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
-        return ReplyError(f"ERR the cluster lets this gateway not do that: {error}")
+        return ReplyError(f"ERR the cluster refuses this gateway's user: {error}")
     if isinstance(error, Refused):
         return ReplyError(str(error))
     if isinstance(error, Disconnected | DeadlineExceeded):

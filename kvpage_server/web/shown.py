@@ -145,7 +145,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
                 "tokens": place.block.tokens,
                 "bytes": place.block.bytes,
                 "pages": place.block.pages,
-                "there": place.block.there,
+                "there": place.block.complete,
                 "with": [name for name in place.agents if name != agent.agent_id][:MOST_NAMES],
                 "shared": len(place.agents),
                 "tier": place.tier,
