@@ -347,7 +347,6 @@ def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
 
 
 def _access(server: Server) -> str:
-    """Who may come in, in words."""
     others = len(server.users.by_name) - 1
     default = server.users.default
     if not default.enabled:

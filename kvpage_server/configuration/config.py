@@ -322,7 +322,7 @@ class Config:
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
-        """Give a parameter a value. Raises ConfigError."""
+        """Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             raise ConfigError(f"unknown parameter '{name}'")
@@ -358,12 +358,11 @@ class Config:
 
     @classmethod
     def is_mutable(cls, name: str) -> bool:
-        """Whether CONFIG SET may change it."""
         return bool(cls.parameters()[name].metadata["mutable"])
 
     @classmethod
     def is_hidden(cls, name: str) -> bool:
-        """Whether CONFIG GET keeps quiet about it."""
+        """Whether CONFIG GET hides it."""
         return bool(cls.parameters()[name].metadata["hidden"])
 
     @property

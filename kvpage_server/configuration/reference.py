@@ -52,7 +52,6 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 
 
 def reference() -> str:
-    """The whole document."""
     return _OPENING + "".join(_rows())
 
 

@@ -35,7 +35,6 @@ class Manifest:
     by: str  # the machine and process that saved it last; empty if unknown
 
     def tokens_in(self, index: int) -> int:
-        """The number of tokens in a block."""
         return min(self.block_tokens, self.tokens - index * self.block_tokens)
 
 

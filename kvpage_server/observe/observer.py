@@ -74,5 +74,4 @@ class Observer:
         return await ask_async(self.store, reading)
 
     async def close(self) -> None:
-        """Closes the connection."""
         await self.store.aclose()

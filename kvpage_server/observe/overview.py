@@ -60,8 +60,6 @@ class CallFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """The process."""
-
     version: str = ""
     core: str = ""  # native or python
     uptime: int = 0  # seconds
@@ -87,8 +85,6 @@ class MemoryFigures:
 
 @dataclass(frozen=True, slots=True)
 class ContentFigures:
-    """What is stored."""
-
     requests: int = 0
     blocks: int = 0
     keys: int = 0
@@ -119,8 +115,6 @@ class TrafficFigures:
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFigures:
-    """Connections."""
-
     now: int = 0
     limit: int = 0
     so_far: int = 0
@@ -175,8 +169,6 @@ class EvictionFigures:
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """Everything that INFO says."""
-
     at: float  # unix seconds, by the server's clock
     everything: bool  # whether the user may read every key
     server: ServerFigures

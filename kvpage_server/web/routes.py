@@ -26,7 +26,7 @@ async def index(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """Where its form goes to is the monitor's."""
+    """The form is sent to the monitor's /login."""
     return FileResponse(PAGE / "login.html")
 
 

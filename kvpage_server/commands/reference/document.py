@@ -60,7 +60,6 @@ _ORDER = list(EXAMPLES)  # of the commands that are described in full, those of 
 
 
 def reference() -> str:
-    """The whole document."""
     parts = [_OPENING]
     for group, title in _TITLES.items():
         specs = [spec for spec in TABLE.values() if spec.group == group]
