@@ -182,7 +182,6 @@ class AgentEngine:
                 ahead += 1
 
     def _take_up(self) -> None:
-        """Move on the prompts whose load has ended."""
         for job in self._at(Stage.LOADING):
             if not (job.loading and job.loading.done()):
                 continue
@@ -318,12 +317,11 @@ class AgentEngine:
         _tell(job.on_error, error)
 
     def _release(self, job: Job) -> None:
-        """Release its claim."""
         if job.claim:
             job.claim.release()
 
     def _let_go(self, job: Job) -> None:
-        """Cancel its load, and free what was loaded."""
+        """Cancel the load of a job, and free what was loaded."""
         if job.loading:
             job.loading.cancel()
             job.loading = None

@@ -108,7 +108,6 @@ class Job:
         return self.claim is not None and self.claim.state == "wait"
 
     def progress(self) -> JobProgress:
-        """How far it is."""
         loaded = self.loaded
         return JobProgress(
             uid=self.uid,
@@ -123,7 +122,6 @@ class Job:
         )
 
     def answer(self, done: CompletedGeneration) -> Answer:
-        """The finished answer."""
         loaded = self.loaded
         reuse = Reuse(
             tier=loaded.tier if loaded and done.tokens_reused else "none",

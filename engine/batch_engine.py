@@ -101,7 +101,7 @@ class BlockPoolBatchEngine:
 
     @property
     def running(self) -> int:
-        """How many of them are in the batch."""
+        """The number of prompts in the batch."""
         return len(self._running)
 
     @property

@@ -13,7 +13,7 @@ from kvpage_server.system.program import ends_quietly, missing_extra, say
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; its exit code."""
+    """Run one command, and return its exit code."""
     with ends_quietly("kvpage-engine"):
         try:
             return _run(argv)

@@ -131,7 +131,7 @@ class ModelCacheSpec:
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of a token in all layers."""
+        """The bytes of a token in all layers."""
         return _nbytes(self.token_shapes(1))
 
     def state_nbytes(self, end: int) -> int:

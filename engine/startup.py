@@ -126,7 +126,7 @@ def model_name(model: str) -> str:
 
 
 def _directory(model: str) -> Path:
-    """Nothing is downloaded."""
+    """The directory of a model. Nothing is downloaded."""
     if not Path(model).is_dir():
         with suppress(Exception):  # whatever the hub's client says of a name: there is no such model here
             return Path(hf_repo_to_path(model))

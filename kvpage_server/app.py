@@ -127,12 +127,12 @@ def _placing(config: Config) -> Placing | None:
     """The map of slots, where there is one. Raises ConfigError, MapError, OSError."""
     if not config.cluster_config:
         if config.cluster_node:
-            raise ConfigError("cluster-node says which node of a map this server is, and cluster-config names none")
+            raise ConfigError("cluster-node needs cluster-config: it names a node of that map")
         return None
     if config.store == "cluster":
-        raise ConfigError("cluster-config maps keys to servers that keep them, and `store cluster` keeps none")
+        raise ConfigError("cluster-config can't be used with `store cluster`, which keeps no keys itself")
     if not config.cluster_node:
-        raise ConfigError("cluster-node must say which node of the map this server is: an id or host:port")
+        raise ConfigError("cluster-config needs cluster-node: this server's id or host:port in the map")
     return Placing(Path(config.cluster_config), config.cluster_node)
 
 
@@ -140,10 +140,10 @@ def _upstream(config: Config) -> Upstream | None:
     """The cluster that has the values, where this is a gateway. Raises ConfigError."""
     if config.store != "cluster":
         if config.cluster_nodes:
-            raise ConfigError(f"cluster-nodes are for `store cluster`, and store is {config.store}")
+            raise ConfigError(f"cluster-nodes needs `store cluster`, and store is {config.store}")
         return None
     if not config.cluster_nodes:
-        raise ConfigError("`store cluster` needs cluster-nodes: some of them as host:port,host:port, or a URL")
+        raise ConfigError("`store cluster` needs cluster-nodes: some nodes as host:port,host:port, or a URL")
     try:
         return Upstream(config.cluster_nodes)
     except (ValueError, PageClientError) as error:
@@ -173,7 +173,7 @@ def _load_users(server: Server) -> None:
     if config.requirepass:
         server.users.require_password(config.requirepass)
     if config.aclfile and config.user:
-        raise ConfigError("users stand either in `user` lines or in an aclfile, not in both")
+        raise ConfigError("users can be in `user` lines or in an aclfile, not in both")
     if config.aclfile:
         server.users.load_file(Path(config.aclfile))
     else:
@@ -347,7 +347,6 @@ def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
 
 
 def _access(server: Server) -> str:
-    """Who may come in, in words."""
     others = len(server.users.by_name) - 1
     default = server.users.default
     if not default.enabled:

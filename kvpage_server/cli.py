@@ -33,14 +33,14 @@ from kvpage_server.system.terminal import out
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """The process. Exits with 1 when what was asked for is not there or not intact, with 2 when it can't be asked."""
+    """The process. Exits with 1 when something is missing or damaged, with 2 when the store can't be asked."""
     with ends_quietly("kvpage"):
         args = _parser().parse_args(arguments)
         sys.exit(_run(args))
 
 
 def _run(args: argparse.Namespace) -> int:
-    """Do what was asked for; the exit code."""
+    """Run the command; returns the exit code."""
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
@@ -65,7 +65,7 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
-    """Servers side by side: an agent's blocks are at all of them."""
+    """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
         return 0 if args.show(SideBySide(stores), args) else 1
@@ -76,10 +76,10 @@ def _connected(url: str) -> redis.Redis:
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
-    """Of servers side by side, one after the other. A dump of each is in a directory of its own. The exit code is the
-    worst one."""
+    """Ask servers side by side, one after the other. Each is dumped into its own directory. Returns the worst exit
+    code."""
     if args.show in (top, restore, bench):
-        raise LookError("this is done at one server, --url names several")
+        raise LookError("this command takes one server, and --url names several")
     codes = []
     for url in urls:
         of_one = argparse.Namespace(**{**vars(args), "url": url})
@@ -97,7 +97,7 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
 
 
 def _url(args: argparse.Namespace) -> str:
-    """Where the store is, and who asks. Raises ValueError."""
+    """The store's URL, with user and password. Raises ValueError."""
     url = args.url or os.environ.get(URL) or DEFAULT_URL
     password = ""
     if args.askpass:
@@ -114,7 +114,7 @@ def _not_let_in(url: str) -> str:
     asks = urlsplit(url)
     if not asks.password:
         return (
-            f"{shown(url)} wants a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or say --askpass"
+            f"{shown(url)} needs a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or use --askpass"
         )
     return f"{shown(url)} does not take this password for user {unquote(asks.username or 'default')}"
 
@@ -128,48 +128,48 @@ def _parser() -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=help, description=f"{help[:1].upper()}{help[1:]}.")
         command.set_defaults(show=show, url="", user="", askpass=False)
         if asks:
-            help = (
-                f"the store's address, or several with commas; {URL} of the environment, or {DEFAULT_URL}, if not given"
-            )
+            help = f"URL of the store, or several with commas (default: {URL} in the environment, or {DEFAULT_URL})"
             command.add_argument("--url", default="", help=help)
-            help = "who asks; the password is KVPAGE_PASSWORD's or REDISCLI_AUTH's of the environment"
+            help = "user to log in as, with the password in KVPAGE_PASSWORD or REDISCLI_AUTH in the environment"
             command.add_argument("--user", metavar="NAME", default="", help=help)
-            command.add_argument("--askpass", action="store_true", help="ask for the password at the terminal")
+            command.add_argument("--askpass", action="store_true", help="ask for the password in the terminal")
         return command
 
     def shows(name: str, show: Any, help: str, *, asks: bool = True) -> argparse.ArgumentParser:
         command = add(name, show, help, asks=asks)
-        command.add_argument("--json", action="store_true", help="for programs: an object a line")
+        command.add_argument("--json", action="store_true", help="print JSON, one object a line")
         return command
 
     watch: dict[str, Any] = {"metavar": "SECONDS", "type": _seconds}
-    status_ = shows("status", status, "how the store is doing")
-    status_.add_argument("--watch", nargs="?", const=1.0, help="again and again, every second if not given", **watch)
-    top_ = shows("top", top, "the store as it works: rates, and whose memory it is; until interrupted")
-    top_.add_argument("--watch", default=1.0, help="between two looks, 1 if not given", **watch)
-    shows("ls", ls, "the agents, what they share and other requests; or the blocks of a request").add_argument(
+    status_ = shows("status", status, "show how the store is doing")
+    status_.add_argument("--watch", nargs="?", const=1.0, help="repeat every SECONDS (default: 1)", **watch)
+    top_ = shows("top", top, "show rates and who uses the memory, until interrupted")
+    top_.add_argument("--watch", default=1.0, help="seconds between updates (default: 1)", **watch)
+    shows("ls", ls, "list agents, what they share, and other requests; or the blocks of one request").add_argument(
         "req", metavar="REQ", nargs="?"
     )
-    shows("stat", stat, "what is known of a page, or of an agent").add_argument(
-        "key", metavar="KEY|AGENT", help="a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
+    shows("stat", stat, "show what the store knows about a page or an agent").add_argument(
+        "key", metavar="KEY|AGENT", help="the key of a page is kv:REQ:LAYER:HEAD:PAGE:TYPE"
     )
-    verify_ = shows("verify", verify, "hash a request's pages again; corrupt ones are removed")
+    verify_ = shows("verify", verify, "hash a request's pages again and remove corrupt ones")
     verify_.add_argument("req", metavar="REQ")
     verify_.add_argument("pages", metavar="PAGE", nargs="*", type=int)
-    why_ = shows("why", why, "why a read of a request or of a page would miss, or a load of an agent")
+    why_ = shows("why", why, "say why reading a request or a page, or loading an agent, would miss")
     why_.add_argument("req", metavar="REQ|AGENT")
     why_.add_argument("name", metavar="LAYER HEAD PAGE TYPE", nargs="*", type=int)
     _add_snapshots(shows)
     _add_replay(add)
-    bench_ = add("bench", bench, "measure how fast pages and blocks of all sizes travel; deletes what it has written")
-    bench_.add_argument(
-        "--against", metavar="URL", help="another server, to be measured beside it: any Redis or Valkey"
-    )
-    bench_.add_argument("--seconds", type=float, default=0.5, help="for each kind of call, 0.5 if not given")
-    bench_.add_argument("--quick", action="store_true", help="a few sizes only")
-    bench_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
-    bench_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
+    bench_ = add("bench", bench, "measure how fast pages and blocks are written and read; deletes what it writes")
+    bench_.add_argument("--against", metavar="URL", help="server to compare with: any Redis or Valkey")
+    bench_.add_argument("--seconds", type=float, default=0.5, help="seconds for each kind of call (default: 0.5)")
+    bench_.add_argument("--quick", action="store_true", help="measure a few sizes only")
+    _add_figures(bench_)
     return parser
+
+
+def _add_figures(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--json", type=Path, metavar="FILE", help="write the figures to FILE")
+    command.add_argument("--plot", type=Path, metavar="FILE", help="draw the figures: FILE.png, FILE.svg or FILE.pdf")
 
 
 def _seconds(word: str) -> float:
@@ -188,55 +188,48 @@ def _add_replay(add: Callable[..., argparse.ArgumentParser]) -> None:
     def size(word: str) -> int:
         return int(memory(1).read([word]))
 
-    replay_ = add("replay", replay, "what policies make of a recorded trace, in Mooncake's format", asks=False)
+    replay_ = add("replay", replay, "compare eviction policies on a trace in Mooncake's format", asks=False)
     replay_.add_argument("trace", metavar="TRACE", type=Path)
     several: dict[str, Any] = {"nargs": "+", "action": "extend"}
-    replay_.add_argument("--policy", choices=SIMULATIONS, help=f"{', '.join(USUAL)} if not given", **several)
-    usual = ", ".join(map(str, CAPACITIES))
-    replay_.add_argument(
-        "--capacity", type=positive, metavar="N", help=f"room, in blocks; {usual} if not given", **several
-    )
-    replay_.add_argument(
-        "--nodes",
-        type=positive,
-        metavar="N",
-        help="on how many nodes, for segments of 1 to 64 blocks; with one --policy and one --capacity",
-    )
-    replay_.add_argument(
-        "--block-bytes", type=size, metavar="SIZE", default=64 << 20, help="of a block, such as 2mb; 64mb if not given"
-    )
-    replay_.add_argument("--json", type=Path, metavar="FILE", help="write the figures to it")
-    replay_.add_argument("--plot", type=Path, metavar="FILE", help="draw them; the name's end says PNG, SVG or PDF")
+    help = f"policies to compare (default: {' '.join(USUAL)})"
+    replay_.add_argument("--policy", choices=SIMULATIONS, help=help, **several)
+    help = f"capacities in blocks (default: {' '.join(map(str, CAPACITIES))})"
+    replay_.add_argument("--capacity", type=positive, metavar="N", help=help, **several)
+    help = "spread the blocks over N nodes, in segments of 1 to 64 blocks; takes one --policy and one --capacity"
+    replay_.add_argument("--nodes", type=positive, metavar="N", help=help)
+    help = "size of a block, such as 2mb (default: 64mb)"
+    replay_.add_argument("--block-bytes", type=size, metavar="SIZE", default=64 << 20, help=help)
+    _add_figures(replay_)
 
 
 def _add_snapshots(shows: Callable[..., argparse.ArgumentParser]) -> None:
     def of_requests(command: Any) -> None:
-        help = "the pages of this request alone; may be given several times; %%XX stands for a byte"
+        help = "only the pages of this request; can be given several times; %%XX stands for a byte"
         command.add_argument("--request", metavar="REQ", action="append", default=[], help=help)
 
-    dump_ = shows("dump", dump, "write what the store holds into safetensors files; goes on where it was interrupted")
+    dump_ = shows("dump", dump, "write the store's content to safetensors files; continues an interrupted dump")
     dump_.add_argument("directory", metavar="DIRECTORY", type=Path)
     which = dump_.add_mutually_exclusive_group()
     of_requests(which)
-    which.add_argument("--match", metavar="GLOB", default="*", help="the pages and strings whose keys match")
+    which.add_argument("--match", metavar="GLOB", default="*", help="only pages and strings whose keys match")
     dump_.add_argument("--update", action="store_true", help="bring a finished dump up to date")
-    restore_ = shows("restore", restore, "send a dump to a store, what is corrupt left out")
+    restore_ = shows("restore", restore, "load a dump into a store, leaving out corrupt entries")
     restore_.add_argument("directory", metavar="DIRECTORY", type=Path)
     of_requests(restore_)
     how = restore_.add_mutually_exclusive_group()
-    how.add_argument("--keep", action="store_true", help="keys that exist stay as they are: the default")
-    how.add_argument("--replace", action="store_true", help="keys that exist are replaced")
-    inspect_ = shows("inspect", inspect, "what lies in a dump, or in a file of one", asks=False)
+    how.add_argument("--keep", action="store_true", help="leave existing keys as they are (default)")
+    how.add_argument("--replace", action="store_true", help="replace existing keys")
+    inspect_ = shows("inspect", inspect, "show what a dump, or one file of it, contains", asks=False)
     inspect_.add_argument("path", metavar="DIRECTORY|FILE", type=Path)
     of_requests(inspect_)
-    inspect_.add_argument("--verify", action="store_true", help="hash all of it")
+    inspect_.add_argument("--verify", action="store_true", help="check every hash")
 
 
 # -- replay --------------------------------------------------------------------------------------------------------
 
 
 def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """A trace through policies, without any store."""
+    """Replay a trace, without any store."""
     from kvpage_server.replay.command import CAPACITIES, ON_NODES, USUAL, run, run_nodes
     from kvpage_server.replay.report import Destination
 
@@ -265,21 +258,21 @@ def replay(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def dump(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """What the store holds, into files."""
-    from kvpage_server.snapshot.command import run_dump  # so do they here
+    """Write the store's content to files."""
+    from kvpage_server.snapshot.command import run_dump  # takes a while to load
 
     return run_dump(store, args)
 
 
 def restore(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """What was dumped, into the store."""
+    """Load a dump into the store."""
     from kvpage_server.snapshot.command import run_restore
 
     return run_restore(store, args)
 
 
 def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """What was dumped."""
+    """Show what a dump contains."""
     from kvpage_server.snapshot.command import run_inspect
 
     return run_inspect(args)
@@ -289,7 +282,7 @@ def inspect(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def bench(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """How fast pages travel."""
+    """Measure how fast pages and blocks are written and read."""
     from kvpage_server.bench.command import run  # numpy and the page client take a while to load
 
     urls = [args.url, *([args.against] if args.against else [])]

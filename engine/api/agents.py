@@ -17,20 +17,20 @@ from engine.tiers.store import AgentInfo
 
 
 async def index(request: Request) -> Response:
-    """All of them."""
+    """All agents."""
     service, tenant = _asked(request)
     found = await asyncio.to_thread(service.engine.store.agents)
     return JSONResponse({"object": "list", "data": [_shown(info, tenant) for info in found if _is_of(tenant, info)]})
 
 
 async def show(request: Request) -> Response:
-    """One."""
+    """One agent."""
     service, tenant = _asked(request)
     return JSONResponse(await _info(service, tenant, request.path_params["agent"]))
 
 
 async def save(request: Request) -> Response:
-    """Return when nothing of it is in memory alone."""
+    """Return when nothing of the agent's context is in memory only."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     await _info(service, tenant, given)
@@ -50,7 +50,7 @@ async def fork(request: Request) -> Response:
 
 
 async def delete(request: Request) -> Response:
-    """Forget it."""
+    """Delete an agent."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     try:

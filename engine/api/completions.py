@@ -32,7 +32,7 @@ async def chat(request: Request) -> Response:
 
 
 async def complete(request: Request) -> Response:
-    """How a text goes on."""
+    """The continuation of a text."""
     service: Service = request.app.state.service
     tenant = service.tenant(request)
     body = await service.parsed(CompletionBody, request)

@@ -47,7 +47,6 @@ class _Answers:
         self._misses = Counter(PREFIX + "misses", "Prompts of which less was found, by reason", ["reason"], **shared)
 
     def count(self, answer: Answer) -> None:
-        """One more."""
         reuse = answer.reuse
         self._answers.labels(reuse.tier, answer.finish_reason).inc()
         self._prompt.inc(answer.prompt_tokens)
@@ -124,7 +123,7 @@ class _EngineCollector(Collector):
 
 
 def _page_server(server: PageServer) -> Iterator[Metric]:
-    """How it goes with the page server."""
+    """The figures of the page server's tier."""
     breaker = GaugeMetricFamily(
         PREFIX + "page_server_breaker", "Whether it is asked: 1 for the state that it is in", labels=["state"]
     )
@@ -151,7 +150,7 @@ def _gauge(name: str, help: str, value: float) -> Metric:
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """`label` is "" for a single one."""
+    """Without a label, `label` and the only key of `values` are ""."""
     family = CounterMetricFamily(PREFIX + name, help, labels=[label] if label else [])
     for value in values:
         family.add_metric([value] if label else [], values[value])

@@ -69,7 +69,7 @@ class Service:
 
     @property
     def ready(self) -> bool:
-        """Whether prompts are taken."""
+        """Whether the engine accepts prompts."""
         return self._engine is not None and self.worker.running and not self.closing
 
     @property
@@ -123,7 +123,7 @@ class Service:
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
 
     def check_model(self, model: str) -> None:
-        """Raises ApiError for one that is not served."""
+        """Raises ApiError for a model that is not served."""
         if model != self.model_id:
             raise ApiError(
                 404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"

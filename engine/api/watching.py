@@ -56,7 +56,6 @@ class Totals:
     reused: Counter[str] = field(default_factory=Counter)  # by tier
 
     def shown(self) -> dict[str, Any]:
-        """For the page."""
         return {"answers": self.answers, "prompt": self.prompt, "said": self.said, "reused": dict(self.reused)}
 
 
@@ -142,7 +141,7 @@ class Watching:
         }
 
     def _ask(self, what: str, work: Coroutine[Any, Any, None]) -> None:
-        """Unless it is being asked already."""
+        """Ask, unless a question is under way."""
         asking = self._asking.get(what)
         if asking and not asking.done():
             return work.close()
@@ -171,7 +170,7 @@ def _progress(progress: JobProgress, given: str) -> dict[str, Any]:
 
 
 def _of(agent_id: str) -> tuple[str, str]:
-    """Its tenant, and what that calls it."""
+    """An agent's tenant, and its name within the tenant."""
     given, _, tenant = agent_id.rpartition("@") if "@" in agent_id else (agent_id, "", "")
     return tenant, given
 

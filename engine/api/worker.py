@@ -74,7 +74,7 @@ class Generation:
         raise StopAsyncIteration
 
     def tell(self, event: Event) -> None:
-        """What has become of it; from any thread."""
+        """Deliver the result. May be called on any thread."""
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
@@ -123,7 +123,7 @@ class EngineThread:
         return not self._made.done()
 
     def start(self) -> None:
-        """Begin to load."""
+        """Start to load the model."""
         self._thread.start()
 
     async def loaded(self) -> Engine:

@@ -11,7 +11,7 @@ Nesting = tuple["Nesting", ...] | None  # of a CacheList, that of each of its ca
 
 
 def nesting(cache: Any) -> Nesting:
-    """How `cache` is made up."""
+    """How caches are nested in `cache`."""
     return tuple(nesting(part) for part in cache.caches) if type(cache) is CacheList else None
 
 

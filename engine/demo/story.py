@@ -108,7 +108,6 @@ def ask(engine: EngineProcess, messages: list[dict[str, str]], question: str, co
 
 
 def table(outcome: Outcome) -> Table:
-    """What each turn took."""
     shown = Table("turn", "engine", "found in", box=None, header_style="bold", pad_edge=False, padding=(0, 1))
     for column in ("prompt", "reused", "", "first token", "text"):
         shown.add_column(column, justify="right")

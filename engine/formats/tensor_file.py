@@ -46,7 +46,7 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Of its values, which lie in C order."""
+        """The bytes of its values."""
         return math.prod(self.shape) * ITEMSIZES[self.dtype]
 
 

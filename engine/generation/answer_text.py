@@ -40,7 +40,7 @@ class AnswerText:
         self._held = 0
 
     def read(self) -> str:
-        """What has become readable since the last call."""
+        """The text that is complete since the last call."""
         if not (self._stop or self._finished):
             self._look()
         start, self._read = self._read, len(self._text) - self._held

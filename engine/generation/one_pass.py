@@ -58,7 +58,7 @@ class OnePassGenerator:
         all_tokens: Sequence[Sequence[int]],
         samplers: Sequence[Sampler | None],
     ) -> list[int]:
-        """As the BatchGenerator's."""
+        """See BatchGenerator."""
         uids = []
         for parts, left, cache, before, sampler in zip(segments, max_tokens, caches, all_tokens, samplers, strict=True):
             uids.append(next(self._uids))

@@ -122,7 +122,7 @@ class UnbatchedGenerator:
         self._answers = [sequence for sequence in self._answers if sequence.uid not in uids]
 
     def close(self) -> None:
-        """There is nothing to give back."""
+        """Does nothing."""
 
     def _read(self, sequence: _Sequence) -> Progress:
         """Compute its next chunk, or sample the first token of its answer."""

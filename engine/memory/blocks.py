@@ -47,7 +47,6 @@ class KVBlock:
 
     @property
     def nbytes(self) -> int:
-        """Of all its arrays."""
         return sum(array.nbytes for layer in (*self.layers, *(self.state or ())) for array in layer)
 
     def validate(self, spec: ModelCacheSpec, end: int) -> None:

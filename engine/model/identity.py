@@ -90,7 +90,7 @@ class _Array:
         self.digest = digest.digest()
 
     def holds(self) -> bool:
-        """Whether it is unchanged; False if unknown."""
+        """Whether the array is unchanged; False if unknown."""
         return not self.array.size or (self._address is not None and _address(self.array) == self._address)
 
 

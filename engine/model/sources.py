@@ -36,7 +36,7 @@ class Sources:
                 waiting += _uses(used, {name.partition(".")[0], *ALWAYS}) if self._digests[name] else ()
 
     def digest(self) -> bytes:
-        """Of all of them."""
+        """The digest of all sources."""
         return b"".join(name.encode() + b" " + digest for name, digest in sorted(self._digests.items()) if digest)
 
 

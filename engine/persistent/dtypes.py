@@ -54,7 +54,7 @@ class DType:
         return mx.full(shape, self.number(value), dtype=self.mlx)
 
     def number(self, value: bool | int | float) -> mx.array:
-        """One number, an array without dimensions."""
+        """A scalar array."""
         if self.range and not -(2**31) <= value < 2**31:  # mx.array takes them from numpy alone
             return mx.array(np.array(value, dtype=str(self.mlx).removeprefix("mlx.core.")))
         return mx.array(value, dtype=self.mlx)

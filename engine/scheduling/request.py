@@ -120,7 +120,6 @@ class Request:
         not_kept: str | None,
         error: Exception | None = None,
     ) -> CompletedGeneration:
-        """Its completion."""
         return CompletedGeneration(
             uid=self.uid,
             agent_id=self.agent_id,

@@ -127,12 +127,12 @@ class SafetensorsCacheAdapter:
         remove_unfinished(self._directory)
 
     def agents(self) -> list[str]:
-        """The agents that have a file, of any model."""
+        """The agents that have a file, for any model."""
         names = (path.name.removesuffix(SUFFIX) for path in self._directory.glob(f"[!.]*{SUFFIX}"))
         return sorted(filter(is_agent_id, names))  # other files may lie there, too
 
     def has(self, agent_id: str) -> bool:
-        """Whether the agent has a file, of any model."""
+        """Whether the agent has a file, for any model."""
         return self._path(agent_id).exists()
 
     def save(self, context: AgentBlocks) -> int | None:
@@ -286,7 +286,6 @@ def _open(path: Path) -> BinaryIO:
 
 
 def _reach(spec: ModelCacheSpec, stored: Sequence[int], states: Sequence[int], wanted: Sequence[int] | None) -> int:
-    """How many of the stored tokens can be used."""
     common = len(stored) if wanted is None else common_prefix(stored, wanted)
     if not spec.has_state:
         return common

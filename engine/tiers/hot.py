@@ -151,7 +151,6 @@ class HotTier:
 
 
 def _sizes(entries: Collection[CacheEntry]) -> dict[int, int]:
-    """Bytes of all their blocks, by block id."""
     sizes: dict[int, int] = {}
     for entry in entries:
         sizes |= entry.sizes

@@ -89,7 +89,6 @@ _MOVES: dict[tuple[Enum, LoadEvent], Enum] = {
 
 
 def moved(state: State, event: LoadEvent) -> State:
-    """The state that follows."""
     following = _MOVES.get((state, event), state)
     assert isinstance(following, type(state))
     return following

@@ -229,7 +229,7 @@ class PageTier:
         return self._ask(self._references.delete(self._connection, check_agent_id(agent_id))) or False
 
     def agents(self) -> list[str]:
-        """Whose contexts of this model are here."""
+        """The agents that have a context for this model."""
         return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
 
     def servers(self) -> list[str]:

@@ -132,7 +132,6 @@ class Claims:
         return claim
 
     def published(self, claim: Claim) -> None:
-        """Let the waiting claims proceed."""
         with self.lock:
             queue = self._queues.get(claim.name)
             told = queue.dismiss(queue.waiting) if queue else []

@@ -70,7 +70,7 @@ class AgentCacheStore:
         cold: SafetensorsCacheAdapter | None = None,
         config: CacheConfig | None = None,
     ) -> None:
-        """Takes over `pages` and `cold`."""
+        """Owns `pages` and `cold` from now on."""
         config = config or CacheConfig()
         hot_bytes, queue_bytes, prefix_bytes = config.sizes(spec, pool)
         self.spec = spec

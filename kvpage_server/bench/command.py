@@ -112,7 +112,6 @@ class Target:
                         client.delete(keys[start : start + _DELETED_AT_ONCE])
 
     def close(self) -> None:
-        """Close the connection."""
         self._admin.close()
 
 

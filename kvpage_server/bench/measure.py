@@ -33,7 +33,6 @@ class ClientStore:
         self._client = client
 
     def write(self, work: Work, generation: int) -> None:
-        """Store pages or blocks."""
         if isinstance(work, PageWork):
             self._client.mset(work.pages[generation], deadline=_DEADLINE)
         elif isinstance(work, Blocks):

@@ -36,7 +36,6 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[Row]) -> Table:
-    """For the terminal."""
     servers = list(rows[0].figures)
     found = Table(title="raw: the same bytes over bare sockets on this machine", title_justify="left")
     found.add_column("work")
@@ -58,7 +57,6 @@ def table(rows: list[Row]) -> Table:
 
 
 def write_json(rows: list[Row], path: Path) -> None:
-    """Everything that was measured."""
     path.write_text(json.dumps({"machine": machine(), "rows": [asdict(row) for row in rows]}, indent=1) + "\n")
 
 

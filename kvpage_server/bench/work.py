@@ -45,7 +45,6 @@ class Work:
 
     @property
     def total(self) -> int:
-        """Bytes of a batch."""
         return self.count * self.nbytes
 
     def page_keys(self, generation: int) -> list[PageKey]:

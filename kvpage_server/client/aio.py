@@ -202,7 +202,7 @@ class AsyncPageClient:
 
     @property
     def words(self) -> type[BlockWords]:
-        """In which words blocks are asked about."""
+        """How the store is asked about blocks."""
         return self._several.calls.words if self._several else BlockWords
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
@@ -304,7 +304,7 @@ class AsyncPageClient:
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
-        """What the server understands. Found out once."""
+        """The commands that the server understands, asked once."""
         if self._dialect is None:
             self._dialect = await self._converse(ask_dialect(), end)
         return self._dialect
@@ -336,7 +336,6 @@ class AsyncPageClient:
             return result
 
     async def _run(self, peers: Peers, errand: Errand, end: Deadline, silence: float) -> Any | Failed:
-        """An errand's answer."""
         failure: PageClientError | None = None
         peers.round_trips += 1
         try:

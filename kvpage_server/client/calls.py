@@ -62,15 +62,12 @@ class Calls:
         self._verify = verify
 
     def mset(self, pages: Sequence[Page], ttl: int) -> Call[None]:
-        """Store pages."""
         found = sized(pages, ttl)
         sizes = found.bodies.sizes
         parts = self._parts(len(found), sizes)
         return Call("mset", parts, lambda to, part: to.set_pages(found[part], ttl), lambda _: count_sent(sizes))
 
     def mget(self, keys: Sequence[PageKey]) -> Call[list[Page | None]]:
-        """Receive pages into memory of their own."""
-
         def read(answers: list[tuple[list[Page | None], Missed]]) -> list[Page | None]:
             if not answers:
                 return []
@@ -81,7 +78,6 @@ class Calls:
         return Call("mget", _WHOLE if keys else [], lambda to, _: to.fetch_pages(keys, self._verify), read)
 
     def mget_into(self, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Call[list[bool]]:
-        """Receive pages into buffers."""
         into, names = places(buffers, len(keys)), PageKeys(keys)
         parts = self._parts(len(keys), into.sizes)
         return Call(
@@ -92,22 +88,18 @@ class Calls:
         )
 
     def mexists(self, keys: Sequence[PageKey]) -> Call[list[bool]]:
-        """Which pages are there."""
         return Call("mexists", _WHOLE if keys else [], lambda to, _: to.exists(keys), lambda found: [*chain(*found)])
 
     def delete(self, keys: Sequence[PageKey]) -> Call[int]:
-        """Delete pages."""
         return Call("delete", _WHOLE if keys else [], lambda to, _: to.delete(keys), sum)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int]) -> Call[int]:
-        """Delete a request or blocks of it."""
         check_names([(req_id, page) for page in pages or (0,)])
         return Call("delete_request", _WHOLE, lambda to, _: to.delete_request(req_id, pages), sum)
 
     def mset_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Call[None]:
-        """Store blocks."""
         found = sized_blocks(names, shape, bodies, ttl)
 
         def sizes() -> Sequence[int]:
@@ -143,7 +135,6 @@ class Calls:
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Call[int]:
-        """Protect blocks from eviction."""
         check_names([(req_id, page) for page in pages or (0,)])
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 

@@ -22,14 +22,13 @@ _NAMES_AT_ONCE = 4096  # names that are spelt before others have their turn
 
 
 def _spelt(opening: bytes, names: PageKeys, spell: Callable[[PageKeys], bytes]) -> Iterator[Piece]:
-    """A command that names pages."""
+    """The words of a command that names pages."""
     yield opening
     for start in range(0, len(names), _NAMES_AT_ONCE):
         yield spell(names[start : start + _NAMES_AT_ONCE])
 
 
 def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
-    """Pages that are written, some at a time."""
     at = 0
     while at < count:
         run = spell(at)
@@ -105,7 +104,6 @@ class BlobCommands:
         return Request(pieces, lambda: Values(count if ttl else 1), _all_ok)
 
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
-        """Receive pages into their places."""
         array = len(names) > 1
         return Request(
             lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys),
@@ -114,7 +112,6 @@ class BlobCommands:
         )
 
     def fetch_pages(self, keys: Sequence[PageKey], verify: bool) -> Request[tuple[list[Page | None], Missed]]:
-        """Receive pages into memory of their own."""
         names = PageKeys(keys)
 
         def read(values: list[Any]) -> tuple[list[Page | None], Missed]:
@@ -125,7 +122,6 @@ class BlobCommands:
         return Request(lambda: _spelt(_opening(b"GET", b"MGET", len(names)), names, PageKeys.keys), Values, read)
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
-        """Which pages are there."""
         text = b"".join(command(b"EXISTS", bytes(key)) for key in keys)
         return Request(_one_piece(text), lambda: Values(len(keys)), _yes_no)
 
@@ -149,7 +145,6 @@ class BlobCommands:
     def read_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, places: Memory, verify: bool
     ) -> Request[Missed]:
-        """Receive whole blocks into their places."""
         found = [
             (key, place[span])
             for name, place in zip(names, places.views(), strict=True)
@@ -222,7 +217,6 @@ class PageCommands(BlobCommands):
         )
 
     def exists(self, keys: Sequence[PageKey]) -> Request[list[bool]]:
-        """Which pages are there."""
         names = PageKeys(keys)
 
         def read(values: list[Any]) -> list[bool]:
@@ -278,7 +272,7 @@ class PageCommands(BlobCommands):
 
 
 def ask_dialect() -> Request[BlobCommands]:
-    """Which of the two the server understands."""
+    """Asks which of the two the server understands."""
 
     def read(values: list[Any]) -> BlobCommands:
         wanted = len(_FAMILY)

@@ -33,7 +33,7 @@ async def converse(connection: PageConnection, request: Request[T], end: Deadlin
 
 
 def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
-    """Something moved."""
+    """Extend the deadline for silence, as bytes have moved."""
     if limit.when() is not None:
         limit.reschedule(min(over, asyncio.get_running_loop().time() + silence))
 
@@ -57,7 +57,6 @@ class _Drive:
         self._go_on(None)
 
     def close(self) -> None:
-        """Do no more."""
         self._watch_for(0)
         self._steps.close()
 

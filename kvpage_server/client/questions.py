@@ -37,12 +37,10 @@ class BlockWords:
 
     @staticmethod
     def exists(name: BlockName) -> Question:
-        """Whether a block is there and complete."""
         return Question(["KVBLOCKEXISTS", *name], up_to(1))
 
     @staticmethod
     def delete(req_id: bytes, pages: Sequence[int]) -> Question:
-        """Take blocks of a request away."""
         return Question(["KVPAGEDEL", req_id, *pages], integer)
 
 
@@ -70,7 +68,7 @@ def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
 
 
 def encoded(word: Word) -> bytes:
-    """As it goes over the wire."""
+    """The bytes sent for a word."""
     return word if isinstance(word, bytes) else str(word).encode()
 
 
@@ -94,18 +92,17 @@ def _expect(so: bool, wanted: str, value: Any) -> None:
 
 
 def ok(value: Any) -> None:
-    """OK."""
+    """Expects OK."""
     _expect(value == b"OK", "OK", value)
 
 
 def ok_or_not(value: Any) -> bool:
-    """OK or nothing; whether it was OK."""
+    """Whether the answer is OK, and not null."""
     _expect(value in (b"OK", None), "OK or nothing", value)
     return value is not None
 
 
 def integer(value: Any) -> int:
-    """A number."""
     _expect(isinstance(value, int), "a number", value)
     return int(value)
 
@@ -127,7 +124,7 @@ def text(value: Any) -> bytes | None:
 
 
 def array(length: int) -> Callable[[Any], list[Any]]:
-    """So many answers of any kind."""
+    """Expects an array of that many answers of any kind."""
 
     def read(value: Any) -> list[Any]:
         _expect(isinstance(value, list) and len(value) == length, f"an array of {length}", value)
@@ -143,7 +140,7 @@ def texts(length: int) -> Callable[[Any], list[bytes | None]]:
 
 
 def scanned(value: Any) -> tuple[bytes, list[bytes]]:
-    """Of SCAN: from where to go on, and keys."""
+    """SCAN's next cursor and keys."""
     cursor, keys = array(2)(value)
     _expect(isinstance(cursor, bytes) and cursor.isdigit(), "a cursor", cursor)
     _expect(isinstance(keys, list) and all(isinstance(key, bytes) for key in keys), "keys", keys)

@@ -295,7 +295,7 @@ class PageClient:
         return call.read(answers + [other.result() for other in others])
 
     def _spoken(self, end: Deadline) -> BlobCommands:
-        """What the server understands. Found out once."""
+        """The commands that the server understands, asked once."""
         if self._dialect is None:
             self._dialect = self._converse(ask_dialect(), end)
         return self._dialect

@@ -55,7 +55,6 @@ class Totals:
     watched = 0  # keys
 
     def add(self, client: Client) -> None:
-        """Count a connection."""
         connection = client.connection
         self.connections += 1
         self.sent += connection.sent
@@ -109,11 +108,11 @@ class Server:
 
     @property
     def mode(self) -> str:
-        """As Redis calls it."""
+        """The server's mode, as Redis calls it."""
         return "cluster" if self.placing is not None else "standalone"
 
     def forget(self, client: Client) -> None:
-        """A client is gone."""
+        """Remove a client that is gone."""
         self.clients.pop(client.id, None)
         self.monitors.pop(client, None)
         self.channels.forget(client)
@@ -127,13 +126,11 @@ class Server:
         self.refusals.note(reason, context, what, name, str(client))
 
     def begin_pause(self, pause: Pause) -> None:
-        """Let clients wait."""
         self.pause = pause
         for client in self.clients.values():
             client.settle()
 
     def end_pause(self) -> None:
-        """Let the clients that wait go on."""
         if self.pause is None:
             return
         self.pause = None
@@ -229,7 +226,7 @@ class Client:
         self.connection.close()
 
     def __str__(self) -> str:
-        """As CLIENT LIST tells."""
+        """A line of CLIENT LIST."""
         now = time.monotonic()
         incoming, outgoing = self.connection.incoming, self.connection.outgoing
         queued = len(self.transaction.commands) if self.transaction is not None else -1
@@ -293,7 +290,7 @@ class Client:
 
     @property
     def listens(self) -> bool:
-        """Whether it is sent what it did not ask for."""
+        """Whether messages are sent to it."""
         return bool(self.channels or self.patterns or self in self.server.monitors)
 
     @property
@@ -311,7 +308,6 @@ class Client:
         self.settle()
 
     def end_transaction(self) -> None:
-        """Forget what was queued and what was watched."""
         self.transaction = None
         self.server.events.unwatch(self)
         self.settle()
@@ -342,13 +338,13 @@ class Client:
         return 1 if self.user is None or self.sees_all else max(self.user.cost, 1)
 
     def visible(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that it may know of."""
+        """The keys among some that the client may know of."""
         if self.user is None:
             return []
         return list(keys) if self.sees_all else self.user.keys.readable(keys)
 
     def sees(self, key: bytes) -> bool:
-        """Whether it may know that a key exists."""
+        """Whether the client may know that a key exists."""
         return self.user is not None and self.user.may_use(key, READ)
 
     def hears(self, channel: bytes) -> bool:

@@ -25,7 +25,6 @@ class CallCounts:
 
     @property
     def count(self) -> int:
-        """How many calls ran."""
         return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
@@ -66,7 +65,6 @@ class Stats:
 
     @property
     def commands(self) -> int:
-        """How many commands ran."""
         return sum(calls.count for calls in self.calls.values())
 
     def note_error(self, message: str) -> None:

@@ -38,7 +38,7 @@ class Placing:
         return (found, found.node(self._name)) if self.map.follow(found) else None
 
     def use(self, new: StaticMap, me: MappedNode) -> None:
-        """From now on."""
+        """Use another map from now on."""
         self.map, self.me = new, me
 
     def slot(self, spec: Spec, args: Sequence[Argument]) -> int | None:

@@ -26,7 +26,6 @@ class Transaction:
         self.words = 0  # how many these are, with the commands' names
 
     def queue(self, spec: Spec, words: Command) -> Reply:
-        """Keep a command for EXEC."""
         self.words += len(words)
         if self.words > MOST_QUEUED:
             self.refused = True

@@ -162,9 +162,9 @@ def _read_quotas(words: list[str]) -> dict[str, int]:
     quotas: dict[str, int] = {}
     for pattern, limit in zip(words[::2], words[1::2], strict=True):
         if not pattern or re.search(r"\s", pattern):
-            raise ValueError(f"pattern must have a byte and no spaces, for which ? may stand; got '{pattern}'")
+            raise ValueError(f"pattern must not be empty or have spaces (use ? instead), got '{pattern}'")
         if pattern in quotas:
-            raise ValueError(f"pattern '{pattern}' stands twice")
+            raise ValueError(f"pattern '{pattern}' is given twice")
         glob(pattern.encode("utf-8", "surrogateescape"))
         quotas[pattern] = _bytes(limit)
     return quotas
@@ -198,39 +198,39 @@ class Config:
     """Every parameter, with its default."""
 
     port: int = option(
-        integer(0, 65535), 9221, "TCP port; 0 takes a free one, or none where tls-port or unixsocket is given"
+        integer(0, 65535), 9221, "TCP port; 0 takes a free one, or none if tls-port or unixsocket is given"
     )
     bind: list[str] = option(words, ["127.0.0.1", "-::1"], "addresses to listen on; one after '-' may be missing")
     tcp_backlog: int = option(integer(1, 65535), 511, "connections that may wait to be accepted")
     unixsocket: str = option(path, "", "path of a unix socket to listen on")
-    unixsocketperm: int = option(octal, 0o700, "its permissions, in octal")
+    unixsocketperm: int = option(octal, 0o700, "permissions of the unix socket, in octal")
     tls_port: int = option(integer(0, 65535), 0, "port for TLS; 0 is none")
     tls_cert_file: str = option(path, "", "the server's certificate, PEM", mutable=True)
-    tls_key_file: str = option(path, "", "its private key, PEM", mutable=True)
-    tls_key_file_pass: str = option(text, "", "what opens the key", hidden=True, mutable=True)
-    tls_ca_cert_file: str = option(
-        path, "", "certificates of the authorities that vouch for clients, PEM", mutable=True
-    )
+    tls_key_file: str = option(path, "", "the certificate's private key, PEM", mutable=True)
+    tls_key_file_pass: str = option(text, "", "password of the private key", hidden=True, mutable=True)
+    tls_ca_cert_file: str = option(path, "", "CA certificates that clients' are checked against, PEM", mutable=True)
     tls_auth_clients: str = option(
         choice("yes", "no", "optional"), "yes", "whether a client must show a certificate", mutable=True
     )
-    metrics_port: int = option(integer(0, 65535), 0, "port for /metrics and the pages of a browser, HTTP; 0 is none")
+    metrics_port: int = option(integer(0, 65535), 0, "HTTP port for /metrics and the web page; 0 is none")
     metrics_bind: list[str] = option(
-        words, ["127.0.0.1", "-::1"], "addresses for it; from another machine a user and a password are asked for"
+        words, ["127.0.0.1", "-::1"], "addresses of metrics-port; other machines need a user and a password"
     )
-    protected_mode: bool = option(yes_no, True, "as long as anybody may come in, only this machine may", mutable=True)
+    protected_mode: bool = option(
+        yes_no, True, "without a password, accept connections from this machine only", mutable=True
+    )
     requirepass: str = option(text, "", "password of the user `default`", mutable=True)
     user: list[list[str]] = option(lines, [], "a user and its rules, as ACL SETUSER takes them", hidden=True)
-    aclfile: str = option(path, "", "a file of `user` lines, instead of those here")
-    acllog_max_len: int = option(integer(0, 100_000), 128, "refusals that ACL LOG remembers", mutable=True)
-    maxclients: int = option(integer(1, 1_000_000), 10_000, "connections at a time", mutable=True)
+    aclfile: str = option(path, "", "a file of `user` lines, instead of `user` lines in this file")
+    acllog_max_len: int = option(integer(0, 100_000), 128, "number of entries in ACL LOG", mutable=True)
+    maxclients: int = option(integer(1, 1_000_000), 10_000, "maximum number of connections", mutable=True)
     timeout: int = option(
-        integer(0, 2**31), 0, "seconds after which an idle connection is ended; 0 is never", mutable=True
+        integer(0, 2**31), 0, "seconds after which an idle connection is closed; 0 is never", mutable=True
     )
     tcp_keepalive: int = option(integer(0, 2**15), 300, "seconds between probes of a silent connection; 0 is none")
     proto_max_bulk_len: int = option(memory(1024**2), 512 * 1024**2, "bytes of the longest string a client may send")
     client_query_buffer_limit: int = option(
-        memory(1024**2), 1024**3, "bytes of one command that may wait for its end", mutable=True
+        memory(1024**2), 1024**3, "bytes of a command that may wait until it is complete", mutable=True
     )
     client_output_buffer_limit: dict[str, OutputLimit] = option(
         output_limits,
@@ -239,77 +239,77 @@ class Config:
             "replica": OutputLimit(0, 0, 0),
             "pubsub": OutputLimit(32 * 1024**2, 8 * 1024**2, 60),
         },
-        "replies that may wait to be read, by class of clients: hard limit, soft limit, seconds above the soft one",
+        "unread replies a client may have, by class: hard limit, soft limit, seconds above the soft limit",
         mutable=True,
     )
     maxmemory_clients: int | str = option(
         memory_or_share,
         "25%",
-        "bytes that all connections may hold at once, 0 for no limit, or a share of maxmemory (of 4gb without one)",
+        "bytes that all connections together may hold, or a share of maxmemory (of 4gb without it); 0 is no limit",
         mutable=True,
     )
-    dir: str = option(path, ".", "the directory the server works in")
+    dir: str = option(path, ".", "working directory of the server")
     maxmemory: int = option(memory(), 0, "bytes of values kept in memory; 0 is no limit", mutable=True)
-    maxmemory_policy: str = option(choice(*POLICIES), "allkeys-prefix", "what goes when memory is full", mutable=True)
+    maxmemory_policy: str = option(
+        choice(*POLICIES), "allkeys-prefix", "how keys to evict are chosen when memory is full", mutable=True
+    )
     quota: dict[str, int] = option(
         quotas,
         {},
-        "what keys that match a pattern may hold: a line each, or several on one; the first that matches counts",
+        "bytes for the keys that match a pattern; one or more a line; a key counts for the first that matches",
         mutable=True,
     )
     store: str = option(
         choice("memory", "tiered", "cluster"),
         "tiered",
-        "where values lie: in memory, there and on disk, or in a Valkey or Redis Cluster behind this server",
+        "where values are kept: in memory, in memory and on disk, or in a Valkey or Redis Cluster",
     )
     cluster_nodes: str = option(
         text,
         "",
-        "for `store cluster`: some of its nodes, host:port,host:port or a URL with user and password",
+        "for `store cluster`: some nodes as host:port,host:port, or a URL with user and password",
         hidden=True,
     )
-    cluster_config: str = option(path, "", "a file with a map of slots that several servers share")
-    cluster_node: str = option(text, "", "which of its nodes this server is: an id or host:port")
+    cluster_config: str = option(path, "", "file that maps slots to servers, the same for all of them")
+    cluster_node: str = option(text, "", "this server's id or host:port in cluster-config")
     appendfsync: str = option(
         choice("always", "everysec", "no"),
         "everysec",
-        "when what is stored goes to disk: before the reply, within a second, or when it is worth it",
+        "when a write is on disk: before the reply, within a second, or when enough has gathered",
     )
     maxdisk: int = option(memory(), 0, "bytes of the store on disk; 0 is no limit")
     write_behind_limit: int = option(
-        memory(1024**2), 256 * 1024**2, "bytes that may wait to be written to disk, before writers do"
+        memory(1024**2), 256 * 1024**2, "bytes that may wait to be written to disk; above it, writes wait"
     )
-    scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second of the disk that are checked for damage")
-    page_checksums: bool = option(yes_no, True, "hash the bodies of pages when they are written", mutable=True)
+    scrub_rate: int = option(memory(1024), 4 * 1024**2, "bytes a second that are read from disk to find damage")
+    page_checksums: bool = option(yes_no, True, "compute a checksum for each page written", mutable=True)
     strict_page_shape: bool = option(
         yes_no, False, "refuse a body that is not page_size x head_dim x itemsize bytes", mutable=True
     )
-    notify_keyspace_events: str = option(
-        letters("KEg$lshzxeAtdmn"), "", "which events of keys are published", mutable=True
-    )
+    notify_keyspace_events: str = option(letters("KEg$lshzxeAtdmn"), "", "keyspace events to publish", mutable=True)
     tracking_table_max_keys: int = option(
-        integer(0, 2**31), 1_000_000, "keys noted for CLIENT TRACKING, some 500 bytes each; 0 is no limit", mutable=True
+        integer(0, 2**31), 1_000_000, "keys that CLIENT TRACKING remembers, 500 bytes each; 0 is no limit", mutable=True
     )
     slowlog_log_slower_than: int = option(
-        integer(-1, 2**53), 10_000, "microseconds from which SLOWLOG remembers a call; -1 is never", mutable=True
+        integer(-1, 2**53), 10_000, "microseconds a call takes to enter SLOWLOG; -1 is never", mutable=True
     )
-    slowlog_max_len: int = option(integer(0, 100_000), 128, "calls that SLOWLOG remembers", mutable=True)
+    slowlog_max_len: int = option(integer(0, 100_000), 128, "number of entries in SLOWLOG", mutable=True)
     latency_monitor_threshold: int = option(
-        integer(0, 2**31), 0, "milliseconds from which LATENCY notes an event; 0 is never", mutable=True
+        integer(0, 2**31), 0, "milliseconds an event takes to enter LATENCY; 0 is never", mutable=True
     )
     loglevel: str = option(
-        choice("debug", "verbose", "notice", "warning"), "notice", "how much the log says", mutable=True
+        choice("debug", "verbose", "notice", "warning"), "notice", "how detailed the log is", mutable=True
     )
-    logfile: str = option(path, "", "the log's file; empty is standard error")
-    log_format: str = option(choice("text", "json"), "text", "lines for people, or an object a line for machines")
-    pidfile: str = option(path, "", "a file to write the process's id to")
-    databases: int = option(integer(1, 1), 1, "the number of databases: one")
-    save: str = option(Kind(" ".join), "", "snapshots by time: none, what is stored goes to disk as it comes")
-    appendonly: bool = option(choice("no"), "no", "no append-only file is kept, see `store`")
+    logfile: str = option(path, "", "file of the log; empty is standard error")
+    log_format: str = option(choice("text", "json"), "text", "plain text, or a JSON object a line")
+    pidfile: str = option(path, "", "file for the process id")
+    databases: int = option(integer(1, 1), 1, "number of databases: always one")
+    save: str = option(Kind(" ".join), "", "ignored: there are no snapshots by time, see `store`")
+    appendonly: bool = option(choice("no"), "no", "there is no append-only file, see `store`")
 
     file: Path | None = field(default=None, metadata={"line": False})  # where it came from
-    given: set[str] = field(default_factory=set)  # parameters that stood on the command line
-    chosen: set[str] = field(default_factory=set)  # parameters that neither had, and the server chose
+    given: set[str] = field(default_factory=set)  # parameters that were on the command line
+    chosen: set[str] = field(default_factory=set)  # parameters that were not given, and the server chose
 
     @classmethod
     def parameters(cls) -> dict[str, Field[Any]]:
@@ -322,7 +322,7 @@ class Config:
         return [declared.name for declared in cls.parameters().values() if declared.metadata["kind"] is path]
 
     def set(self, name: str, values: Sequence[str]) -> None:
-        """Give a parameter a value. Raises ConfigError."""
+        """Raises ConfigError."""
         declared = self.parameters().get(name.lower())
         if declared is None:
             raise ConfigError(f"unknown parameter '{name}'")
@@ -358,12 +358,11 @@ class Config:
 
     @classmethod
     def is_mutable(cls, name: str) -> bool:
-        """Whether CONFIG SET may change it."""
         return bool(cls.parameters()[name].metadata["mutable"])
 
     @classmethod
     def is_hidden(cls, name: str) -> bool:
-        """Whether CONFIG GET keeps quiet about it."""
+        """Whether CONFIG GET hides it."""
         return bool(cls.parameters()[name].metadata["hidden"])
 
     @property

@@ -33,7 +33,6 @@ def reopen(config: Config) -> None:
 
 
 def set_level(name: str) -> None:
-    """Log from a loglevel on."""
     logging.getLogger().setLevel(LEVELS[name])
 
 
@@ -74,7 +73,6 @@ class JSONLines(logging.Formatter):
     """One object a line: time, level, message, and what a record carries as `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
-        """The line of a record."""
         told: dict[str, object] = {
             "time": f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z",
             "level": record.levelname.lower(),

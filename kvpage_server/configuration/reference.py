@@ -12,28 +12,29 @@ _OPENING = """\
 
 <!-- Made from `Config` by `python -m kvpage_server.configuration.reference`; do not edit. -->
 
-The syntax is redis.conf's: a line has a parameter's name and its values, `#` begins a comment line, and `"..."` and
-`'...'` hold spaces together. Sizes take `kb`, `mb` and `gb` (1024) or `k`, `m` and `g` (1000). A line that cannot be
-understood is refused with its number and what is allowed, and the server does not start:
+The syntax is that of redis.conf. A line has a parameter's name and its values. `#` begins a comment line. A value with
+spaces is written `"..."` or `'...'`. Sizes can have the units `kb`, `mb` and `gb` (1024) or `k`, `m` and `g` (1000). If
+a line is wrong, the server does not start, and the error has the line's number and says what is allowed. This checks a
+file without starting the server:
 
 ```console
 $ kvpage-server --check-config conf/kvpage.conf
 the configuration is valid
 ```
 
-Every parameter can be given on the command line too, and then wins over the file; the file may be left out:
+Every parameter can also be given on the command line, where it overrides the file. The file can be left out:
 
 ```console
 $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb
 $ kvpage-server --port 0 --loglevel warning
 ```
 
-Without a file, `maxmemory` is a quarter of the machine's memory (or of what its control group may have), and `dir` the
-directory that the platform has for data, `~/.local/share/kvpage` on Linux and `~/Library/Application Support/kvpage` on
-macOS, unless they are given. Names of files on such a command line mean those where it was typed. With a file, what it
-does not say is as in the table.
+The table has the defaults. Without a file, two of them differ. `maxmemory` is a quarter of the machine's memory, or of
+its control group's. `dir` is the platform's directory for data, `~/.local/share/kvpage` on Linux and
+`~/Library/Application Support/kvpage` on macOS; relative file names on the command line then refer to the directory in
+which the server was started.
 
-What is marked *running* can be changed while the server runs, and written back into the file:
+Parameters marked *running* can be changed while the server runs, and written back to the file:
 
 ```console
 $ redis-cli -p 9221 CONFIG SET maxmemory 2gb
@@ -51,7 +52,6 @@ $ redis-cli -p 9221 CONFIG GET maxmemory
 
 
 def reference() -> str:
-    """The whole document."""
     return _OPENING + "".join(_rows())
 
 

@@ -55,5 +55,5 @@ def _quote(word: str) -> bytes:
 
 
 def _may_stand(byte: int) -> bool:
-    """In quotes, as it is."""
+    """Whether it can stand between quotes unchanged."""
     return 0x20 <= byte < 0x7F and byte not in b'"\\'

@@ -34,7 +34,6 @@ class PagesBehind:
     # -- pages -------------------------------------------------------------------------------------------------------
 
     def kvpageset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A page."""
         try:
             page = new_pages(client, args, 0, 1, unix_ms())
         except PageError as error:
@@ -57,22 +56,18 @@ class PagesBehind:
         yield OK
 
     def kvpageget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A body."""
         [found] = yield from self.upstream.do(self.upstream.plans.pages([_key(args)]))
         yield spell(found)
 
     def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Bodies."""
         keys = yield from _keys("KVPAGEMGET", args)
         yield from self.upstream.fetch(keys, self.upstream.plans.pages, spell)
 
     def kvpageexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """1 or 0."""
         [there] = yield from self.upstream.do(self.upstream.plans.calls.mexists([_key(args)]))
         yield int(there)
 
     def kvpagemexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """1 or 0 for each."""
         keys = yield from _keys("KVPAGEMEXISTS", args)
         there = yield from self.upstream.each(keys, self.upstream.plans.calls.mexists)
         yield [*map(int, there)]
@@ -105,7 +100,6 @@ class PagesBehind:
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def kvpagedel(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Blocks, by their page ids."""
         req_id, pages = request_name(args[0]), (yield from each(args[1:], _page_ids))
         removed = 0
         for some in _some(pages):
@@ -113,7 +107,6 @@ class PagesBehind:
         yield removed
 
     def kvpagelease(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Blocks, by their page ids."""
         req_id, milliseconds = request_name(args[0]), integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
         pages, leased = (yield from each(args[2:], _page_ids)), 0
         for some in _some(pages):
@@ -121,7 +114,6 @@ class PagesBehind:
         yield leased
 
     def kvpageprefix(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """How many blocks are there, from the first on."""
         pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
         milliseconds = integer_in("lease_ms", args[1], 0, LONGEST_LEASE)
         check_batch("KVPAGEPREFIX", args[2:], 2, "block")
@@ -137,7 +129,6 @@ class PagesBehind:
     # -- blocks ------------------------------------------------------------------------------------------------------
 
     def kvblockset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A block."""
         name, ttl = (request_name(args[0]), page_id(args[1])), integer_in("ttl", args[5], 0, MAX_TTL)
         shape, body = read_shape(*plain_all([*args[2:5], *args[6:-1]])), args[-1]
         memory = body.body if isinstance(body, Slot) else plain(body)
@@ -147,25 +138,21 @@ class PagesBehind:
         yield OK
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A body."""
         [found] = yield from self.upstream.do(self.upstream.plans.blocks(block_names(args)))
         yield spell(found)
 
     def kvblockmget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Bodies."""
         check_batch("KVBLOCKMGET", args, 2, "block")
         names = yield from each(args[1:], block_names, 2)
         yield from self.upstream.fetch(names, self.upstream.plans.blocks, spell)
 
     def kvblockexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """1 or 0."""
         [opening] = yield from self.upstream.do(self.upstream.plans.ask([get_opening(block_names(args)[0])]))
         yield int(isinstance(opening, memoryview) and shape_of(opening) is not None)
 
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _put(self, batches: Sequence[NewPages]) -> Steps[None]:
-        """Write pages."""
         for pages in batches:
             names = [pages.name(i) for i in range(len(pages))]
             written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]

@@ -21,7 +21,7 @@ NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What is known of a page."""
+    """A page's header and time to live."""
 
     header: PageHeader
     ttl_left_ms: int

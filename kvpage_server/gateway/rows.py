@@ -42,12 +42,12 @@ class Rows:
         """Raises ReplyError for what a cluster can't do."""
         if spec.name in _TRANSACTION:
             raise ReplyError(
-                f"ERR '{spec.name}': a gateway has no transactions, as a cluster's nodes work each by itself"
+                f"ERR '{spec.name}': a gateway has no transactions, since each node of a cluster works by itself"
             )
         row = self._rows.get(spec.name)
         if row is None and (spec.group in _OF_THE_STORE or spec.keys[0] or spec.name in _ALSO):
             shown = spec.name.replace("|", " ")
-            raise ReplyError(f"ERR '{shown}' can't be done before a cluster, whose nodes each know a part of the keys")
+            raise ReplyError(f"ERR a gateway does not support '{shown}': each node of a cluster has a part of the keys")
         return row or spec
 
 

@@ -31,7 +31,7 @@ _ONCE = frozenset({b"NX", b"XX", b"GET", b"IFEQ"})  # options of SET
 
 
 def page_of(key: bytes) -> PageKey | None:
-    """The page whose key it is, if it is one's."""
+    """The page that a key names, or None."""
     try:
         return PageKey.parse(key)
     except PageError:
@@ -49,12 +49,10 @@ class StringsBehind:
         return self.upstream.plans
 
     def get(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """A string, or a page as a string."""
         [value] = yield from self._values(plain_all(args))
         yield value
 
     def mget(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Several."""
         keys = plain_all(args)
         if all(map(page_of, keys)):
             yield from self.upstream.fetch([PageKey.parse(key) for key in keys], self._plans.values, spell)
@@ -78,10 +76,10 @@ class StringsBehind:
         yield count + sum(answer for answer in answers if isinstance(answer, int))
 
     def passed(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """What a node says to a command as it came."""
+        """Pass a command on to the node unchanged."""
         if spec.name == "set" and _ONCE & {option.upper() for option in plain_all(args[2:])}:
             raise ReplyError(
-                "ERR before a cluster SET takes no NX, XX or GET: only what may be done twice is done here"
+                "ERR a gateway does not support SET with NX, XX or GET: when a node fails, it sends a command again"
             )
         page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
@@ -100,7 +98,7 @@ class StringsBehind:
             yield told(answer)
 
     def _values(self, keys: Sequence[bytes]) -> Steps[list[Reply]]:
-        """What lies under keys, pages among them."""
+        """The values of keys, some of which may be pages."""
         pages = {key: page for key in keys if (page := page_of(key))}
         others = [key for key in dict.fromkeys(keys) if key not in pages]
         found: dict[bytes, Value | None] = {}
@@ -115,5 +113,5 @@ class StringsBehind:
 
 def _of_page(spec: Spec) -> ReplyError:
     return ReplyError(
-        f"ERR '{spec.name}' of a page can't be done before a cluster: it may lie in a block, which lives as one"
+        f"ERR a gateway does not support '{spec.name}' of a page: it may be part of a block, which is one value"
     )

@@ -113,7 +113,7 @@ class Upstream:
         return asyncio.get_running_loop().create_task(self._done(self.client.carry_out(plan)))
 
     async def _done(self, work: Awaitable[T]) -> T:
-        """What it gives. Raises ReplyError."""
+        """Its result. Raises ReplyError."""
         try:
             async with self._turns:
                 found = await work
@@ -146,9 +146,9 @@ def _is_of_the_cluster(error: PageClientError) -> bool:
 
 
 def _told(error: PageClientError) -> ReplyError:
-    """What a client of the gateway is told."""
+    """The error that a client of the gateway gets."""
     if isinstance(error, Refused) and error.code in _OUR_RIGHTS:
-        return ReplyError(f"ERR the cluster lets this gateway not do that: {error}")
+        return ReplyError(f"ERR the cluster refuses this gateway's user: {error}")
     if isinstance(error, Refused):
         return ReplyError(str(error))
     if isinstance(error, Disconnected | DeadlineExceeded):

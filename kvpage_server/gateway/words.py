@@ -27,7 +27,6 @@ class Borrowed:
 
     @property
     def size(self) -> int:
-        """Bytes of it."""
         return len(self.view)
 
 

@@ -60,23 +60,19 @@ class Crowd:
         return len(self._asked) > self._asked_limit
 
     def join(self, connection: HttpConnection) -> None:
-        """It has connected."""
         if len(self) >= self._limit and self._silent:
             next(iter(self._silent)).drop("crowded")
         self._silent[connection] = None
 
     def leave(self, connection: HttpConnection) -> None:
-        """It has gone."""
         self._silent.pop(connection, None)
         self._asked.discard(connection)
 
     def asked(self, connection: HttpConnection) -> None:
-        """It has sent a request."""
         self.leave(connection)
         self._asked.add(connection)
 
     def answered(self, connection: HttpConnection) -> None:
-        """And has its answer."""
         if connection in self._asked:
             self._asked.remove(connection)
             self._silent[connection] = None
@@ -104,14 +100,13 @@ class Door:
         self._addresses: dict[str, Crowd] = {}
 
     def join(self, connection: HttpConnection, host: str) -> tuple[Crowd, Crowd]:
-        """The crowds that it belongs to now."""
+        """Returns the crowds that it belongs to."""
         crowds = (self._everybody, self._addresses.setdefault(_address(host), Crowd(self._for_each)))
         for crowd in crowds:
             crowd.join(connection)
         return crowds
 
     def leave(self, connection: HttpConnection, host: str) -> None:
-        """It has gone."""
         address = _address(host)
         self._everybody.leave(connection)
         if (crowd := self._addresses.get(address)) is not None:
@@ -234,7 +229,7 @@ class HttpConnection(H11Protocol):
                     crowd.answered(self)
 
     def _refusal(self, scope: Scope) -> Unanswered | None:
-        """Why it is not answered."""
+        """Why the request is refused; None if it is not."""
         names = {name for name, _ in scope["headers"]}
         if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have understood the other
             return BOTH_LENGTHS

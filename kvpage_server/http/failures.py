@@ -17,7 +17,6 @@ class Seldom(logging.Filter):
         self._again: dict[tuple[object, ...], float] = {}  # by kind: when the next may pass, in monotonic seconds
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether it is logged."""
         error = record.exc_info[1] if record.exc_info else None
         if error is None:
             return True

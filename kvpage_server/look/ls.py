@@ -54,7 +54,7 @@ def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[Renderabl
 
 
 def remarks(holdings: Holdings) -> Iterator[str]:
-    """What has to be said beside."""
+    """Lines about what the tables do not show."""
     if holdings.unreadable:
         yield f"{how_many(len(holdings.unreadable), 'manifest')} cannot be read"
     if holdings.cut:
@@ -102,7 +102,6 @@ def _requests(requests: tuple[OtherRequest, ...]) -> Table:
 
 
 def agent_as_json(agent: Agent) -> dict[str, Any]:
-    """An agent's context, for programs."""
     manifest = agent.manifest
     return {
         "agent": agent.agent_id,
@@ -124,7 +123,6 @@ def agent_as_json(agent: Agent) -> dict[str, Any]:
 
 
 def as_json(holdings: Holdings) -> dict[str, Any]:
-    """All of it, for programs."""
     return {
         "agents": [agent_as_json(agent) for agent in holdings.agents],
         "shared": [

@@ -102,7 +102,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     )
     table = table_of("block", "tokens", "size", "lies in", "shared by", "protected", numbers_from=0)
     for i, place in enumerate(places):
-        lies = Text(place.why or "incomplete", "red") if not place.block.there else Text(place.tier)
+        lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
         protected = "pinned" if place.pinned else "leased" if place.lease else ""
         size, tokens = decimal(place.block.bytes), f"{place.block.tokens:,}"
         table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), protected)
@@ -115,7 +115,7 @@ def place_as_json(place: BlockPlace) -> dict[str, Any]:
         "block": place.block.name,
         "tokens": place.block.tokens,
         "bytes": place.block.bytes,
-        "there": place.block.there,
+        "there": place.block.complete,
         "tier": place.tier,
         "agents": len(place.agents),
         "pinned": place.pinned,

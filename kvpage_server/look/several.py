@@ -39,7 +39,6 @@ class SideBySide:
         return _Pipeline(self)
 
     def answers(self, commands: Sequence[Command]) -> list[Any]:
-        """To each of them."""
         parts: dict[ServerUrl, list[int]] = defaultdict(list)
         asked = [*commands]
         for i, command in enumerate(commands):

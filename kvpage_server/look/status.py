@@ -41,7 +41,6 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def show(store: redis.Redis, args: argparse.Namespace) -> None:
-    """Once."""
     now = overview(store, args.url)
     if args.json:
         print_json(asdict(now))
@@ -69,7 +68,7 @@ def _lines(store: redis.Redis, url: str, now: Overview) -> Iterator[RenderableTy
 
 
 def headline(url: str, now: Overview) -> Text:
-    """Which server it is, and a line below."""
+    """The server's version, address and uptime."""
     uptime = for_people(timedelta(seconds=now.server.uptime))
     return Text.assemble((f"kvpage-server {now.server.version}", "bold"), f" at {shown(url)}, up {uptime}\n")
 
@@ -116,7 +115,6 @@ def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
 
 
 def of_limit(used: int, limit: int) -> str:
-    """How much of a limit that is."""
     return f" of {decimal(limit)} ({used / limit:.0%})" if limit else ", no limit"
 
 

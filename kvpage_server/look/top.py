@@ -48,7 +48,7 @@ def top(store: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 class _View:
-    """What was seen of a store."""
+    """The store's last minutes, as shown on the screen."""
 
     def __init__(self, store: redis.Redis, url: str) -> None:
         self._store = store
@@ -71,7 +71,6 @@ class _View:
         )
 
     def as_json(self) -> dict[str, object]:
-        """The last second, for programs."""
         now = overview(self._store, self._url)
         moment = self._history.add(now)
         rates = None if moment is None else {name: getattr(moment, name) for name in _RATES}

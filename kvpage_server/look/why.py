@@ -83,7 +83,7 @@ def _of_model(model: list[str]) -> str:
 def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
     """What a load would find; who stored it and when; and what is missing."""
     whose, tokens, count = _of_model([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
-    missing = [(i, place) for i, place in enumerate(places) if not place.block.there]
+    missing = [(i, place) for i, place in enumerate(places) if not place.block.complete]
     if not missing:
         yield f"an agent's context{whose}: {tokens} in {how_many(count, 'block')}, all stored: a load would not miss"
     else:

@@ -39,7 +39,7 @@ ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 
 class NotLoggedIn(Exception):
-    """Who asks has to log in first."""
+    """The user has to log in first."""
 
 
 def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -> Starlette:

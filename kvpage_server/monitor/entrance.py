@@ -25,7 +25,7 @@ ANSWER_SECONDS = 10.0  # that the store has
 
 
 class Entrance:
-    """The channel to the server."""
+    """The channel over which the server is handed connections."""
 
     def __init__(self, channel: socket.socket) -> None:
         self._channel = channel
@@ -69,7 +69,6 @@ class HandedConnection(AbstractConnection):
         self._words = words
 
     def repr_pieces(self) -> list[tuple[str, Any]]:
-        """What tells it from others."""
         return [("words", self._words)]
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:

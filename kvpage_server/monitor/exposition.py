@@ -169,7 +169,7 @@ def _gauges(name: str, help: str, label: str, values: Mapping[str, float]) -> Me
 
 
 def _counter(name: str, help: str, label: str, values: Mapping[str, float]) -> Metric:
-    """`label` is "" for a single one."""
+    """Without a label, `label` and the only key of `values` are ""."""
     family = CounterMetricFamily(f"kvpage_{name}", help, labels=_labels(label))
     for each, value in values.items():
         family.add_metric(_labels(each), value)
@@ -194,7 +194,7 @@ def _labels(label: str) -> list[str]:
 
 
 def _few(counts: Mapping[str, int]) -> Mapping[str, int]:
-    """So many labels, the largest; the rest as one."""
+    """The largest values, and the sum of the others."""
     if len(counts) <= MOST_LABELS:
         return counts
     ordered = sorted(counts.items(), key=lambda item: -item[1])

@@ -33,7 +33,7 @@ class Malformed(ValueError):
 
 @dataclass(slots=True)
 class Login:
-    """A user of the store, and their eyes."""
+    """A user of the store, and what the store shows them."""
 
     user: str
     observer: Observer
@@ -65,7 +65,6 @@ class Logins:
         return cookie
 
     def log_out(self, cookie: str) -> None:
-        """Forget a browser."""
         self._sessions.pop(_digest(cookie), None)
 
     async def of_password(self, user: str, password: str, address: str) -> Login:
@@ -128,7 +127,7 @@ class Logins:
 
 
 def address_of(request: Request) -> str:
-    """Who asks, as the server writes addresses."""
+    """The address of the viewer, as the server writes it."""
     host, port = request.client or ("", 0)
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 

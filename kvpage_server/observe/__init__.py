@@ -1,1 +1,1 @@
-"""What a running store says of itself, read over the Redis protocol into typed records. Knows no HTTP and no HTML."""
+"""A running store, read over the Redis protocol into typed records. Nothing here knows HTTP or HTML."""

@@ -1,44 +1,41 @@
-"""Questions to a store, written once and asked by a client for threads or by one for an event loop.
+"""Questions to a store, written once for both of redis-py's clients, the synchronous and the asynchronous one.
 
-A `Reading` yields lists of commands and is sent their answers: bytes, integers, lists and maps as RESP3 has them, or
-the `ResponseError` of a command that was refused. What it returns is what was read.
+A `Reading` is a generator. It yields lists of commands and is sent their answers: bytes, integers, lists and maps as
+RESP3 has them, or the `ResponseError` of a refused command. It returns what it has found out.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from typing import Any, Protocol, TypeAlias, TypeVar
 
 import redis
 import redis.asyncio
 
 T = TypeVar("T")
-Command: TypeAlias = Sequence[bytes | int]  # names are bytes: redis-py leaves the answers to them as they came
+Command: TypeAlias = Sequence[bytes | int]  # redis-py does not parse the answers to commands whose name is bytes
 Reading: TypeAlias = Generator[list[Command], list[Any], T]
 
-AT_ONCE = 256  # commands in one go: the server runs as many before others have their turn
+AT_ONCE = 256  # commands a pipeline: the server runs that many before other clients have their turn
 
 
 class AskedStore(Protocol):
-    """Who is asked by a client for threads: a server, or several as one."""
+    """A client of one server, or of several as one."""
 
     def execute_command(self, *words: Any) -> Any:
         """The answer to a command. Raises RedisError."""
 
     def pipeline(self, transaction: bool) -> Any:
-        """Takes commands, and sends them together."""
+        """Collects commands and sends them together."""
 
 
 def ask(store: AskedStore, reading: Reading[T]) -> T:
-    """What a reading finds out. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
+    """The result of a reading. `store` speaks RESP3. Raises RedisError when the store cannot be reached."""
     try:
         commands = next(reading)
         while True:
             answers: list[Any] = []
-            for start in range(0, len(commands), AT_ONCE):
-                pipeline = store.pipeline(transaction=False)
-                for command in commands[start : start + AT_ONCE]:
-                    pipeline.execute_command(*command)
+            for pipeline in _pipelines(store, commands):
                 answers += pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:
@@ -51,18 +48,23 @@ async def ask_async(store: redis.asyncio.Redis, reading: Reading[T]) -> T:
         commands = next(reading)
         while True:
             answers: list[Any] = []
-            for start in range(0, len(commands), AT_ONCE):
-                pipeline = store.pipeline(transaction=False)
-                for command in commands[start : start + AT_ONCE]:
-                    pipeline.execute_command(*command)
+            for pipeline in _pipelines(store, commands):
                 answers += await pipeline.execute(raise_on_error=False)
             commands = reading.send(answers)
     except StopIteration as end:
         return end.value  # type: ignore[no-any-return]
 
 
+def _pipelines(store: Any, commands: list[Command]) -> Iterator[Any]:
+    for start in range(0, len(commands), AT_ONCE):
+        pipeline = store.pipeline(transaction=False)
+        for command in commands[start : start + AT_ONCE]:
+            pipeline.execute_command(*command)
+        yield pipeline
+
+
 def refused(answer: Any) -> bool:
-    """Whether a command was answered with an error: not allowed to this user, or not known to this server."""
+    """Whether the answer is an error: the user may not run the command, or the server does not know it."""
     return isinstance(answer, redis.ResponseError)
 
 
@@ -71,6 +73,11 @@ def named(answer: dict[Any, Any]) -> dict[str, Any]:
     return {key.decode() if isinstance(key, bytes) else key: value for key, value in answer.items()}
 
 
+def parts_of(answer: Any) -> list[dict[str, Any]]:
+    """KVPAGEINDEX's maps, one a block of the request; none if the command was refused."""
+    return [] if refused(answer) else [named(part) for part in answer]
+
+
 def text(raw: Any) -> str:
-    """A bulk or verbatim string as text; bytes that are none stay visible."""
+    """A string of the answer as text. Bytes that are not UTF-8 are shown as escapes."""
     return raw.decode("utf-8", "backslashreplace") if isinstance(raw, bytes) else str(raw)

@@ -7,26 +7,26 @@ from typing import Any
 
 import numpy as np
 
-from kvpage_server.observe.asking import Command, Reading, named, refused, text
+from kvpage_server.observe.asking import Command, Reading, named, parts_of, refused, text
 from kvpage_server.observe.whose import Agent, ContextBlock, Holdings
 from kvpage_server.page import DType
 
 MOST_BLOCKS = 2000
-MOST_BYTES = 64 << 20  # of a block whose norms are computed
+MOST_BYTES = 64 << 20  # a larger block's norms are not computed
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where a block of a context lies, or why it does not."""
+    """Where a block of a context is stored, or why it is missing."""
 
     block: ContextBlock
-    agents: tuple[str, ...]  # who has it, the agent itself too
-    tier: str  # memory or disk; empty when it is not there
+    agents: tuple[str, ...]  # all agents that have it
+    tier: str  # memory or disk; empty if it is missing
     pinned: bool
-    lease: int  # milliseconds that eviction still spares it
-    why: str  # why it is missing; empty when it is there
-    why_at: int  # when it went, in unix milliseconds; 0 where that is not known
-    by: str  # which policy or quota it went for
+    lease: int  # milliseconds left
+    why: str  # why it is missing; empty if it is there
+    why_at: int  # when it was removed, in unix milliseconds; 0 if unknown
+    by: str  # the policy or quota that removed it
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,21 +34,19 @@ class Pages:
     """The pages of a block, as arrays of [layers, planes, heads]."""
 
     name: bytes
-    page: int
     tokens: int  # rows of a page
     planes: tuple[int, ...]  # kv_type of each: 0 K, 1 V ...
-    dtypes: tuple[str, ...]  # of each
-    sizes: tuple[int, ...]  # bytes of a page, of each
+    dtypes: tuple[str, ...]  # of each plane
+    sizes: tuple[int, ...]  # bytes of a page of each plane
     layers: int
     heads: int
-    norms: np.ndarray[Any, np.dtype[np.float32]] | None  # root of the mean square; None for what is not numbers
+    norms: np.ndarray[Any, np.dtype[np.float32]] | None  # root of the mean square; NaN for planes that are not numbers
 
 
 def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
-    """Where the blocks of an agent's context lie, at most MOST_BLOCKS of them, first to last."""
+    """Where the blocks of an agent's context are stored, in order, for the first MOST_BLOCKS of them."""
     blocks = agent.blocks[:MOST_BLOCKS]
-    commands: list[Command] = [[b"KVPAGEWHY", block.name] for block in blocks]
-    reasons = yield commands
+    reasons = yield [[b"KVPAGEWHY", block.name] for block in blocks]
     indexes = yield [[b"KVPAGEINDEX", block.name] for block in blocks]
     stats = yield [_stat(block.name, index) for block, index in zip(blocks, indexes, strict=True)]
     return [
@@ -58,38 +56,36 @@ def context_of(agent: Agent, holdings: Holdings) -> Reading[list[BlockPlace]]:
 
 
 def _stat(name: bytes, index: Any) -> Command:
-    """Ask for the block's first page."""
-    planes = [] if refused(index) or not index else named(index[0])["planes"]
-    page = named(index[0])["page"] if planes else 0
-    return [b"KVPAGESTAT", name, 0, 0, page, int(planes[0]) if planes else 0]
+    """Asks about the block's first page."""
+    first: dict[str, Any] = next(iter(parts_of(index)), {"page": 0, "planes": [0]})
+    return [b"KVPAGESTAT", name, 0, 0, first["page"], int(first["planes"][0])]
 
 
 def _place(block: ContextBlock, agents: tuple[str, ...], reason: Any, stat: Any) -> BlockPlace:
     why = {} if refused(reason) else named(reason)
     told = {} if refused(stat) or stat is None else named(stat)
-    missing = "" if block.there or why.get("reason") == b"stored" else text(why.get("cause") or why.get("reason", b""))
+    there = block.complete or why.get("reason") == b"stored"
     return BlockPlace(
         block,
         agents,
         text(told["tier"]) if told else "",
         bool(told.get("pinned")),
         int(told.get("lease_left_ms", 0)),
-        missing,
+        "" if there else text(why.get("cause") or why.get("reason", b"")),
         int(why.get("at", 0)),
         text(why.get("policy") or why.get("quota") or b""),
     )
 
 
-def pages_of(name: bytes, page: int = 0) -> Reading[Pages | None]:
-    """A block's pages with their norms; None when it is not there complete, or too large to be read for that."""
+def pages_of(name: bytes) -> Reading[Pages | None]:
+    """A block's pages with their norms; None if the block is not complete, or too large."""
     (index,) = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"]]
-    parts = [] if refused(index) else [named(part) for part in index]
-    part = next((part for part in parts if part["page"] == page and part["complete"]), None)
+    part = next((part for part in parts_of(index) if part["page"] == 0 and part["complete"]), None)
     if part is None or part["bytes"] > MOST_BYTES:
         return None
     planes = [int(plane) for plane in part["planes"]]
-    stats = yield [[b"KVPAGESTAT", name, 0, 0, page, plane] for plane in planes]
-    (body,) = yield [[b"KVBLOCKGET", name, page]]
+    stats = yield [[b"KVPAGESTAT", name, 0, 0, 0, plane] for plane in planes]
+    (body,) = yield [[b"KVBLOCKGET", name, 0]]
     if not isinstance(body, bytes) or any(refused(stat) or stat is None for stat in stats):
         return None
     told = [named(stat) for stat in stats]
@@ -98,7 +94,6 @@ def pages_of(name: bytes, page: int = 0) -> Reading[Pages | None]:
     sizes = tuple(stat["bytes"] for stat in told)
     return Pages(
         name,
-        page,
         told[0]["page_size"],
         tuple(planes),
         tuple(dtype.name.lower() for dtype in dtypes),
@@ -115,7 +110,7 @@ _NUMPY = {DType.FLOAT16: np.float16, DType.FLOAT32: np.float32, DType.FLOAT64: n
 def _norms(
     body: bytes, dtypes: list[DType], sizes: tuple[int, ...], layers: int, heads: int
 ) -> np.ndarray[Any, np.dtype[np.float32]] | None:
-    """The root of the mean square of each page's values: `body` has them by layer, plane, head."""
+    """The root of the mean square of each page's values. The order of `body` is layer, plane, head."""
     if len(body) != layers * heads * sum(sizes):
         return None
     rows = np.frombuffer(body, np.uint8).reshape(layers, -1)

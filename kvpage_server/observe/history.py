@@ -1,4 +1,4 @@
-"""The last minutes: what happened in each second, from overviews that were taken one after the other."""
+"""The last minutes, second by second: the differences between overviews."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from kvpage_server.observe.overview import Overview
+from kvpage_server.observe.overview import Overview, hit_ratio
 
 MINUTES = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """What happened between two overviews, a second; and what there was at its end. Rates are by second."""
+    """What happened between two overviews, as rates a second, and the state at the end."""
 
     at: float  # unix seconds
-    seconds: float  # how long it was
+    seconds: float  # between the two
     commands: float
     bytes_in: float
     bytes_out: float
@@ -24,29 +24,28 @@ class Moment:
     misses: float
     evicted: float  # keys
     expired: float  # keys
-    page_misses: Mapping[str, float]  # by reason, those alone that there were
-    p99: Mapping[str, float]  # seconds of a call, by family of commands, of those that were called
+    page_misses: Mapping[str, float]  # by reason, without zeros
+    p99: Mapping[str, float]  # seconds that 99 of 100 calls took at most, by family of commands, without idle families
     used: int  # bytes of memory
     disk: int  # bytes on disk
-    waiting: int  # bytes for the disk
+    waiting: int  # bytes that wait to be written to disk
     clients: int
 
     @property
     def hit_ratio(self) -> float | None:
-        """Reads that found something, of all; None when there was none."""
-        reads = self.hits + self.misses
-        return self.hits / reads if reads else None
+        """The share of reads that found something; None if there were no reads."""
+        return hit_ratio(self.hits, self.misses)
 
 
 class History:
-    """Moments, the oldest first: those of the last ten minutes at one a second."""
+    """Moments, the oldest first. At one a second, it holds the last ten minutes."""
 
     def __init__(self, most: int = 60 * MINUTES) -> None:
         self.moments: deque[Moment] = deque(maxlen=most)
         self._last: Overview | None = None
 
     def add(self, now: Overview) -> Moment | None:
-        """Take an overview; the moment that it ends. None for the first, and for that of a server that began anew."""
+        """Adds an overview, and returns the moment that it ends. None for the first one, and after a restart."""
         before, self._last = self._last, now
         if before is None or now.at <= before.at:
             return None
@@ -85,7 +84,7 @@ def _between(before: Overview, now: Overview) -> Moment:
 
 
 def _slowest(before: Overview, now: Overview) -> dict[str, float]:
-    """Within how many seconds 99 of 100 calls of each family ended, of those between two overviews."""
+    """The 99th percentile of the calls between two overviews, in seconds, by family of commands."""
     found = {}
     for name, calls in now.families.items():
         was = before.families.get(name)

@@ -1,7 +1,7 @@
-"""What the engine keeps of its agents, as others may read it (docs/architecture.md, "How a context travels").
+"""Reads the manifests that the engine stores for its agents (docs/architecture.md, "How a context travels").
 
-A manifest is a digest and a JSON object. Those of earlier versions say neither the model nor when they were made, and
-have all the tokens before the names of the blocks.
+A manifest is a digest and a JSON object. Earlier versions of it have no model and no times, and put all tokens before
+the names of the blocks.
 """
 
 from __future__ import annotations
@@ -13,35 +13,34 @@ from typing import Any
 from kvpage_server.segments import tag_of
 
 PREFIX = b"manifest:"
-HEAD_BYTES = 1 << 16  # of a manifest, in which all but the tokens of a context of 450,000 of them is told
+HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 450,000 tokens
 DIGEST_BYTES = 16
-_TOKENS = b', "tokens": ['  # what comes last
+_TOKENS = b', "tokens": ['  # the last field
 _USUAL_BLOCK = 256  # tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """What an agent's context under one model consists of."""
+    """An agent's context for one model."""
 
-    key: bytes  # where it lies
+    key: bytes  # of the manifest itself
     agent_id: str
     fingerprint: str  # of the model; empty in manifests of the earliest versions
-    model: str  # its name; empty where the manifest does not say
+    model: str  # its name; empty if unknown
     tokens: int
     block_tokens: int  # of every block but the last
-    blocks: tuple[bytes, ...]  # the requests that they lie under, first to last
-    created_ms: int  # when the agent was first stored, in unix milliseconds; 0 where that is not told
-    saved_ms: int  # and the last time
-    by: str  # the machine and process that stored it then; empty where that is not told
+    blocks: tuple[bytes, ...]  # their requests, in order
+    created_ms: int  # when the agent was first saved, in unix milliseconds; 0 if unknown
+    saved_ms: int  # when it was last saved
+    by: str  # the machine and process that saved it last; empty if unknown
 
     def tokens_in(self, index: int) -> int:
-        """The tokens of one of its blocks."""
         return min(self.block_tokens, self.tokens - index * self.block_tokens)
 
 
 def parse(key: bytes, raw: bytes) -> Manifest | None:
-    """The manifest at a key, from all of it or from its first HEAD_BYTES; None for one that makes no sense, or of which
-    more has to be read."""
+    """The manifest at a key, from its whole value or from the first HEAD_BYTES. None if it is damaged, or if more of it
+    is needed."""
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
         told = _told(raw)
@@ -71,6 +70,6 @@ def _told(raw: bytes) -> Any:
 
 
 def _block_tokens(tokens: int, blocks: int) -> int:
-    """How many tokens are in a block, where that is not told: as usual if that can be."""
+    """The tokens a block of a manifest that does not say: the usual number if it fits."""
     usual = _USUAL_BLOCK
     return usual if (blocks - 1) * usual < tokens <= blocks * usual else -(-tokens // max(blocks, 1))

@@ -1,4 +1,4 @@
-"""Looks at a store for everybody who watches it: at most once a second, however many they are."""
+"""Asks a store for all viewers together: at most once a second, however many viewers there are."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from typing import Generic, TypeVar
 import redis.asyncio
 
 from kvpage_server.observe.asking import Reading, ask_async
-from kvpage_server.observe.context import BlockPlace, Pages, context_of, pages_of
+from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.history import History
 from kvpage_server.observe.manifests import Manifest
 from kvpage_server.observe.overview import Overview, overview_of_store
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_store
 
-OVERVIEW_SECONDS = 1.0  # that an overview is shown for
+OVERVIEW_SECONDS = 1.0  # for which an overview is shown again
 HOLDINGS_SECONDS = 5.0
-HOLDINGS_SHARE = 0.02  # of the time is spent looking through the store, at the most
+HOLDINGS_SHARE = 0.02  # the share of time that may be spent looking through the store
 
 T = TypeVar("T")
 
 
 @dataclass(slots=True)
 class _Last(Generic[T]):
-    """What was read last, and until when (monotonic seconds) that is good enough. Who comes meanwhile waits for it."""
+    """The last value that was read. It is good until `until`, in monotonic seconds. The lock is held during a read."""
 
     value: T | None = None
     until: float = 0.0
@@ -33,8 +33,7 @@ class _Last(Generic[T]):
 
 
 class Observer:
-    """The eyes of one user: what it sees is what the user of its connection may. Raises RedisError when the store gives
-    no answer."""
+    """Reads what the user of its connection may see. Its methods raise RedisError when the store gives no answer."""
 
     def __init__(self, store: redis.asyncio.Redis) -> None:
         self.store = store
@@ -44,7 +43,7 @@ class Observer:
         self._known: dict[bytes, tuple[bytes, Manifest | None]] = {}
 
     async def overview(self) -> Overview:
-        """The store in numbers, not older than a second. Each new one goes into the history."""
+        """The store in numbers, at most a second old. Each new overview is added to the history."""
         last = self._overview
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:
@@ -54,7 +53,7 @@ class Observer:
             return last.value
 
     async def holdings(self) -> Holdings:
-        """Whose memory it is, not older than five seconds, or than fifty times as long as it takes to find out."""
+        """Who uses the memory, at most five seconds old, or fifty times as old as reading it takes."""
         last = self._holdings
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:
@@ -65,19 +64,14 @@ class Observer:
             return last.value
 
     async def agent(self, agent_id: str) -> list[tuple[Agent, list[BlockPlace]]]:
-        """An agent's contexts, one a model, each with where its blocks lie; empty when it is not known."""
+        """The contexts of an agent, one for each model, with the places of their blocks; empty if it is unknown."""
         holdings = await self.holdings()
         found = [agent for agent in holdings.agents if agent.agent_id == agent_id]
         return [(agent, await self.read(context_of(agent, holdings))) for agent in found]
 
-    async def pages(self, name: bytes, page: int = 0) -> Pages | None:
-        """One block, page by page."""
-        return await self.read(pages_of(name, page))
-
     async def read(self, reading: Reading[T]) -> T:
-        """Ask something else."""
+        """The result of any reading."""
         return await ask_async(self.store, reading)
 
     async def close(self) -> None:
-        """End its connection."""
         await self.store.aclose()

@@ -1,16 +1,17 @@
-"""The store at one moment, in numbers: what INFO says.
+"""The store's state in numbers, from INFO.
 
 >>> overview = ask(store, overview_of_store())
 >>> overview.memory.used, overview.traffic.hit_ratio, overview.misses["evicted"]
 
-Counts are since the start of the server, or since CONFIG RESETSTAT. A user who may not read every key is told little by
-INFO: `everything` is false then, and what is not told is 0 or empty.
+Counts begin at the start of the server, or at CONFIG RESETSTAT. INFO tells little to a user who may not read every key.
+`everything` is false then, and what INFO leaves out is 0 or empty.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 from kvpage_server.observe.asking import Reading, refused, text
 
@@ -19,14 +20,19 @@ BOUNDS = tuple(float(f"{2**power / 1e9:.6g}") for power in range(FIRST_BOUND, LA
 
 
 class NotAStore(Exception):
-    """What answers is another Redis; the message says which."""
+    """The server is another Redis; the message says which."""
+
+
+def hit_ratio(hits: float, misses: float) -> float | None:
+    """The share of reads that found something; None if there were no reads."""
+    return hits / (hits + misses) if hits + misses else None
 
 
 @dataclass(frozen=True, slots=True)
 class CallFigures:
-    """Calls of a command or of a family of commands, or other work of which each piece takes a time.
+    """Calls of a command or of a family of commands, or commits and fetches of the disk.
 
-    `within[i]` of them took no longer than BOUNDS[i] seconds; empty where that is not told.
+    `within[i]` of them took at most BOUNDS[i] seconds. It is empty if INFO does not say.
     """
 
     count: int = 0
@@ -36,7 +42,7 @@ class CallFigures:
     within: tuple[int, ...] = ()
 
     def since(self, before: CallFigures) -> CallFigures:
-        """Those that there were not yet in an earlier overview."""
+        """The calls since an earlier overview."""
         return CallFigures(
             self.count - before.count,
             self.seconds - before.seconds,
@@ -46,7 +52,7 @@ class CallFigures:
         )
 
     def percentile(self, share: float) -> float:
-        """Seconds within which that share (0 to 1) of them ended; up to twice too many. 0 without any."""
+        """The seconds within which a share (0 to 1) of the calls ended, rounded up to a bound. 0 without calls."""
         wanted = share * self.count
         found = next((bound for bound, calls in zip(BOUNDS, self.within, strict=False) if calls >= wanted), BOUNDS[-1])
         return found if self.count else 0.0
@@ -54,8 +60,6 @@ class CallFigures:
 
 @dataclass(frozen=True, slots=True)
 class ServerFigures:
-    """The process."""
-
     version: str = ""
     core: str = ""  # native or python
     uptime: int = 0  # seconds
@@ -65,8 +69,8 @@ class ServerFigures:
 
 @dataclass(frozen=True, slots=True)
 class MemoryFigures:
-    """Bytes. `used` is what counts against `limit` (0: none). `live`, `spare` and `fragmentation` together are what the
-    arena holds: slots in use, chunks kept for the next values, and free slots between those in use."""
+    """Bytes. `used` counts against `limit` (0: none). `live`, `spare` and `fragmentation` together are the arena: slots
+    in use, chunks kept for the next values, and free slots between those in use."""
 
     used: int = 0
     peak: int = 0
@@ -75,14 +79,12 @@ class MemoryFigures:
     live: int = 0
     spare: int = 0
     fragmentation: int = 0
-    in_flight: int = 0  # held by connections: commands half received, replies not read
+    in_flight: int = 0  # held by connections: incomplete commands, unread replies
     resident: int = 0  # of the process
 
 
 @dataclass(frozen=True, slots=True)
 class ContentFigures:
-    """What is stored."""
-
     requests: int = 0
     blocks: int = 0
     keys: int = 0
@@ -93,7 +95,7 @@ class ContentFigures:
 
 @dataclass(frozen=True, slots=True)
 class TrafficFigures:
-    """What went in and out."""
+    """Commands, bytes and reads so far."""
 
     commands: int = 0
     errors: int = 0
@@ -107,15 +109,12 @@ class TrafficFigures:
 
     @property
     def hit_ratio(self) -> float | None:
-        """Reads that found something, of all; None when there was none."""
-        reads = self.hits + self.misses
-        return self.hits / reads if reads else None
+        """The share of reads that found something; None if there were no reads."""
+        return hit_ratio(self.hits, self.misses)
 
 
 @dataclass(frozen=True, slots=True)
 class ConnectionFigures:
-    """Who is connected."""
-
     now: int = 0
     limit: int = 0
     so_far: int = 0
@@ -136,7 +135,7 @@ class DiskFigures:
     waiting_bytes: int = 0
     unsaved: int = 0  # changes that a crash would cost
     write_errors: int = 0
-    failing: str = ""  # why writes fail at the moment
+    failing: str = ""  # why writes fail now
     fetched: int = 0
     dropped: int = 0  # values that left memory and stay on disk
     evicted: int = 0
@@ -151,7 +150,7 @@ class DiskFigures:
 
 @dataclass(frozen=True, slots=True)
 class QuotaFigures:
-    """What the keys of a pattern, a tenant's, hold."""
+    """A quota and how much of it is used."""
 
     pattern: str
     limit: int  # 0: none
@@ -161,25 +160,23 @@ class QuotaFigures:
 
 @dataclass(frozen=True, slots=True)
 class EvictionFigures:
-    """Keys that went for want of room: under which policy, and of what there was none: memory, disk or quota."""
+    """Evicted keys, by policy and by what was full."""
 
     policy: str
-    reason: str
+    reason: str  # memory, disk or quota
     keys: int
 
 
 @dataclass(frozen=True, slots=True)
 class Overview:
-    """All of it."""
-
     at: float  # unix seconds, by the server's clock
-    everything: bool  # whether the user may read every key, and so is told everything
+    everything: bool  # whether the user may read every key
     server: ServerFigures
     memory: MemoryFigures
     contents: ContentFigures
     traffic: TrafficFigures
     connections: ConnectionFigures
-    misses: Mapping[str, int]  # reads of pages and blocks that found nothing, by reason: "never stored", "evicted" ...
+    misses: Mapping[str, int]  # missed reads of pages and blocks, by reason: "never stored", "evicted" ...
     evictions: tuple[EvictionFigures, ...]
     families: Mapping[str, CallFigures]  # by group of commands: "page", "string" ...; with histograms
     commands: Mapping[str, CallFigures]  # by command, without histograms
@@ -189,7 +186,7 @@ class Overview:
 
 
 def overview_of_store() -> Reading[Overview]:
-    """Ask one INFO. Raises NotAStore."""
+    """Asks for INFO. Raises NotAStore."""
     (answer,) = yield [[b"INFO", b"EVERYTHING"]]
     if refused(answer):
         raise answer
@@ -197,13 +194,11 @@ def overview_of_store() -> Reading[Overview]:
 
 
 def parse(info: str) -> Overview:
-    """An answer to INFO EVERYTHING. Raises NotAStore."""
+    """The reply to INFO EVERYTHING. Raises NotAStore."""
     told = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
     if "kvpage_version" not in told:
         raise NotAStore(f"{told.get('redis_mode', 'some')} Redis {told.get('redis_version', '')}".strip())
-
-    def number(name: str) -> int:
-        return int(told.get(name) or 0)
+    number = partial(_number, told)
 
     def numbers(prefix: str) -> dict[str, int]:
         return {name.removeprefix(prefix): int(value) for name, value in told.items() if name.startswith(prefix)}
@@ -285,7 +280,7 @@ _CLOSED = {
 
 
 def _fields(value: str) -> dict[str, str]:
-    """`a=1,b=2`. The last field's value may have commas: it is a pattern."""
+    """Parses `a=1,b=2`. A pattern comes last, since it may have commas."""
     before, pattern, rest = value.partition("pattern=")
     found = dict(item.split("=", 1) for item in before.split(",") if "=" in item)
     return found | ({"pattern": rest} if pattern else {})
@@ -301,10 +296,12 @@ def _calls(found: Mapping[str, str]) -> CallFigures:
     )
 
 
-def _disk(told: Mapping[str, str]) -> DiskFigures:
-    def number(name: str) -> int:
-        return int(told.get(name) or 0)
+def _number(told: Mapping[str, str], name: str) -> int:
+    return int(told.get(name) or 0)
 
+
+def _disk(told: Mapping[str, str]) -> DiskFigures:
+    number = partial(_number, told)
     return DiskFigures(
         values=number("disk_values"),
         bytes=number("disk_bytes"),

@@ -1,11 +1,11 @@
-"""Whose memory it is: agents and their contexts, the beginnings that they share, and requests that belong to nobody.
+"""Who uses the memory: agents and their contexts, the prefixes that they share, and requests of nobody.
 
 >>> holdings = ask(store, holdings_of_store())
 >>> for agent in holdings.agents:
 ...     print(agent.agent_id, agent.model, agent.tokens, agent.bytes)
 
-Chain hashes name blocks by all that precedes them, so agents whose contexts begin alike name the same blocks. The work
-is bounded: so many manifests, blocks and requests are looked at, and `cut` says when there are more.
+A chain hash names a block by its tokens and all tokens before them. So agents whose contexts begin with the same tokens
+have the same first blocks. The work is bounded: LookLimits says how much is looked at, and `cut` what there is more of.
 """
 
 from __future__ import annotations
@@ -14,25 +14,26 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from kvpage_server.observe import manifests
-from kvpage_server.observe.asking import AT_ONCE, Command, Reading, named, refused
+from kvpage_server.observe.asking import AT_ONCE, Reading, parts_of, refused
 from kvpage_server.observe.manifests import Manifest
 
-SCAN_COUNT = 2000  # places of the store that are looked at in one go
+SCAN_COUNT = 2000  # the COUNT of a SCAN
 MOST_SCANS = 2000
-MOST_READ = 64 << 20  # bytes of manifests that are read whole
+MOST_READ = 64 << 20  # bytes of manifests that are read as a whole
 MOST_PREFIXES = 100
-MOST_UNREADABLE = 10_000  # manifests, beside the agents that are looked for
+MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
 
-# By key: a manifest's digest, and what it says; None where that makes no sense.
+# A manifest's digest and the manifest, by key; None if it is damaged.
 Known = MutableMapping[bytes, tuple[bytes, Manifest | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class LookLimits:
-    """How much is looked at, of each."""
+    """How many of each are looked at."""
 
     agents: int = 2000
     blocks: int = 10_000
@@ -43,38 +44,33 @@ class LookLimits:
 class ContextBlock:
     """A block of contexts: all pages of the same tokens."""
 
-    name: bytes  # the request it lies under
+    name: bytes  # its request
     tokens: int
-    bytes: int = 0  # of its pages; 0 when it is not there
-    memory: int = 0  # what it occupies in memory; 0 when it lies on disk alone
+    bytes: int = 0  # of its pages; 0 if it is missing
+    memory: int = 0  # bytes it occupies in memory; 0 if it is on disk only
     pages: int = 0
-    complete: bool = False
-
-    @property
-    def there(self) -> bool:
-        """Whether a load would find it."""
-        return self.complete
+    complete: bool = False  # a load finds only complete blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """An agent's context under one model."""
+    """An agent's context for one model."""
 
     manifest: Manifest
     blocks: tuple[ContextBlock, ...]
-    bytes: int  # of all its blocks that are there
-    own_bytes: int  # of those that no other agent has
+    bytes: int  # of its stored blocks
+    own_bytes: int  # of the blocks that no other agent has
     memory: int  # bytes that its blocks occupy in memory
-    idle: int | None  # seconds since its manifest was used; None when that is not known
+    idle: int | None  # seconds since its manifest was used; None if unknown
 
     @property
     def agent_id(self) -> str:
-        """As the engine calls it: NAME, or NAME@TENANT."""
+        """NAME, or NAME@TENANT."""
         return self.manifest.agent_id
 
     @property
     def tenant(self) -> str:
-        """Whose agent it is; empty where the engine knows no tenants."""
+        """The agent's tenant; empty if the engine has no tenants."""
         return self.agent_id.rpartition("@")[2] if "@" in self.agent_id else ""
 
     @property
@@ -84,30 +80,25 @@ class Agent:
 
     @property
     def tokens(self) -> int:
-        """Of the whole context."""
+        """The length of the context."""
         return self.manifest.tokens
 
     @property
     def found(self) -> int:
-        """Tokens that a load would find: those before the first block that is missing."""
-        tokens = 0
-        for block in self.blocks:
-            if not block.there:
-                break
-            tokens += block.tokens
-        return tokens
+        """Tokens that a load would find: those before the first missing block."""
+        return sum(block.tokens for block in takewhile(lambda block: block.complete, self.blocks))
 
     @property
     def missing(self) -> int:
-        """Blocks that are not there whole."""
-        return sum(not block.there for block in self.blocks)
+        """Blocks that are missing or incomplete."""
+        return sum(not block.complete for block in self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
 class SharedPrefix:
-    """A beginning that several agents have in common. Part of it may be shared by more agents: that is another one."""
+    """A prefix that several agents have in common. A shorter prefix of it may be shared by more agents."""
 
-    name: bytes  # of its last block, which stands for all of it
+    name: bytes  # of its last block, which identifies it
     tokens: int
     blocks: int
     bytes: int
@@ -115,13 +106,13 @@ class SharedPrefix:
 
     @property
     def saved(self) -> int:
-        """Bytes that would be stored besides, if agents shared nothing."""
+        """Bytes that sharing saves."""
         return self.bytes * (len(self.agents) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class OtherRequest:
-    """A request that no agent's manifest names: somebody else's pages, or blocks that were left behind."""
+    """A request that no manifest names: another client's pages, or blocks that were left behind."""
 
     req_id: bytes
     blocks: int
@@ -132,18 +123,18 @@ class OtherRequest:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """All of it, what takes most first."""
+    """Everything that was found, the largest first."""
 
     agents: tuple[Agent, ...] = ()
     prefixes: tuple[SharedPrefix, ...] = ()
     requests: tuple[OtherRequest, ...] = ()
     unreadable: tuple[bytes, ...] = ()  # manifests' keys
-    cut: tuple[str, ...] = ()  # what there is more of than was looked at: "agents", "blocks", "requests"
-    owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # who has which block
+    cut: tuple[str, ...] = ()  # of which there are more than were looked at: "agents", "blocks", "requests"
+    owners: Mapping[bytes, tuple[str, ...]] = field(default_factory=dict)  # the agents that have a block, by its name
 
     @property
     def bytes(self) -> int:
-        """Of all blocks of agents, each counted once."""
+        """Bytes of all blocks of agents. A shared block counts once."""
         return sum({block.name: block.bytes for agent in self.agents for block in agent.blocks}.values())
 
 
@@ -154,14 +145,14 @@ class _Looked:
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
-    """Look through the store. What is in `known` and has not changed is not read again; it is brought up to date."""
+    """Looks through the store. Manifests in `known` that have not changed are not read again. Updates `known`."""
     looked = _Looked()
     keys = yield from _keys(b"manifest:*", b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     return (yield from _holdings(keys, limits, {} if known is None else known, looked))
 
 
 def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Reading[Holdings]:
-    """What there is of one agent, under every model; who shares its blocks is not looked for."""
+    """The contexts of one agent, for every model. Other agents that share its blocks are not looked for."""
     looked, key = _Looked(), manifests.PREFIX + agent_id
     pattern = re.sub(rb"([*?\[\]\\])", rb"\\\1", key) + b":*"
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
@@ -173,9 +164,7 @@ def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Rea
 def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
     found, idle = yield from _manifests(keys, limits.agents, known, looked)
     blocks = yield from _blocks(found, limits.blocks, looked)
-    requests: list[OtherRequest] = []
-    if limits.requests:
-        requests = yield from _requests(blocks, limits.requests, looked)
+    requests = (yield from _requests(blocks, limits.requests, looked)) if limits.requests else []
     owners = _owners(found)
     agents = [_agent(manifest, blocks, owners, idle.get(manifest.key)) for manifest in found]
     agents.sort(key=lambda agent: (-agent.bytes, agent.agent_id))
@@ -191,7 +180,7 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
 
 
 def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
-    """The keys of a kind that match, sorted, so many at the most."""
+    """At most `most` keys that match, sorted."""
     cursor, found = b"0", set[bytes]()
     for _ in range(MOST_SCANS):
         (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT, b"TYPE", kind]]
@@ -210,8 +199,8 @@ def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) ->
 def _manifests(
     keys: Sequence[bytes], most: int, known: Known, looked: _Looked
 ) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
-    """The manifests at these keys that can be read, so many at the most; for how many seconds each was not used. Has in
-    `known` what lies at these keys and nothing else."""
+    """At most `most` readable manifests at these keys, and their idle seconds. Afterwards `known` has exactly these
+    keys."""
     for key in known.keys() - set(keys):
         del known[key]
     found: list[Manifest] = []
@@ -236,8 +225,8 @@ def _manifests(
 
 
 def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> Reading[tuple[dict[bytes, int], int]]:
-    """Have in `known` what lies at these keys, with `left` bytes that may be read whole. For how many seconds each was
-    not used, and how many bytes are left."""
+    """Updates `known` for these keys. At most `left` bytes of manifests are read as a whole. Returns the keys' idle
+    seconds, and how many of these bytes are left."""
     idle = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
     digests = yield [[b"GETRANGE", key, 0, manifests.DIGEST_BYTES - 1] for key in keys]
     changed = [
@@ -264,7 +253,7 @@ def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> 
 
 
 def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:
-    """The blocks that manifests name, the first of each before the later ones, so many at the most."""
+    """At most `most` of the blocks that manifests name."""
     sizes = {name: manifest.tokens_in(i) for manifest in found for i, name in enumerate(manifest.blocks)}
     if len(sizes) > most:
         looked.cut.add("blocks")
@@ -274,30 +263,22 @@ def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[di
 
 
 def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
-    """What KVPAGEINDEX says of it: page 0 are the tokens, page 1 is the state after them."""
-    parts = [] if refused(answer) else [named(part) for part in answer]
-    return ContextBlock(
-        name,
-        tokens,
-        sum(part["bytes"] for part in parts),
-        sum(part["memory"] for part in parts),
-        sum(part["pages"] for part in parts),
-        bool(parts) and all(part["complete"] for part in parts),
-    )
+    """The block from KVPAGEINDEX's answer: page 0 has the tokens, page 1 the state after them."""
+    parts = parts_of(answer)
+    size, memory, pages = (sum(part[what] for part in parts) for what in ("bytes", "memory", "pages"))
+    return ContextBlock(name, tokens, size, memory, pages, bool(parts) and all(part["complete"] for part in parts))
 
 
 def _requests(blocks: Mapping[bytes, ContextBlock], most: int, looked: _Looked) -> Reading[list[OtherRequest]]:
-    """Requests that are none of these blocks."""
+    """Requests that are not among these blocks."""
     keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
     if len(names) > most:
         looked.cut.add("requests")
-    commands: list[Command] = [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in names[:most]]
-    answers = yield commands
+    answers = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in names[:most]]
     found = []
     for name, answer in zip(names, answers, strict=False):
-        parts = [] if refused(answer) else [named(part) for part in answer]
-        if parts:
+        if parts := parts_of(answer):
             pages, size, memory = (sum(part[what] for part in parts) for what in ("pages", "bytes", "memory"))
             found.append(OtherRequest(name, len(parts), pages, size, memory))
     return found
@@ -328,8 +309,8 @@ def _agent(
 def _prefixes(
     found: Sequence[Manifest], blocks: Mapping[bytes, ContextBlock], owners: Mapping[bytes, tuple[str, ...]]
 ) -> list[SharedPrefix]:
-    """What agents have in common: it ends at a block after which fewer of them go on together."""
-    longest: Counter[bytes] = Counter()  # by block: how many agents have the next one that most of them have
+    """The prefixes that agents share. A prefix ends at a block that more agents have than any block after it."""
+    longest: Counter[bytes] = Counter()  # by block: the most agents that any next block has
     for manifest in found:
         for name, after in zip(manifest.blocks, manifest.blocks[1:], strict=False):
             longest[name] = max(longest[name], len(owners[after]))

@@ -48,7 +48,7 @@ class Spread:
 
     @property
     def busiest_by_prompts(self) -> float:
-        """The same for prompts that ask it."""
+        """The same, counting prompts."""
         return _over_mean([load.prompts for load in self.loads])
 
 

@@ -33,7 +33,6 @@ class Replay:
 
 
 def table(replays: list[Replay], block_bytes: int) -> Table:
-    """For the terminal."""
     found = Table(box=None, header_style="bold", pad_edge=False)
     found.add_column("policy")
     for column in ("blocks", "prefix hits", "read", "written", "evicted"):
@@ -96,7 +95,6 @@ class SpreadReplay:
         return self.whole.outcome.hits - self.with_loss.outcome.hits
 
     def figures(self) -> dict[str, float]:
-        """All of them by name."""
         whole = self.whole
         return {
             "segment": whole.segment,
@@ -110,7 +108,6 @@ class SpreadReplay:
 
 
 def spread_table(replays: list[SpreadReplay]) -> Table:
-    """For the terminal."""
     found = Table(box=None, header_style="bold", pad_edge=False)
     for column in (
         "segment",
@@ -132,7 +129,6 @@ def spread_table(replays: list[SpreadReplay]) -> Table:
 
 
 def write_spread_json(trace: Path, nodes: int, capacity: int, replays: list[SpreadReplay], path: Path) -> None:
-    """Every figure."""
     told = {"trace": trace.name, "nodes": nodes, "capacity": capacity, "replays": [r.figures() for r in replays]}
     path.write_text(json.dumps(told, indent=1) + "\n")
 

@@ -33,7 +33,7 @@ _MOST_LISTED = 100  # names of what was not restored
 
 
 def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Whether everything was dumped."""
+    """Returns whether everything was dumped."""
     if "kvpage_version" not in server.info("server"):
         raise DumpError("only a kvpage-server can be dumped, this is another Redis")
     selection = Selection(_requests(args), os.fsencode(args.match))
@@ -60,7 +60,7 @@ def _keys(server: redis.Redis, selection: Selection) -> int | None:
 
 
 def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
-    """Whether everything was sent."""
+    """Returns whether everything was restored."""
     evicted = server.info("stats").get("evicted_keys", 0)
     nbytes = sum(file.stat().st_size for file in args.directory.glob("*.safetensors"))
     started = time.monotonic()

@@ -58,7 +58,7 @@ class Dumped:
     corrupt: list[str] = field(default_factory=list)  # what the server has that is not what was stored in it
 
     def count(self, contents: FileContents) -> None:
-        """A file is part of the dump."""
+        """Add a file of the dump."""
         self.files += 1
         for entry, start, stop in contents.spans:
             self.amount.add(stop - start, len(entry.checksums), are_pages=isinstance(entry, PageTensor))
@@ -96,7 +96,6 @@ class _Dump:
         self._kept: dict[str, tuple[int, int]] = {}  # tensors of files that stay: layers and heads of a plane
 
     def run(self, update: bool) -> Dumped:
-        """Dump."""
         summary = directory.read_summary(self._path)
         if summary is not None:
             self._check_selection(summary.selection)

@@ -26,7 +26,6 @@ class Holding:
     soonest_ms: int = FOREVER  # the least time that one of them had to live
 
     def add(self, entry: Entry, nbytes: int) -> None:
-        """A tensor."""
         self.count += len(entry.checksums)
         self.nbytes += nbytes
         if isinstance(entry, PageTensor):

@@ -85,7 +85,6 @@ class _Restore:
         self._waiting: list[_Write] = []
 
     def run(self, done: Done) -> Restored:
-        """Restore."""
         for nbytes, file in ahead(self._plans()):
             for start in range(0, len(file.blocks), _BLOCKS_AT_ONCE):
                 self._send_blocks(file.blocks[start : start + _BLOCKS_AT_ONCE])
@@ -150,7 +149,6 @@ class _Restore:
             self._wrote(_Write([key], is_page, nbytes))
 
     def _wrote(self, write: _Write) -> None:
-        """The last of the writes is this one."""
         self._waiting.append(write)
         if self._writes.nbytes >= _BATCH_BYTES or self._writes.count >= _KEYS_AT_ONCE:
             self._flush()

@@ -122,7 +122,7 @@ class RunningStore:
         return self._connection.ask(request, Deadline(_WITHIN))
 
     def largest_command(self) -> int:
-        """Bytes that the server takes as one command."""
+        """The most bytes of a command that the server accepts."""
         (text,) = self.ask([command(b"INFO", b"memory")])
         found = re.search(rb"^largest_command_bytes:(\d+)", bytes(text), re.MULTILINE)
         return int(found[1]) if found else _USUAL_LARGEST
@@ -209,7 +209,6 @@ class RunningStore:
         return _living(keys, replies[::2], replies[1::2])
 
     def are_there(self, keys: Sequence[bytes]) -> list[bool]:
-        """Which of the keys exist."""
         return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
 
     def write(self, writes: Writes) -> list[Written]:

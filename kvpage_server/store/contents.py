@@ -58,7 +58,6 @@ class Counters:
     evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and what there was no room in
 
     def reset(self) -> None:
-        """Count from zero again."""
         self.hits = self.misses = self.expired = self.evicted = self.writes = 0
         self.evictions.clear()
 
@@ -165,7 +164,7 @@ class Contents:
     # -- going -----------------------------------------------------------------------------------------------------
 
     def delete(self, key: bytes, event: str = "del") -> bool:
-        """Remove a key; whether it was there and alive."""
+        """Remove a key; returns whether it existed."""
         if self.find(key) is None:
             return False
         self.own(key)
@@ -173,12 +172,11 @@ class Contents:
         return True
 
     def remove(self, key: bytes, event: str) -> None:
-        """Remove the entry of a key; there is one."""
+        """Remove an existing key."""
         self._take(key, event)
         self.tell(event, key)
 
     def remove_corrupt(self, key: bytes) -> None:
-        """Remove a page that is not what was stored."""
         self.own(key)
         self._take(key, "corrupt")
         self.tell("del", key)

@@ -260,7 +260,6 @@ class Keyspace:
     # -- strings ---------------------------------------------------------------------------------------------------
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
-        """Store a plain string."""
         old = self.contents.own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten

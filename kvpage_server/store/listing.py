@@ -18,11 +18,10 @@ class Listing:
         self._catalogue = contents.catalogue
 
     def keys(self) -> list[bytes]:
-        """Every living key."""
         return self.living(self.places())
 
     def names(self) -> list[bytes]:
-        """Every key, those that are overdue too."""
+        """Every key, including overdue ones."""
         return [name for place in self.places() for name in self._catalogue.names_at(place)]
 
     def places(self) -> list[Place]:

@@ -19,12 +19,12 @@ class Durations:
         self.histogram = [0] * BUCKETS
 
     def note(self, nanoseconds: int) -> None:
-        """One piece of it is done."""
+        """Count one that took so long."""
         self.nanoseconds += nanoseconds
         self.histogram[nanoseconds.bit_length()] += 1
 
     def told(self) -> str:
-        """As INFO tells it."""
+        """The field of INFO."""
         return f"calls={sum(self.histogram)},usec={self.nanoseconds // 1000},within={within(self.histogram)}"
 
 

@@ -41,7 +41,7 @@ def print_json(found: Any) -> None:
 
 
 def readable(raw: bytes) -> Text:
-    """A key or a request's name."""
+    """A key or a request's name, with escapes for what cannot be shown."""
     return Text(raw.decode("utf-8", "backslashreplace"))
 
 

@@ -59,7 +59,7 @@ def losses(holdings: Holdings) -> Reading[list[Shown]]:
 
 
 def _first_hole(agent: Agent) -> tuple[int, ContextBlock] | None:
-    return next(((index, block) for index, block in enumerate(agent.blocks) if not block.there), None)
+    return next(((index, block) for index, block in enumerate(agent.blocks) if not block.complete), None)
 
 
 def _loss(holdings: Holdings, agent: Agent, index: int, reason: Any) -> Shown:

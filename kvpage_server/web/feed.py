@@ -25,7 +25,7 @@ class Feed:
         self._looking: asyncio.Task[None] | None = None
 
     async def events(self, user: str) -> AsyncIterator[bytes]:
-        """Until the store gives no answer any more."""
+        """Events, until the store does not answer any more."""
         self.watchers += 1
         last, slowly = 0.0, b""
         try:
@@ -67,5 +67,4 @@ _FEEDS: WeakKeyDictionary[Observer, Feed] = WeakKeyDictionary()
 
 
 def feed_of(observer: Observer) -> Feed:
-    """The one of a user."""
     return _FEEDS.setdefault(observer, Feed(observer))

@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from kvpage_server.monitor.app import login_of
+from kvpage_server.observe.context import pages_of
 from kvpage_server.web import shown
 from kvpage_server.web.feed import feed_of
 
@@ -25,7 +26,7 @@ async def index(request: Request) -> Response:
 
 
 async def login(request: Request) -> Response:
-    """Where its form goes to is the monitor's."""
+    """The form is sent to the monitor's /login."""
     return FileResponse(PAGE / "login.html")
 
 
@@ -52,7 +53,7 @@ async def block(request: Request) -> Response:
         name = bytes.fromhex(request.query_params.get("name", ""))
     except ValueError:
         raise HTTPException(400, "a block's name is given in hexadecimal digits") from None
-    found = await login.observer.pages(name)
+    found = await login.observer.read(pages_of(name))
     return JSONResponse(shown.pages(found) if found else None)
 
 

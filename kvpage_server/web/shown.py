@@ -23,7 +23,7 @@ Shown = dict[str, Any]
 
 
 def event(name: str, data: object) -> bytes:
-    """One that the server sends."""
+    """A server-sent event."""
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json.dumps(data, separators=(",", ":")).encode())
 
 
@@ -46,7 +46,6 @@ def overview(now: Overview, user: str) -> Shown:
 
 
 def moment(then: Moment) -> Shown:
-    """A second of the past."""
     return {
         "at": round(then.at, 2),
         "commands": round(then.commands, 1),
@@ -137,7 +136,6 @@ def _shared(found: Holdings) -> list[Shown]:
 
 
 def context(agent: Agent, places: list[BlockPlace]) -> Shown:
-    """Where the blocks of an agent lie."""
     return _agent(agent) | {
         "blocks": [
             {
@@ -145,7 +143,7 @@ def context(agent: Agent, places: list[BlockPlace]) -> Shown:
                 "tokens": place.block.tokens,
                 "bytes": place.block.bytes,
                 "pages": place.block.pages,
-                "there": place.block.there,
+                "there": place.block.complete,
                 "with": [name for name in place.agents if name != agent.agent_id][:MOST_NAMES],
                 "shared": len(place.agents),
                 "tier": place.tier,
@@ -175,7 +173,7 @@ def pages(found: Pages) -> Shown:
 
 
 def _finite(norms: Any) -> Any:
-    """Numbers that JSON has; what is none is null."""
+    """The numbers rounded, with null for NaN and infinity."""
     if isinstance(norms, list):
         return [_finite(norm) for norm in norms]
     return round(norms, 4) if math.isfinite(norms) else None

@@ -98,7 +98,7 @@ def test_what_is_missing_is_said_with_its_reason(server: RunningServer, client: 
         places = ask(asking, context_of(alice, holdings))
     assert [place.why for place in places] == ["", "", "", "", "", "deleted", ""]
     assert [len(place.agents) for place in places] == [3, 3, 3, 2, 2, 1, 1]
-    assert {place.tier for place in places if place.block.there} == {"memory"}
+    assert {place.tier for place in places if place.block.complete} == {"memory"}
 
 
 def test_the_pages_of_a_block_have_norms(server: RunningServer, three: Engine) -> None:

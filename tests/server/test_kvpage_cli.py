@@ -248,7 +248,7 @@ def test_a_wrong_password_and_a_missing_one_are_told_apart(
     guarded: RunningServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     code, _, said = kvpage("status", url=guarded.url)
-    wanted = "wants a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or say --askpass"
+    wanted = "needs a password: set KVPAGE_PASSWORD or REDISCLI_AUTH in the environment, or use --askpass"
     assert (code, said) == (2, f"kvpage: {guarded.url} {wanted}\n")
     monkeypatch.setenv("KVPAGE_PASSWORD", "wrong")
     code, _, said = kvpage("status", "--user", "app", url=guarded.url)

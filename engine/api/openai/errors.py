@@ -25,11 +25,10 @@ class ApiError(Exception):
 
     @property
     def body(self) -> dict[str, object]:
-        """As OpenAI's clients take it."""
+        """The error in OpenAI's format."""
         return {"error": {"message": self.message, "type": _type(self.status), "param": self.param, "code": self.code}}
 
     def response(self) -> JSONResponse:
-        """As a whole reply."""
         headers: Mapping[str, str] = {} if self.retry_after is None else {"Retry-After": str(self.retry_after)}
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}

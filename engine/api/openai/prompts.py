@@ -55,7 +55,7 @@ class Prompts:
         return await self._made("prompt", len(prompt) <= SHORT, lambda: self._of_text(prompt))
 
     def shown(self, token: int) -> str:
-        """A token by itself."""
+        """The text of a token."""
         text: str = self._tokenizer.decode([token])
         return text
 

@@ -70,7 +70,7 @@ class Reader:
         return said
 
     def _called(self, text: str) -> Said:
-        """What can't be understood as a call is text."""
+        """The calls in a text. What can't be parsed as a call stays text."""
         if not text.strip():
             return Said()
         try:

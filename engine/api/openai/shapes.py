@@ -52,7 +52,6 @@ class Envelope:
         self._counts = counts
 
     def chunk(self, prefix: str, kind: str, choices: list[Reply], **more: Any) -> Reply:
-        """One of a stream."""
         usage = {"usage": None} if self._counts else {}
         return {"id": f"{prefix}-{self._id}", "object": kind, **self._common, "choices": choices, **usage, **more}
 
@@ -227,7 +226,6 @@ class TextShape:
 
 
 def usage(answer: Answer) -> Reply:
-    """The tokens, counted."""
     said = len(answer.tokens)
     return {
         "prompt_tokens": answer.prompt_tokens,

@@ -15,7 +15,6 @@ from engine.persistent.state.table import Layout
 
 
 def elastic_variables(graph: Graph, variables: Mapping[str, Variable]) -> frozenset[str]:
-    """Their names."""
     flows: list[tuple[set[str], str]] = []  # from which to which
     elastic: set[str] = set()
     for block in graph.blocks:

@@ -24,7 +24,7 @@ class Tensors:
         }
 
     def getter(self, variable: Variable) -> Callable[[Frame], mx.array]:
-        """How its value is had in a step."""
+        """A function that returns its value in a step."""
         name, begins = variable.name, self._values.get(variable.name)
         if variable.section == "constant":
             assert begins is not None

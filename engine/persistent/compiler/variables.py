@@ -42,7 +42,6 @@ class Variable:
 
     @property
     def layout(self) -> Layout:
-        """Of a persistent variable."""
         declared = self.declaration
         indices = tuple(index for index in declared.indices if index not in declared.auto_dim)
         return Layout(self.name, self.dtype, self.shape, declared.init, indices, declared.auto_dim, declared.fixed)

@@ -49,7 +49,7 @@ class GraphBuilder:
         self._blocks: list[nodes.Block] = []
 
     def dynamic(self, name: str, dtype: str, dims: Sequence[int | str] = ()) -> VariableRef:
-        """What is inserted before each step."""
+        """A variable that is inserted before each step."""
         return self._declare(nodes.Declaration("dynamic", name, dtype, _dims(dims)))
 
     def volatile(
@@ -93,7 +93,7 @@ class GraphBuilder:
         auto_dim: Sequence[str] = (),
         fixed: Mapping[str, int] | None = None,
     ) -> VariableRef:
-        """What stays from step to step."""
+        """A variable that keeps its value from step to step."""
         limits = tuple((fixed or {}).items())
         return self._declare(
             nodes.Declaration(

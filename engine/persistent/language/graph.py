@@ -172,7 +172,7 @@ class Block(_Placed):
     body: tuple[Statement, ...]
 
     def statements(self) -> Iterator[Statement]:
-        """All of them, those within loops too."""
+        """All statements, including those within loops."""
         yield from _flat(self.body)
 
 

@@ -43,7 +43,6 @@ class Journal:
         return [found for array in self._pending.values() if (found := array()) is not None]
 
     def rollback(self) -> None:
-        """Undo the step."""
         for undo in reversed(self._undo):
             undo()
         arrays = self.arrays()

@@ -37,7 +37,7 @@ class Lane:
         return index < len(self._written) and bool(self._written[index])
 
     def indices(self) -> list[int]:
-        """Of the entries that were written."""
+        """The indices of the written entries."""
         return [index for index, written in enumerate(self._written) if written]
 
     def entry(self, index: int) -> mx.array:
@@ -67,7 +67,6 @@ class Lane:
         journal.pending(self, self._current)
 
     def clear(self, index: int) -> None:
-        """Make the entry unwritten again."""
         if self.written(index):
             self.put(index, self._dtype.full(self._shape, self._init))
             self._written[index] = 0

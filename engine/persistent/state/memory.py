@@ -44,7 +44,7 @@ class Scalar:
             self._set(dtype.wrap(self._value + amount))
 
     def reset(self) -> None:
-        """What @init says, or zero."""
+        """Set it to the value of @init, or to zero."""
         self._set(self._initial())
 
     def load(self, value: mx.array | int) -> None:
@@ -78,5 +78,5 @@ class Memory:
                 self.tables[layout.name] = Table(layout, self.journal)
 
     def read(self, name: str) -> mx.array:
-        """All of a variable."""
+        """The whole variable."""
         return self.scalars[name].read() if name in self.scalars else self.tables[name].read(())

@@ -61,7 +61,7 @@ class Layout:
         return not self.names and not self.shape
 
     def limit(self, index: str) -> int | None:
-        """What @fixed says of an index."""
+        """The limit that @fixed gives an index."""
         return dict(self.fixed).get(index)
 
     def refuse_slice(self) -> str:

@@ -53,7 +53,6 @@ class StoredLane:
         return self._runs
 
     def copy(self) -> StoredLane:
-        """One that can be changed without this one."""
         runs = None if self._runs is None else [list(run) for run in self._runs]
         return StoredLane(self.number, dict(self.slots), dict(self.digests), dict(self.shapes), runs)
 

@@ -47,7 +47,7 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 
 async def missing(connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-    """Those that are not complete, or not sealed."""
+    """The blocks that are not complete, or not sealed."""
     asked = [_questions(place, connection, layout) for place in places]
     found = iter(await connection.ask(chain.from_iterable(asked), gone=0))
     return [place for place, questions in zip(places, asked, strict=True) if [next(found) for _ in questions].count(0)]
@@ -81,7 +81,7 @@ async def write(
 async def _write_chunk(
     connection: ServerConnection, layout: BlockLayout, parts: Parts, chunk: Sequence[BlockPlace]
 ) -> Sequence[BlockPlace]:
-    """What of it is written and sealed."""
+    """Returns the blocks that were written and sealed."""
     if layout.nbytes(chunk[0]):
         names, bodies = [place.block for place in chunk], [parts[place] for place in chunk]
         try:

@@ -27,7 +27,7 @@ class CircuitBreaker:
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells seconds."""
+        """`clock` returns seconds."""
         self.opened = 0  # how often it has opened
         self._clock = clock
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class CircuitBreaker:
 
     @property
     def state(self) -> State:
-        """What it would do now."""
+        """The state at this moment."""
         if self._until is None:
             return State.CLOSED
         return State.HALF_OPEN if self._probing or self._clock() >= self._until else State.OPEN

@@ -150,7 +150,7 @@ class ServerConnection:
         return answers
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
-        """Ask one thing; the answer as `read` reads it."""
+        """Ask one question; `read` parses the answer."""
         (answer,) = await self.ask([Question(words, read)])
         return cast(T, answer)
 
@@ -165,7 +165,7 @@ class ServerConnection:
         return [None if value is nothing else value for value in found]
 
     async def write(self, values: Mapping[str, str]) -> None:
-        """Put strings at keys."""
+        """Write strings."""
         if self.several:
             await self.ask(Question(["SET", *item], ok) for item in values.items())
         elif values:

@@ -19,13 +19,13 @@ class Rate:
         self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        """`amount` took `seconds`."""
+        """Take in that `amount` took `seconds`."""
         self._amount = self._amount * DECAY + amount
         self._seconds = self._seconds * DECAY + seconds
 
     @property
     def value(self) -> float | None:
-        """None before anything was observed."""
+        """The rate; None before the first observation."""
         return self._amount / self._seconds if self._seconds else None
 
 
@@ -48,7 +48,7 @@ class Rates:
     prefill another's."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` tells seconds."""
+        """`clock` returns seconds."""
         self._clock = clock
         self._connection = Rate()
         self._questions = Rate()

@@ -71,7 +71,6 @@ _MOVES = {
 
 
 def moved(state: FetchState, event: FetchEvent) -> FetchState:
-    """The state that follows."""
     return _MOVES.get((state, event), state)
 
 
@@ -114,7 +113,6 @@ class Fetch:
 
     @property
     def nbytes(self) -> int:
-        """Bytes received."""
         return self.report.nbytes
 
     @property

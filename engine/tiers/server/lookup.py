@@ -49,7 +49,7 @@ class FetchReport:
     reach: int = 0  # tokens of the prompt that need not be computed with what has come, once it is done
 
     def missed(self, why: str) -> None:
-        """There is less than there might have been."""
+        """Note a reason why less was found."""
         if why not in self.reasons:
             self.reasons.append(why)
 

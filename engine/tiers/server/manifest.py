@@ -48,7 +48,7 @@ class BlockPlace:
 
     @property
     def tagged(self) -> str:
-        """Its name as it stands in keys."""
+        """Its name in keys, with the tag of its segment."""
         return self.tag + self.name
 
     @property
@@ -62,7 +62,7 @@ class BlockPlace:
         return self.tagged.encode(), int(self.of_state)
 
     def state(self) -> BlockPlace:
-        """Where the state after these tokens lies."""
+        """The key of the state after these tokens."""
         return replace(self, of_state=True)
 
     def digest(self, bodies: Iterable[Buffer]) -> str:
@@ -88,7 +88,7 @@ class BlockLayout:
         return sum(self._kind(place).nbytes for place in places)
 
     def shapes(self, place: BlockPlace) -> Shapes:
-        """Of the arrays there."""
+        """The shapes of its arrays."""
         return self._kind(place).shapes
 
     def block(self, place: BlockPlace) -> BlockShape:
@@ -157,7 +157,7 @@ class ContextManifest:
         return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
 
     def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
-        """Where the tokens of block `index` lie."""
+        """The range of the tokens of block `index`."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
         return BlockPlace(self.names[index], tokens, start + tokens, tag=tag_of(self.names, index, together))
@@ -199,7 +199,7 @@ class ContextManifest:
 
 
 def manifest_key(agent_id: str, fingerprint: int) -> str:
-    """Where an agent's manifest for a model lies."""
+    """The key of an agent's manifest for a model."""
     return f"{older_key(agent_id)}:{fingerprint:016x}"
 
 
@@ -218,7 +218,7 @@ def chain_in(raw: bytes | None, key: str) -> list[str]:
 
 
 def names_in(raw: bytes | None, key: str) -> set[str]:
-    """The same, in no order."""
+    """The same names, in no order."""
     return set(chain_in(raw, key))
 
 
@@ -237,7 +237,7 @@ def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
 
 
 def digest_of(manifest: bytes) -> bytes:
-    """That which stands before it."""
+    """The digest before a manifest's JSON."""
     return manifest.partition(b" ")[0]
 
 

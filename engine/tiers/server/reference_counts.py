@@ -71,7 +71,7 @@ async def delete(connection: ServerConnection, agent_id: str) -> bool:
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
-    """Who has a manifest of this model."""
+    """The agents that have a manifest for this model."""
     before, after = manifest_key("*", fingerprint).split("*")
     found = await connection.scan(f"{before}*{after}")
     return sorted(key.removeprefix(before).removesuffix(after) for key in found)

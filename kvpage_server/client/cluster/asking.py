@@ -132,7 +132,7 @@ class Router:
         return False
 
     def _failed(self, command: Command, way: _Way, error: PageClientError) -> None:
-        """It came to nothing this time."""
+        """Note that a try has failed."""
         way.tries += 1
         way.to, way.from_replica = None, False
         way.answer = Failed(error)
@@ -171,7 +171,6 @@ class Router:
         return error.code in _AGAIN | {"MOVED", "ASK"}
 
     def primaries(self) -> Plan[list[Node]]:
-        """Those that serve slots."""
         if self.outdated:
             yield from self._refresh()
         return self.slots.primaries()

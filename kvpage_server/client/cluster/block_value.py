@@ -58,12 +58,11 @@ Headers = np.ndarray[Any, Any]
 
 
 def block_key(name: BlockName) -> bytes:
-    """Under which a block lies."""
     return b"kv:%b:block:%d" % name
 
 
 def head_size(shape: BlockShape) -> int:
-    """Bytes before the body."""
+    """The number of bytes before the body."""
     return OPENING_SIZE + HEADER_SIZE * shape.pages
 
 
@@ -129,7 +128,6 @@ def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memor
 
 
 def _pages(shape: BlockShape, body: Sequence[memoryview]) -> list[memoryview]:
-    """Its pages, in order."""
     spans = _spans(shape)
     if len(body) == 1:
         (whole,) = body

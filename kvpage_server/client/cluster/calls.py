@@ -48,12 +48,10 @@ class StringWords(BlockWords):
 
     @staticmethod
     def exists(name: BlockName) -> Question:
-        """Whether a block is there."""
         return Question(["EXISTS", block_key(name)], up_to(1))
 
     @staticmethod
     def delete(req_id: bytes, pages: Sequence[int]) -> Question:
-        """Take blocks of a request away."""
         return Question(["UNLINK", *(block_key((req_id, page)) for page in pages)], integer)
 
 
@@ -70,7 +68,6 @@ class ClusterCalls:
 
     @timed
     def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
-        """Store pages."""
         bodies, created = sized(pages, ttl).bodies, unix_ms()
         written = [commands.set_page(page, ttl, created) for page in pages]
         yield from self.put_pages(written, [(page.key.req_id, page.key.page) for page in pages])(end)
@@ -85,7 +82,6 @@ class ClusterCalls:
 
     @timed
     def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
-        """Receive pages into buffers."""
         into = places(buffers, len(keys)).views()
         rooms = [Place(_memory(HEADER_SIZE), body) for body in into]
         missed = yield from self._read_pages(keys, rooms, end)
@@ -93,7 +89,6 @@ class ClusterCalls:
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
-        """Pages in memory of their own."""
         sizes = yield from self.router.ask([simple(b"STRLEN", bytes(key)) for key in keys], end)
         shapes = yield from self._shapes(dict.fromkeys((key.req_id, key.page) for key in keys), end)
         rooms = []
@@ -114,7 +109,6 @@ class ClusterCalls:
 
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Which pages are there."""
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         single = [simple(b"EXISTS", bytes(key)) for key in keys]
         answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
@@ -150,7 +144,6 @@ class ClusterCalls:
     def mset_blocks(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Plan[None]:
-        """Store blocks."""
         found, created = sized_blocks(names, shape, bodies, ttl), unix_ms()
         yield from self._all_ok(
             [
@@ -217,16 +210,15 @@ class ClusterCalls:
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[Node]:
-        """Who has a key."""
+        """The node that has a key."""
         return (yield from self.router.home(key))
 
     @timed
     def nodes(self, end: Deadline) -> Plan[list[Node]]:
-        """Who has any."""
+        """The nodes that have keys."""
         return (yield from self.router.primaries())
 
     def strayed(self, error: PageClientError) -> bool:
-        """Whether to try again."""
         return self.router.strayed(error)
 
     # -- how ---------------------------------------------------------------------------------------------------------
@@ -303,7 +295,7 @@ class ClusterCalls:
 
 
 def _lease(name: BlockName, lease_ms: int) -> Command:
-    """What expires sooner than that does not."""
+    """Keep a block at least that long, if it expires."""
     return simple(b"PEXPIRE", block_key(name), lease_ms, b"GT", writes=True)
 
 
@@ -321,7 +313,7 @@ def _reason(answer: Answer | Failed) -> str | None:
 
 
 def _shapes(names: Sequence[BlockName], answers: Sequence[Answer]) -> dict[BlockName, BlockShape]:
-    """Of the blocks that are there."""
+    """The shapes of the blocks that exist."""
     found = {}
     for name, opening in zip(names, answers, strict=True):
         if isinstance(opening, memoryview) and (shape := block_value.shape_of(opening)):

@@ -70,18 +70,16 @@ def of_question(question: Question, *, once: bool) -> Command:
 
 
 def get_block(name: BlockName, place: Place) -> Command:
-    """A whole block into its place."""
     text = command(b"GET", block_key(name))
     return Command(block_key(name), lambda: iter((text,)), place)
 
 
 def get_opening(name: BlockName) -> Command:
-    """What a block is."""
+    """Asks for the opening of a block, which has its shape."""
     return get_range(block_key(name), 0, block_value.OPENING_SIZE - 1)
 
 
 def get_range(key: bytes, first: int, last: int) -> Command:
-    """Some bytes of a string."""
     return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last)
 
 
@@ -99,7 +97,6 @@ def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], tt
 
 
 def set_page(page: Page, ttl: int, created_ms: int) -> Command:
-    """Write a page."""
     sent = SentPages([page])
     before, after = _around(ttl)
     return Command(bytes(page.key), lambda: iter((sent.as_blobs(0, before, after, ttl, created_ms),)), writes=True)

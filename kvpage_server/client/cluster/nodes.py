@@ -62,7 +62,7 @@ class Nodes:
             talk.fail(error)
 
     def _wait_for(self, talks: list[_Talk], end: Deadline, silence: float) -> None:
-        """Go on with them until all are over."""
+        """Carry on with all talks until each is over."""
         poller = select.poll()
         by_fd = {}
         for talk in talks:
@@ -113,7 +113,7 @@ class _Talk:
         self.go_on(None)
 
     def go_on(self, ready: int | None) -> None:
-        """As far as that is possible without waiting."""
+        """Carry on as far as possible without waiting."""
         self.moved = time.monotonic()
         try:
             self.events = self._steps.send(ready)
@@ -127,7 +127,6 @@ class _Talk:
             self.fail(error)
 
     def fail(self, error: PageClientError) -> None:
-        """It came to nothing."""
         self.over, self.outcome = True, Failed(error)
 
     def close(self) -> None:

@@ -60,11 +60,11 @@ def options_of(query: str, *, tls: bool) -> dict[str, Any]:
     allowed, found = {**_ALL, **_TLS} if tls else _ALL, dict[str, Any]()
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name in _TLS and not tls:
-            raise ValueError(f"the option {name} of a cluster's URL is for rediss-cluster:// alone")
+            raise ValueError(f"the option {name} of a cluster's URL needs rediss-cluster://")
         if name not in allowed:
-            raise ValueError(f"a cluster's URL has no option {name!r:.60}; it may have {', '.join(allowed)}")
+            raise ValueError(f"unknown option {name!r:.60} in a cluster's URL; allowed: {', '.join(allowed)}")
         if name in found:
-            raise ValueError(f"the option {name} stands twice in a cluster's URL")
+            raise ValueError(f"the option {name} is given twice in a cluster's URL")
         read, wanted = allowed[name]
         try:
             if not text:

@@ -74,7 +74,7 @@ class Peers:
             raise Disconnected(f"{node} is left alone for a while: {why}")
 
     def remember(self, node: Hashable, failure: PageClientError | None) -> None:
-        """What an errand to a node came to."""
+        """Note whether an errand to a node failed."""
         if not isinstance(failure, DeadlineExceeded | Disconnected):
             self._left_alone.pop(node, None)
             return
@@ -85,7 +85,7 @@ class Peers:
 
 
 def silent(node: Hashable, seconds: float) -> DeadlineExceeded:
-    """What a node's silence is."""
+    """The error for a node's silence."""
     return DeadlineExceeded(f"{node} was silent for {seconds:.3g} s")
 
 

@@ -61,7 +61,7 @@ class Answers:
         next(self._steps)
 
     def result(self) -> list[Answer]:
-        """The replies; a refusal stands among them."""
+        """The replies, with refusals among them."""
         return self._answers
 
     def receive(self, fd: int) -> int:

@@ -77,7 +77,7 @@ class Rendezvous:
         self._seeds = [(server, xxhash.xxh3_64_intdigest(str(server).encode())) for server in servers]
 
     def server(self, segment: bytes) -> ServerUrl:
-        """The same whatever the order of the servers."""
+        """The server of a segment, whatever the order of the servers."""
         return max(self._seeds, key=lambda each: (xxhash.xxh3_64_intdigest(segment, each[1]), str(each[0])))[0]
 
 
@@ -92,27 +92,23 @@ class SideBySideCalls:
 
     @property
     def misses(self) -> Counter[str]:
-        """By reason."""
         return self.calls.misses
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
     @timed
     def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
-        """Store pages."""
         self.calls.mset(pages, ttl)  # checks them as a whole
         parts = self._parts([page.key.req_id for page in pages], lambda some: self.calls.mset(_of(pages, some), ttl))
         _all_done((yield from self._ask(parts)))
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
-        """Pages in memory of their own."""
         parts = self._parts([key.req_id for key in keys], lambda some: self.calls.mget(_of(keys, some)))
         return self._gathered(len(keys), None, (yield from self._ask(parts)))
 
     @timed
     def mget_into(self, end: Deadline, keys: Sequence[PageKey], buffers: Sequence[Buffer]) -> Plan[list[bool]]:
-        """Receive pages into buffers."""
         self.calls.mget_into(keys, buffers)  # checks them as a whole
         parts = self._parts(
             [key.req_id for key in keys], lambda some: self.calls.mget_into(_of(keys, some), _of(buffers, some))
@@ -121,19 +117,16 @@ class SideBySideCalls:
 
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Which pages are there."""
         parts = self._parts([key.req_id for key in keys], lambda some: self.calls.mexists(_of(keys, some)))
         return self._gathered(len(keys), False, (yield from self._ask(parts)))
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
-        """Delete pages."""
         parts = self._parts([key.req_id for key in keys], lambda some: self.calls.delete(_of(keys, some)))
         return sum(_all_done((yield from self._ask(parts))))
 
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
-        """Delete a request or blocks of it."""
         parts = self._parts([req_id], lambda _: self.calls.delete_request(req_id, pages))
         return sum(_all_done((yield from self._ask(parts))))
 
@@ -143,7 +136,6 @@ class SideBySideCalls:
     def mset_blocks(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Plan[None]:
-        """Store blocks."""
         self.calls.mset_blocks(names, shape, bodies, ttl)  # checks them as a whole
         parts = self._parts(
             [req_id for req_id, _ in names],
@@ -155,7 +147,6 @@ class SideBySideCalls:
     def fetch_blocks_into(
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, buffers: Sequence[Buffer]
     ) -> Plan[list[str | None]]:
-        """Receive blocks into buffers."""
         self.calls.fetch_blocks_into(names, shape, buffers)  # checks them as a whole
         parts = self._parts(
             [req_id for req_id, _ in names],
@@ -180,7 +171,6 @@ class SideBySideCalls:
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
-        """Protect blocks from eviction."""
         parts = self._parts([req_id], lambda _: self.calls.lease(req_id, lease_ms, pages))
         return sum(_all_done((yield from self._ask(parts))))
 
@@ -208,13 +198,12 @@ class SideBySideCalls:
 
     @timed
     def home(self, end: Deadline, key: bytes) -> Plan[ServerUrl]:
-        """Whom a key belongs to."""
+        """The server that a key belongs to."""
         yield from ()
         return self.rendezvous.server(segment_of(key))
 
     @timed
     def nodes(self, end: Deadline) -> Plan[list[ServerUrl]]:
-        """All of them."""
         yield from ()
         return self.rendezvous.servers
 
@@ -279,13 +268,13 @@ class _Part:
     call: Call[Any]
 
     def request(self, to: BlobCommands) -> Request[Any]:
-        """In its words."""
+        """The request, in the server's commands."""
         (part,) = self.call.parts
         request: Request[Any] = self.call.ask(to, part)
         return request
 
     def read(self, answer: Any) -> Any:
-        """What the method gives for these items."""
+        """The method's result for these items."""
         return answer if isinstance(answer, Failed) else self.call.read([answer])
 
 
@@ -294,7 +283,6 @@ def _of(items: Sequence[T], some: Sequence[int]) -> list[T]:
 
 
 def _may_be_asked_again(answer: Any) -> bool:
-    """Whether the connection broke."""
     return isinstance(answer, Failed) and isinstance(answer.error, Disconnected)
 
 

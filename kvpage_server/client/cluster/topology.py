@@ -58,17 +58,16 @@ class SlotMap:
             self._shards[slot] = Shard(to)
 
     def primaries(self) -> list[Node]:
-        """Those that serve slots."""
         return list(dict.fromkeys(shard.primary for shard in self._shards if shard))
 
     def nodes(self) -> list[Node]:
-        """All of them, primaries first."""
+        """All nodes, primaries first."""
         shards = dict.fromkeys(shard for shard in self._shards if shard)
         return [*dict.fromkeys([*(s.primary for s in shards), *(node for s in shards for node in s.replicas)])]
 
 
 def ask_slots(of: Node) -> Request[SlotMap]:
-    """The map as a node knows it."""
+    """Asks a node for its map of slots."""
     text = command(b"CLUSTER", b"SLOTS")
     return Request(lambda: iter((text,)), Values, lambda values: SlotMap(_ranges(only(values), of)))
 
@@ -119,7 +118,7 @@ class Address:
         self.seeds = [_node(host, wanted) for host in hosts.split(",")]
 
     def url(self, node: Node) -> str:
-        """Of one of the cluster's servers."""
+        """The URL of a node."""
         return f"{self._scheme}://{self._user}{node}"
 
 

@@ -28,5 +28,5 @@ class Deadline:
         return self._end - time.monotonic()
 
     def exceeded(self) -> DeadlineExceeded:
-        """The error that says so."""
+        """The error for an exceeded deadline."""
         return DeadlineExceeded(f"not done within {self._seconds:g} s")

@@ -26,7 +26,7 @@ class Receiver(Protocol):
 
     @property
     def done(self) -> bool:
-        """Whether everything is there."""
+        """Whether all replies have arrived."""
 
     def receive(self, fd: int) -> int:
         """Receive what is there, in one call; how many bytes, 0 at the end of the stream, -1 if nothing is there now.
@@ -45,7 +45,6 @@ def refusal(line: bytes) -> Refused:
 
 
 def only(values: list[Any]) -> Any:
-    """The only reply."""
     return values[0]
 
 
@@ -92,7 +91,6 @@ class Values:
             self._received(count)
 
     def _buffers(self) -> list[memoryview]:
-        """Where the next bytes belong."""
         if self._filled < len(self._room):
             return [self._room[self._filled :], self._scratch]
         return [self._scratch]

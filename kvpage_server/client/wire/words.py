@@ -4,11 +4,9 @@ from __future__ import annotations
 
 
 def word(text: bytes | int) -> bytes:
-    """One word of a command."""
     text = text if isinstance(text, bytes) else b"%d" % text
     return b"$%d\r\n%b\r\n" % (len(text), text)
 
 
 def command(*words: bytes | int) -> bytes:
-    """A whole one."""
     return b"*%d\r\n%b" % (len(words), b"".join(map(word, words)))

@@ -45,7 +45,6 @@ class _Failures:
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
-        """Whether the next try has to wait."""
         return self.left(now) > FREE_FAILURES - 1
 
 
@@ -71,7 +70,7 @@ class Guesses:
         return turn - now
 
     def note(self, address: str) -> None:
-        """A try from an address has failed."""
+        """Count a failed try from an address."""
         network, now = _network(address), time.monotonic()
         found = self._failures.setdefault(network, _Failures(0.0, now))
         self._failures.move_to_end(network)

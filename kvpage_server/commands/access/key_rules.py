@@ -45,7 +45,6 @@ class KeyRules:
         return b" ".join(spelt(access, pattern) for pattern, access in self._given)
 
     def copy(self) -> KeyRules:
-        """The same rules, to be changed by themselves."""
         new = KeyRules()
         new._given, new._rights = self._given.copy(), self._rights.copy()
         return new
@@ -58,7 +57,7 @@ class KeyRules:
         self._given[pattern, access] = None
 
     def all(self, access: int) -> bool:
-        """Whether they give that to every key."""
+        """Whether the rules allow this for every key."""
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
@@ -66,12 +65,12 @@ class KeyRules:
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:
-        """Those of some keys that may be read."""
+        """The keys among some that may be read."""
         return [key for key in keys if self.cover(key, READ)]
 
     @property
     def cost(self) -> int:
-        """How many patterns a key is held against."""
+        """The number of patterns a key is compared with."""
         return self._rights.cost
 
 

@@ -100,11 +100,10 @@ class User:
 
     @property
     def every_channel(self) -> bool:
-        """Whether it may use all channels."""
         return b"*" in self.channels
 
     def may_use_all(self, access: int) -> bool:
-        """Whether it may do that to every key."""
+        """Whether the user may access every key in this way."""
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
@@ -118,7 +117,7 @@ class User:
         return any(True for _ in self.channels.matching(channel))
 
     def accepts(self, password: bytes) -> bool:
-        """Whether it may come in with that password."""
+        """Whether the user can log in with that password."""
         given = digest(password)
         known = [hmac.compare_digest(given, kept) for kept in self.passwords]  # all of them: the time tells nothing
         return self.enabled and (self.no_password or any(known))
@@ -153,7 +152,7 @@ class User:
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """The same, of rules that were made ready."""
+        """The user after prepared rules."""
         user = copy(self)
         user.passwords, user.rules, user.commands = self.passwords.copy(), self.rules.copy(), self.commands.copy()
         user.keys, user.channels = self.keys.copy(), self.channels.copy()

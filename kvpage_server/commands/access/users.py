@@ -45,7 +45,7 @@ class Users:
 
     @property
     def default(self) -> User:
-        """Who a connection is before it says otherwise."""
+        """The user of a new connection."""
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
@@ -119,7 +119,7 @@ class Users:
         self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
-        """Every user as a line, by name."""
+        """Every user as a line of a file, sorted by name."""
         return [bytes(self.by_name[name]) for name in sorted(self.by_name)]
 
 
@@ -169,11 +169,10 @@ class Refusals:
         self._ids = count()
 
     def forget_totals(self) -> None:
-        """Count from 0."""
         self.total = dict.fromkeys(("auth", "cmd", "key", "channel"), 0)  # as INFO tells them
 
     def note(self, reason: str, context: str, what: bytes, user: bytes, client: str) -> None:
-        """Something was refused."""
+        """Count a refusal, and add it to ACL LOG."""
         self.total["cmd" if reason == "command" else reason] += 1
         now = time.monotonic()
         for entry in self.entries:

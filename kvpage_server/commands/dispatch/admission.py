@@ -34,7 +34,7 @@ def is_unqueued(words: Command) -> bool:
 
 
 def queues(client: Client, spec: Spec) -> bool:
-    """Whether the command is to wait for EXEC."""
+    """Whether the command is queued for EXEC."""
     return client.transaction is not None and not spec.unqueued
 
 

@@ -76,7 +76,6 @@ def _have_disk(tiered: DiskTier) -> None:
 
 
 def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed]) -> None:
-    """What is needed has to be in memory."""
     bodies = dict.fromkeys(needed)
     if cold := _cold_of(bodies):
         raise Postponed(*_bring(client, tiered, bodies, cold))

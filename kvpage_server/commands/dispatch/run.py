@@ -112,7 +112,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
     except ReplyError as error:
         return _failed(client, spec, error)
     except Postponed:
-        return ReplyError(f"ERR '{spec.name}' would have to wait, which nothing may inside a transaction")
+        return ReplyError(f"ERR '{spec.name}' would have to wait, and a command inside a transaction can't")
 
 
 def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:

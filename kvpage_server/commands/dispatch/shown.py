@@ -36,7 +36,6 @@ def _cut(word: Argument, most: int) -> bytes:
 
 
 def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
-    """Note a slow call for SLOWLOG and LATENCY."""
     server = client.server
     threshold = server.config.slowlog_log_slower_than
     if 0 <= threshold <= took // 1000 and "skip_slowlog" not in spec.flags:

@@ -37,13 +37,11 @@ class Channels:
         return bool(self.by_name or self.by_pattern)
 
     def subscribe(self, client: Recipient, channel: bytes) -> None:
-        """The client listens to a channel."""
         client.channels[channel] = None
         self.by_name.setdefault(channel, {})[client] = None
         client.settle()
 
     def unsubscribe(self, client: Recipient, channel: bytes) -> None:
-        """It no longer does, if it did."""
         client.channels.pop(channel, None)
         self._leave(channel, client)
         client.settle()
@@ -65,7 +63,6 @@ class Channels:
         client.settle()
 
     def punsubscribe(self, client: Recipient, pattern: bytes) -> None:
-        """It no longer does, if it did."""
         client.patterns.pop(pattern, None)
         self._leave_pattern(pattern, client)
         client.settle()

@@ -74,12 +74,12 @@ class KeyEvents:
         self._listen()
 
     def untrack(self, client: Recipient) -> None:
-        """The client is not told any more."""
+        """Stop tracking for a client."""
         self.tracking.end(client)
         self._listen()
 
     def forget(self, client: Recipient) -> None:
-        """The client is gone."""
+        """Remove a client that is gone."""
         self.unwatch(client)
         self.tracking.forget(client)
         self._listen()

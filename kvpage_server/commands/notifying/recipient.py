@@ -23,7 +23,7 @@ class Mode:
 
     @property
     def notes_reads(self) -> bool:
-        """Whether what is read now is noted."""
+        """Whether the keys that are read now are remembered."""
         return not self.broadcast and (self.asked if self.opt_in else not (self.opt_out and self.asked))
 
 

@@ -76,12 +76,12 @@ class Tracking:
 
     @property
     def keys(self) -> int:
-        """How many keys somebody read."""
+        """The number of remembered keys."""
         return len(self._notes)
 
     @property
     def prefixes(self) -> int:
-        """How many prefixes changes are told of."""
+        """The number of prefixes."""
         return len(self._prefixes)
 
     # -- who tracks ------------------------------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Tracking:
             asyncio.get_running_loop().call_soon(self.tell)  # or before the next reply is sent, if that is sooner
 
     def tell(self) -> None:
-        """Tell what changed."""
+        """Send the messages about what changed."""
         self.is_due = False
         everything_due, self._due = self._due, {}
         for client, due in everything_due.items():

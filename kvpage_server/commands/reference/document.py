@@ -14,8 +14,8 @@ _OPENING = f"""\
 
 <!-- Made from the command table by `python -m kvpage_server.commands.reference > docs/commands.md`; do not edit. -->
 
-Any Redis client can send these. Errors begin with a code (`ERR`, `WRONGTYPE`, `OOM`, ...) and name the argument that is
-wrong and what is allowed. What is said to be a map is one in RESP3; in RESP2 it is an array of names and values.
+Any Redis client can send these. Errors begin with a code (`ERR`, `WRONGTYPE`, `OOM`, ...), name the wrong argument, and
+say what is allowed. Where a reply is a map, RESP2 has an array of names and values instead.
 
 ## Arguments of pages and blocks
 
@@ -23,22 +23,26 @@ wrong and what is allowed. What is said to be a map is one in RESP3; in RESP2 it
 |---|---|---|
 | `req` | the request, agent or content hash | 1 to {MAX_REQ_ID} bytes; no `:`, space or control character |
 | `layer`, `head` | which layer and head computed it | 0 to {MAX_LAYER}, 0 to {MAX_HEAD} |
-| `page` | which run of tokens, counted from the request's start | 0 to {MAX_PAGE} |
+| `page` | which run of tokens, counted from the start of the request | 0 to {MAX_PAGE} |
 | `type` | which plane of the layer | 0 to {MAX_KV_TYPE}: {", ".join(f"{t.value} {t.name}" for t in KVType)} |
 | `dtype` | the elements | {", ".join(f"{d.value} {d.name.lower()}" for d in DType)} |
 | `page_size`, `head_dim` | rows (tokens) and columns of the page | 1 to {MAX_U32} |
 | `ttl` | seconds to live, 0 for ever | 0 to {MAX_TTL} |
 | `body` | the elements, row by row, little-endian | |
 
-All pages of one `req` and `page` are a *block*: they are evicted as one, and are read and written as one by the
-`KVBLOCK` commands. A page is also the Redis string `kv:{{req}}:{{layer}}:{{head}}:{{page}}:{{type}}` whose value is a
-64-byte header and the body, so that `GET`, `DEL`, `EXISTS`, `TTL`, `EXPIRE`, `SCAN` and their like work on it; `SET` of
-such a value under its own key writes the page. `kv:{{req}}:index` is a read-only set: the page keys that a request has.
-`KEYS` and `SCAN` do not list it; `SCAN` with `TYPE set` lists the index keys alone, which is how to list requests.
+All pages with the same `req` and `page` are a *block*. A block is evicted as a whole. The `KVBLOCK` commands read and
+write it as a whole.
 
-A block that is leased or pinned is not evicted. Leases and pins together may take half of `maxmemory`, those of the
-blocks of a quota half of it. They protect from nothing else: what is deleted or expires is gone. A lease lasts an hour
-at the most, and can be prolonged but not ended.
+A page is also a Redis string. Its key is `kv:{{req}}:{{layer}}:{{head}}:{{page}}:{{type}}`, and its value is a 64-byte
+header and the body. `GET`, `DEL`, `EXISTS`, `TTL`, `EXPIRE`, `SCAN` and similar commands work on it. `SET` of such a
+value under its own key writes the page.
+
+`kv:{{req}}:index` is a read-only set of the page keys of a request. `KEYS` and `SCAN` do not list it. `SCAN` with
+`TYPE set` lists only these keys, so it lists the requests.
+
+A block that is leased or pinned is not evicted. Leases and pins together can take half of `maxmemory`, and those of the
+blocks of a quota half of that quota. They do not protect from deletion and expiry. A lease lasts an hour at most. It
+can be prolonged, but not ended.
 """
 
 _TITLES = {
@@ -49,14 +53,13 @@ _TITLES = {
     "transactions": "Transactions",
     "pubsub": "Publish and subscribe",
     "connection": "Connections",
-    "cluster": "A map of slots",
+    "cluster": "Map of slots",
     "server": "Server",
 }
 _ORDER = list(EXAMPLES)  # of the commands that are described in full, those of the page and set groups
 
 
 def reference() -> str:
-    """The whole document."""
     parts = [_OPENING]
     for group, title in _TITLES.items():
         specs = [spec for spec in TABLE.values() if spec.group == group]

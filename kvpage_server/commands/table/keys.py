@@ -50,7 +50,7 @@ class pages(Naming):
 
 
 class requests(Naming):
-    """Requests whole."""
+    """Whole requests."""
 
     def __call__(self, args: Sequence[Argument], access: int) -> Iterator[Use]:
         for req_id in dict.fromkeys(plain(args[start]) for start in self._starts(args)):

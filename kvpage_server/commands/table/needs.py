@@ -32,7 +32,7 @@ _LONGEST_PAGE = 10  # digits of a page id
 
 
 def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """All that its arguments name."""
+    """Everything that the arguments name."""
     keys = [key for key, _ in spec.uses_of(args)]
     named = [key for key in keys if not isinstance(key, KeyPrefix)]
     requests = [key.split(b":")[1] for key in keys if isinstance(key, KeyPrefix)]

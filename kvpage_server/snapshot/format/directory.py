@@ -81,7 +81,7 @@ def dump_files(path: Path) -> list[Path]:
 
 
 def file_names(path: Path) -> Iterator[int]:
-    """Numbers for new files, above those there are."""
+    """New file names, numbered on from the existing ones."""
     number = max((int(found[1]) for file in path.iterdir() if (found := _FILE.match(file.name))), default=0)
     while True:
         number += 1
@@ -89,7 +89,7 @@ def file_names(path: Path) -> Iterator[int]:
 
 
 def remove(files: Iterable[Path]) -> None:
-    """Remove files. Raises OSError."""
+    """Raises OSError."""
     parents = set()
     for file in files:
         file.unlink()

@@ -80,7 +80,6 @@ class PageTensor:
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
         first = self.first
         return plane_name(first.req_id, first.page, first.kv_type) if self.is_plane else text_of(bytes(first))
 
@@ -118,7 +117,7 @@ class PageTensor:
             yield PageHeader(dtype, key.kv_type, page_size, head_dim, *about)
 
     def note(self) -> dict[str, Any]:
-        """What the metadata says of it."""
+        """What the file's metadata says about it."""
         first, geometry, written = self.first, self.geometry, self.written
         grid = {"layers": self.grid[0], "heads": self.grid[1]}
         return {
@@ -148,7 +147,6 @@ class String:
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
         return string_name(self.key)
 
     @property
@@ -158,26 +156,22 @@ class String:
 
     @property
     def shape(self) -> list[int]:
-        """Its length."""
         return [self.size]
 
     @property
     def sizes(self) -> list[int]:
-        """Its length."""
         return [self.size]
 
     @property
     def checksums(self) -> list[int]:
-        """What it hashes to."""
         return [self.checksum]
 
     @property
     def ttl_left_ms(self) -> list[int]:
-        """How long it has to live."""
         return [self.left_ms]
 
     def note(self) -> dict[str, Any]:
-        """What the metadata says of it."""
+        """What the file's metadata says about it."""
         return {"ttl_left_ms": self.left_ms, "checksum": f"{self.checksum:016x}"}
 
 

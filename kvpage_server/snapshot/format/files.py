@@ -43,7 +43,6 @@ class Tensor(NamedTuple):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensor."""
         return sum(map(len, self.pieces))
 
 

@@ -59,7 +59,7 @@ class Evictor:
         return self.quotas.of(unit) if self.quotas is not None else None
 
     def limit_of(self, unit: Unit) -> Quota | None:
-        """The same, if that quota has a limit."""
+        """The quota of a key, if that quota has a limit."""
         quota = self.quota_of(unit)
         return quota if quota is not None and quota.limit else None
 

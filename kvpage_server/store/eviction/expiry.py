@@ -79,7 +79,6 @@ class Expirer:
         self._seconds = sorted(self._buckets)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._buckets.clear()
         self._seconds.clear()
         self._notes = self.keys = 0

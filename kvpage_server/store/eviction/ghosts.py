@@ -43,11 +43,10 @@ class Ghosts:
         return len(self._blocks)
 
     def page_went(self, block: Block, layer: int, head: int, kv_type: int, reason: str) -> None:
-        """One page of a block is gone."""
         self._remember(block, {row_of(layer, head, kv_type): bit_of(head)}, reason, "")
 
     def block_went(self, block: Block, reason: str, by: str) -> None:
-        """A block is gone with all the pages it has."""
+        """A block is gone with all its pages."""
         self._remember(block, block.rows, reason, by)
 
     def pages_went(self, block: Block, rows: Mapping[int, int], reason: str) -> None:
@@ -89,7 +88,7 @@ class Ghosts:
         return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
-        """How a page went the last time."""
+        """How a page was last removed."""
         row, bit = row_of(layer, head, kv_type), bit_of(head)
         ghosts = self._blocks.get((req_id, page), {})
         return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)

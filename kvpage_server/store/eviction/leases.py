@@ -51,7 +51,7 @@ class Leases:
 
     @property
     def bytes(self) -> int:
-        """What protected units occupy together."""
+        """The bytes of all protected units."""
         return sum(self._bytes.values())
 
     def beside(self, unit: Unit) -> int:
@@ -77,7 +77,7 @@ class Leases:
         return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
-        """Whether eviction has to leave a unit alone."""
+        """Whether a unit is protected."""
         lease = self._leases.get(unit)
         return lease is not None and (lease.pinned or lease.until > now)
 
@@ -146,7 +146,6 @@ class Leases:
                 self.removed(unit)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._leases.clear()
         self._due.clear()
         self._bytes.clear()

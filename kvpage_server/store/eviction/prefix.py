@@ -226,7 +226,6 @@ class Prefix(Queues):
             self._give_back(place)
 
     def _remember(self, unit: Unit, place: int) -> None:
-        """A unit becomes a ghost."""
         self._gone += 1
         name = name_of(unit)
         if (old := self._ghosts.pop(name, None)) is not None:

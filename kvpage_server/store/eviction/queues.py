@@ -164,7 +164,7 @@ class Queues(Policy):
         return self._older >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
-        """Hand over up to so many units; which ones."""
+        """Remove up to so many units, and return them."""
         found: list[Unit] = []
         while self.hands_over and len(found) < most:
             ends = self._before[self._older + 1 : self._older + QUEUES + 1]

@@ -70,7 +70,6 @@ class Quota:
 
     @property
     def is_over(self) -> bool:
-        """Whether its keys hold more than they may."""
         return self.lacks(0) > 0
 
     def resize(self, unit: Unit, size: int) -> None:
@@ -79,7 +78,6 @@ class Quota:
         self.sizes[unit] = size
 
     def remove(self, unit: Unit) -> None:
-        """A unit is gone."""
         self.bytes -= self.sizes.pop(unit, 0)
         self.units.removed(unit)
 

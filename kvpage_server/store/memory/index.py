@@ -197,7 +197,6 @@ class PageIndex:
         return list(self.requests.get(req_id, ()))
 
     def count(self, req_id: bytes) -> int:
-        """How many blocks a request has."""
         return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
@@ -223,7 +222,6 @@ class PageIndex:
         return [block for page in pages if (block := self.block(req_id, page))]
 
     def block(self, req_id: bytes, page: int) -> Block | None:
-        """One block of a request."""
         request = self.requests.get(req_id)
         block = request.get(page) if request is not None else None
         return block if block is None or type(block) is Block else self._wake(req_id, page)

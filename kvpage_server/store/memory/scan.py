@@ -41,7 +41,7 @@ class ScanOrder(Generic[T]):
         self._last_used = 0  # unix milliseconds
 
     def add(self, name: T) -> None:
-        """Something came to be."""
+        """Add a key."""
         assert self.current is not None
         self.current.append(name)
         if len(self.current) > 2 * self._count() + _SLACK:
@@ -81,6 +81,5 @@ class ScanOrder(Generic[T]):
             self.clear()
 
     def clear(self) -> None:
-        """Forget every key."""
         self.current = None
         self._lists.clear()

@@ -180,13 +180,13 @@ NOT_THERE = """KEYS *|SCAN 0|DBSIZE|FLUSHALL|INCR n|MSET a 1|WATCH a|KVPAGEINDEX
 
 @pytest.mark.parametrize("line", re.split(r"[|\n]", NOT_THERE))
 def test_what_a_cluster_can_t_do_is_refused(client: Any, line: str) -> None:
-    with pytest.raises(redis.ResponseError, match="can't be done before a cluster"):
+    with pytest.raises(redis.ResponseError, match="a gateway does not support"):
         client.execute_command(*line.split())
 
 
 def test_what_may_not_be_done_twice_is_refused(client: Any) -> None:
     for words in (("SET", "a", "b", "NX"), ("SET", "a", "b", "GET")):
-        with pytest.raises(redis.ResponseError, match="takes no NX, XX or GET"):
+        with pytest.raises(redis.ResponseError, match="does not support SET with NX, XX or GET"):
             client.execute_command(*words)
     with pytest.raises(redis.ResponseError, match="a gateway has no transactions"), client.pipeline() as pipe:
         pipe.set("a", "b").execute()
@@ -337,7 +337,7 @@ def _sets(client: Any, key: str) -> bool:
 def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server: RunningServer) -> None:
     with start_redis("--cluster-enabled", "yes", "--requirepass", "right") as node:
         for nodes, why in (
-            (f"valkey-cluster://:wrong@127.0.0.1:{node.port}", "the cluster lets this gateway not do that: WRONGPASS"),
+            (f"valkey-cluster://:wrong@127.0.0.1:{node.port}", "the cluster refuses this gateway's user: WRONGPASS"),
             (f"127.0.0.1:{redis_server.port}", "cluster support disabled"),
         ):
             with start_server("--store", "cluster", "--cluster-nodes", nodes) as gateway, gateway.client() as client:
@@ -351,10 +351,10 @@ def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server:
     ("options", "why"),
     [
         (("--store", "cluster"), "`store cluster` needs cluster-nodes"),
-        (("--cluster-nodes", "a:1"), "cluster-nodes are for `store cluster`, and store is memory"),
+        (("--cluster-nodes", "a:1"), "cluster-nodes needs `store cluster`, and store is memory"),
         (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster-nodes: "),
         (("--store", "cluster", "--cluster-nodes", "a:port"), "cluster-nodes: "),
-        (("--store", "cluster", "--cluster-nodes", "a:1?nodedeadline=3"), "has no option 'nodedeadline'; it may have"),
+        (("--store", "cluster", "--cluster-nodes", "a:1?nodedeadline=3"), "unknown option 'nodedeadline' in"),
         (("--store", "cluster", "--cluster-nodes", "a:1?node_deadline=x"), "must be a number of seconds, more than 0"),
     ],
 )

@@ -449,7 +449,7 @@ class TestTheFile:
         file = tmp_path / "users.acl"
         file.write_text("")
         told = start_refused("--aclfile", str(file), "--user", "a", "on")
-        assert "users stand either in `user` lines or in an aclfile, not in both" in told
+        assert "users can be in `user` lines or in an aclfile, not in both" in told
 
 
 def start_refused(*options: str) -> str:

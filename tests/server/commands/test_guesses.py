@@ -141,7 +141,7 @@ def test_a_transaction_is_no_way_round(locked: RunningServer) -> None:
         sock.sendall(b"AUTH app word\r\nMULTI\r\nAUTH wrong\r\nSET k v\r\nEXEC\r\n")
         lines = [replies.readline().decode().strip() for _ in range(7)]
     assert lines[:5] == ["+OK", "+OK", "+QUEUED", "+QUEUED", "*2"]
-    assert lines[5] == "-ERR 'auth' would have to wait, which nothing may inside a transaction"
+    assert lines[5] == "-ERR 'auth' would have to wait, and a command inside a transaction can't"
     assert lines[6] == "+OK"
 
 

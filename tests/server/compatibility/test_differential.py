@@ -358,7 +358,7 @@ SAID_OF_A_COMMAND = ("name", "arity", "flags", "first key", "last key", "step", 
 
 
 def test_command_info_says_what_redis_says(pair: Pair) -> None:
-    allowed = table_under("What COMMAND INFO says otherwise")
+    allowed = table_under("Where COMMAND INFO differs")
     told = []
     for server in pair:
         with Wire(server.port) as wire:

@@ -303,10 +303,10 @@ def test_a_start_with_a_wrong_map_or_none_says_what_is_wrong(tmp_path: Path) -> 
         (("--cluster-config", str(file), "--cluster-node", IDS[0]), f"{file}: nobody has the slots 101-16383"),
         (("--cluster-config", str(deep), "--cluster-node", IDS[0]), f"{deep}: lists or tables are nested too deeply"),
         (("--cluster-config", str(long), "--cluster-node", IDS[0]), f"{long}: Exceeds the limit"),
-        (("--cluster-config", str(whole)), "cluster-node must say which node of the map this server is"),
+        (("--cluster-config", str(whole)), "cluster-config needs cluster-node"),
         (("--cluster-config", str(whole), "--cluster-node", "h:1"), "the map has no node 'h:1'"),
         (("--cluster-config", str(tmp_path / "none"), "--cluster-node", "h:1"), "No such file"),
-        (("--cluster-node", "h:1"), "cluster-config names none"),
+        (("--cluster-node", "h:1"), "cluster-node needs cluster-config"),
     ):
         with pytest.raises(RuntimeError, match=re.escape(why)), start_server(*options):
             pass

@@ -24,7 +24,7 @@ _tracking = partial(command, flags="noscript loading stale keeps_caching", group
     since="6.0.0",
     complexity="O(1), O(N) with N prefixes",
     reply="OK",
-    summary="Has the connection told when keys that it read change, for a cache on the client's side.",
+    summary="Sends the connection a message when a key that it read changes, for a cache in the client.",
 )
 def client_tracking(client: Client, args: list[Argument]) -> Reply:
     """OK. In RESP2 another connection has to be told: the one with the id after REDIRECT, which listens to a channel,
@@ -149,7 +149,7 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     "client|getredir",
     since="6.0.0",
     reply="integer",
-    summary="Returns the id of the connection that is told what this one tracks.",
+    summary="Returns the id of the connection that gets this one's tracking messages.",
 )
 def client_getredir(client: Client, args: list[Argument]) -> Reply:
     """0 when it is told itself, -1 when it does not track."""
@@ -161,7 +161,7 @@ def client_getredir(client: Client, args: list[Argument]) -> Reply:
     since="6.2.0",
     complexity="O(N) with N prefixes",
     reply="map",
-    summary="Tells how the connection tracks keys.",
+    summary="Describes how the connection tracks keys.",
 )
 def client_trackinginfo(client: Client, args: list[Argument]) -> Reply:
     """A map: flags, redirect, prefixes."""

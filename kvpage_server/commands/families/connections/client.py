@@ -51,7 +51,7 @@ def client_setname(client: Client, args: list[Argument]) -> Reply:
     "client|setinfo <LIB-NAME libname | LIB-VER libver>",
     since="7.2.0",
     reply="OK",
-    summary="Tells which client library is talking.",
+    summary="Sets the name or version of the client library.",
 )
 def client_setinfo(client: Client, args: list[Argument]) -> Reply:
     """Shown by CLIENT LIST."""
@@ -255,7 +255,7 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
     since="5.0.0",
     most=4,
     reply="integer",
-    summary="Ends the wait of a connection within a blocking command, of which there are none.",
+    summary="Unblocks a connection that waits in a blocking command; there are no such commands.",
 )
 def client_unblock(client: Client, args: list[Argument]) -> Reply:
     """0: nobody waited."""
@@ -277,7 +277,7 @@ def _on_or_off(args: list[Argument]) -> bool:
     "client|no-evict <ON | OFF>",
     since="7.0.0",
     reply="OK",
-    summary="Spares the connection when all of them hold too much memory.",
+    summary="Sets whether the connection may be closed when all connections hold too much memory.",
 )
 def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     """See maxmemory-clients."""
@@ -289,7 +289,7 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     "client|no-touch <ON | OFF>",
     since="7.2.0",
     reply="OK",
-    summary="Lets the connection's reads not count as a use of keys.",
+    summary="Sets whether the connection's reads count as a use of keys.",
 )
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     """So that a backup does not change what eviction takes for hot."""

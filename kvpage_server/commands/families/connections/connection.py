@@ -40,7 +40,7 @@ _command = partial(command, group="connection")
     "ping [message]",
     flags="fast while_subscribed",
     reply="simple | bulk | array of bulk",
-    summary="Says that the server lives.",
+    summary="Returns PONG, or the message.",
 )
 def ping(client: Client, args: list[Argument]) -> Reply:
     """PONG, or the message; while it listens in RESP2, in the form of a message."""
@@ -85,9 +85,9 @@ def quit_(client: Client, args: list[Argument]) -> Reply:
     "reset",
     flags=_AT_HAND + " unqueued while_subscribed",
     since="6.2.0",
-    complexity="O(N) with N channels and keys that are listened to and watched",
+    complexity="O(N) with N channels and watched keys",
     reply="simple",
-    summary="Makes the connection as it was at first.",
+    summary="Resets the connection to its initial state.",
 )
 def reset(client: Client, args: list[Argument]) -> Reply:
     """It listens to nothing, has queued nothing, has no name, talks RESP2 and is the default user, if that needs no
@@ -108,7 +108,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     flags=_AT_HAND + " secret",
     complexity="O(N) with N passwords of the user",
     reply="OK",
-    summary="Says who is talking, and proves it.",
+    summary="Authenticates the connection.",
 )
 def auth(client: Client, args: list[Argument]) -> Reply:
     """OK; a name that is not given is `default`."""

@@ -82,7 +82,7 @@ def _listen(client: Client, pattern: Argument) -> Reply:
     "unsubscribe [channel [channel ...]]",
     parts=_EACH,
     complexity="O(N) with N channels",
-    summary="Listens to some channels, or to all, no more.",
+    summary="Stops listening to some channels, or to all.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     """One confirmation a channel, one with null when there was none."""
@@ -94,7 +94,7 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     "punsubscribe [pattern [pattern ...]]",
     parts=_EACH,
     complexity="O(N) with N patterns",
-    summary="Listens to some patterns, or to all, no more.",
+    summary="Stops listening to some patterns, or to all.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     """One confirmation a pattern, one with null when there was none."""
@@ -109,7 +109,7 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     since="2.0.0",
     complexity="O(N + M) with N listeners and M patterns",
     reply="integer",
-    summary="Sends a message to those who listen to a channel.",
+    summary="Sends a message to the listeners of a channel.",
 )
 def publish(client: Client, args: list[Argument]) -> Reply:
     """How many received it."""
@@ -132,7 +132,7 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
     most=3,
     complexity="O(N) with N channels",
     reply="array of bulk",
-    summary="Returns the channels that somebody listens to.",
+    summary="Lists the channels that have listeners.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     """Those that the user may listen to, by name; patterns are no channels."""
@@ -150,7 +150,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     parts=Parts(joined="array", items=2),
     complexity="O(N) with N channels",
     reply="array",
-    summary="Counts who listens to channels.",
+    summary="Counts the listeners of channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     """Channels and their counts in turn, patterns not counted; 0 where the user may not listen."""
@@ -163,7 +163,7 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     "pubsub|numpat",
     complexity="O(N) with N patterns",
     reply="integer",
-    summary="Counts the patterns that somebody listens to.",
+    summary="Counts the patterns that have listeners.",
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
     """Each counted once, however many listen; those that the user may listen to."""

@@ -38,9 +38,9 @@ def multi(client: Client, args: list[Argument]) -> Reply:
     "exec",
     flags="noscript loading stale skip_slowlog unqueued runs_queued",
     since="1.2.0",
-    complexity="that of the commands that were queued",
+    complexity="that of the queued commands",
     reply="array | null",
-    summary="Runs what was queued.",
+    summary="Runs the queued commands.",
 )
 def exec_(client: Client, args: list[Argument]) -> Reply:
     """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
@@ -71,7 +71,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     since="2.0.0",
     complexity="O(N) with N watched keys",
     reply="OK",
-    summary="Forgets what was queued.",
+    summary="Discards the queued commands.",
 )
 def discard(client: Client, args: list[Argument]) -> Reply:
     """Watched keys are forgotten too."""
@@ -90,7 +90,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     parts=Parts(joined="last"),
     complexity="O(N) with N keys",
     reply="OK",
-    summary="Lets the next transaction run only if some keys do not change before.",
+    summary="Cancels the next transaction if one of these keys changes before it runs.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
     """A key that expires or is evicted changes."""
@@ -111,7 +111,7 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     since="2.2.0",
     complexity="O(N) with N watched keys",
     reply="OK",
-    summary="Forgets what is watched.",
+    summary="Stops watching keys.",
 )
 def unwatch(client: Client, args: list[Argument]) -> Reply:
     """What happened to the keys so far is forgiven."""

@@ -45,7 +45,7 @@ def incr(client: Client, args: list[Argument]) -> Reply:
     return _add(client, plain(args[0]), 1)
 
 
-@_counter("decr key", summary="Takes one from a number.")
+@_counter("decr key", summary="Subtracts one from a number.")
 def decr(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     return _add(client, plain(args[0]), -1)
@@ -57,7 +57,7 @@ def incrby(client: Client, args: list[Argument]) -> Reply:
     return _add(client, plain(args[0]), integer(args[1]))
 
 
-@_counter("decrby key decrement", summary="Takes from a number.")
+@_counter("decrby key decrement", summary="Subtracts from a number.")
 def decrby(client: Client, args: list[Argument]) -> Reply:
     """The new number; one that does not exist is 0."""
     amount = integer(args[1])

@@ -108,13 +108,13 @@ def _left(client: Client, raw: Argument) -> int:
 _expiry_of = partial(command, flags="readonly fast", keys=(1, 1, 1), needs=nothing, group="generic", reply="integer")
 
 
-@_expiry_of("ttl key", summary="Returns seconds to live.")
+@_expiry_of("ttl key", summary="Returns a key's time to live in seconds.")
 def ttl(client: Client, args: list[Argument]) -> Reply:
     """Seconds, rounded; -1 for ever, -2 for no such key."""
     return _seconds(_left(client, args[0]))
 
 
-@_expiry_of("pttl key", since="2.6.0", summary="Returns milliseconds to live.")
+@_expiry_of("pttl key", since="2.6.0", summary="Returns a key's time to live in milliseconds.")
 def pttl(client: Client, args: list[Argument]) -> Reply:
     """Milliseconds; -1 for ever, -2 for no such key."""
     return _left(client, args[0])
@@ -139,7 +139,7 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     needs=extents,
     since="2.2.0",
     reply="integer",
-    summary="Lets a key live for ever.",
+    summary="Removes a key's time to live.",
     group="generic",
 )
 def persist(client: Client, args: list[Argument]) -> Reply:

@@ -103,7 +103,7 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     flags="allkeys",
     complexity="O(N) with N connections",
     reply="map",
-    summary="Tells where the memory goes.",
+    summary="Describes what the memory is used for.",
 )
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
     """Redis's names for what exists here: in bytes, but for the ratios and percentages."""

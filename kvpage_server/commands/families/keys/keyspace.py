@@ -48,7 +48,7 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     flags="write fast",
     needs=extents,
     since="4.0.0",
-    summary="Deletes keys; deleting is quick here anyway.",
+    summary="Deletes keys, as DEL does.",
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
     """How many were there."""
@@ -75,7 +75,7 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     flags="readonly fast",
     needs=nothing,
     since="3.2.1",
-    summary="Counts the keys that exist, and uses them.",
+    summary="Marks keys as used, and counts those that exist.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
     """How many are there, a key named twice counted twice."""

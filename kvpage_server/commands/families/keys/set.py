@@ -36,10 +36,10 @@ _index = partial(command, keys=(1, 1, 1), needs=nothing, group="set")
     flags="readonly",
     complexity="O(N) with N pages",
     reply="set of bulk",
-    summary="Returns the page keys of a request, given its index key.",
+    summary="Returns the page keys of a request.",
 )
 def smembers(client: Client, args: list[Argument]) -> Reply:
-    """A set, gathered in steps."""
+    """A set. It is collected in steps, and other clients are served in between."""
     req_id = _request(client, args[0])
 
     def steps() -> Iterator[Reply]:
@@ -60,10 +60,10 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     flags="readonly fast",
     complexity="O(N) with N blocks",
     reply="integer",
-    summary="Counts the pages of a request, given its index key.",
+    summary="Counts the pages of a request.",
 )
 def scard(client: Client, args: list[Argument]) -> Reply:
-    """0 when there is no such request."""
+    """The number of pages, 0 if there is no such request."""
     req_id = _request(client, args[0])
 
     def steps() -> Steps[int]:
@@ -76,7 +76,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     "sismember key member",
     flags="readonly fast",
     reply="integer",
-    summary="Says whether a page key is one of a request's, given its index key.",
+    summary="Says whether a request has a page key.",
 )
 def sismember(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
@@ -93,10 +93,10 @@ def sismember(client: Client, args: list[Argument]) -> Reply:
     since="2.8.0",
     complexity="O(N) with N pages returned",
     reply="array",
-    summary="Goes through the page keys of a request, given its index key, a few at a time.",
+    summary="Returns some page keys of a request, and the cursor to go on with.",
 )
 def sscan(client: Client, args: list[Argument]) -> Reply:
-    """The next cursor and some keys: those of whole blocks, `count` or more. A cursor is the next page id, plus one."""
+    """The next cursor and the keys of some whole blocks, at least `count` keys. A cursor is a page id plus one."""
     start = scan_cursor(plain(args[1]))
     req_id, keyspace = _request(client, args[0]), client.keyspace
     if not keyspace.listing.has_pages(req_id):

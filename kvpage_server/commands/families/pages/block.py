@@ -52,7 +52,7 @@ _block = partial(command, group="page")
     needs=nothing,
     complexity="O(N) with N bytes",
     reply="OK",
-    summary="Stores a block: all its pages at once, in place of those it had; ttl is in seconds, 0 for none.",
+    summary="Stores a block, replacing all its pages; ttl is in seconds, 0 for none.",
 )
 def kvblockset(client: Client, args: list[Argument]) -> Reply:
     """OK. P is the number of planes, in the order of their type. The body is exactly layers x planes x heads x
@@ -131,12 +131,12 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
     uses=requests(0),
     needs=blocks(0),
     fetches=True,
-    complexity="O(N) with N pages, O(1) if it was stored whole",
+    complexity="O(N) with N pages, O(1) if stored as a block",
     reply="bulk | null",
-    summary="Returns a block's bytes, null unless it is complete.",
+    summary="Returns a block's body, or null if it is not complete.",
 )
 def kvblockget(client: Client, args: list[Argument]) -> Reply:
-    """One bulk string: layer by layer, in it plane by plane, in it head by head."""
+    """One bulk string, in the order layer, plane, head, token, dim."""
     name = request_name(args[0]), page_id(args[1])
 
     def body() -> Steps[Reply]:
@@ -154,12 +154,13 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
     needs=blocks(1),
     fetches=True,
     parts=Parts(1, 2),
-    complexity="O(N) with N pages, O(1) a block that was stored whole",
+    complexity="O(N) with N pages, O(1) for each block stored as a block",
     reply="array of bulk or null",
-    summary="Returns N blocks' bytes, null for those that are not complete.",
+    summary="Returns the bodies of N blocks, with null for those that are not complete.",
 )
 def kvblockmget(client: Client, args: list[Argument]) -> Reply:
-    """Bulk strings, each block looked up as the reply comes to it; each is taken to extend the one before it."""
+    """An array of bodies. A block is looked up when the reply gets to it. The eviction policy assumes that each block
+    extends the one before it."""
     check_batch("KVBLOCKMGET", args, 2, "block")
     index = client.keyspace.index
 
@@ -182,7 +183,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
     uses=requests(0),
     needs=nothing,
     reply="integer",
-    summary="Says whether a block is there and complete.",
+    summary="Says whether a block exists and is complete.",
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""

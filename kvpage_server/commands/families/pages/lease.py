@@ -1,7 +1,7 @@
 """The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
 
-What is leased or pinned is spared by eviction, by nothing else: what expires or is deleted goes. Leases and pins of the
-blocks of a quota may take half of it together, those of blocks without one half of what quotas leave of maxmemory.
+Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. Together they may take
+half of a quota, and for blocks without a quota, half of the part of maxmemory that is in no quota.
 """
 
 from __future__ import annotations
@@ -44,12 +44,14 @@ _protection = partial(command, group="page", needs=nothing, reply="integer")
     uses=requests(3, 2),
     parts=Parts(3, 2),
     complexity="O(N) with N blocks",
-    summary="Counts the complete blocks from the first on, and leases exactly those.",
+    summary="Counts the complete blocks before the first incomplete one, and leases them.",
 )
 def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
-    """How many blocks from the first on have `pages_per_block` pages; they are leased for `lease_ms`, 0 for not at all.
+    """The number of blocks, from the first one, that have `pages_per_block` pages. They are leased for `lease_ms`
+    milliseconds; 0 leases nothing.
 
-    A block that can't be leased, because too much already is, ends the run: what is counted can be relied upon.
+    The count also ends at a block that can't be leased because too much is leased already. So every counted block is
+    leased.
     """
     keyspace = client.keyspace
     pages_per_block = integer_in("pages_per_block", args[0], 1, MAX_U32)
@@ -96,7 +98,7 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
     summary="Protects a request, or some of its blocks, from eviction for a while.",
 )
 def kvpagelease(client: Client, args: list[Argument]) -> Reply:
-    """How many blocks are leased: from the first on, as many as may be. A lease is only ever prolonged."""
+    """The number of leased blocks: from the first one, as many as the limit allows. A lease is never shortened."""
     keyspace = client.keyspace
     milliseconds = integer_in("lease_ms", args[1], 1, LONGEST_LEASE)
 
@@ -122,7 +124,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
-    """How many blocks are pinned: all that were named and exist, or none and an error when that would be too much."""
+    """The number of pinned blocks: all that exist, or an error if that would exceed the limit; then none is pinned."""
     keyspace, leases = client.keyspace, client.keyspace.leases
 
     def too_many(block: Block, wanted: int) -> ReplyError:
@@ -160,7 +162,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     summary="Ends the pins of a request, or of some of its blocks.",
 )
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
-    """How many blocks were pinned until now."""
+    """The number of blocks that were pinned."""
     leases = client.keyspace.leases
 
     def steps() -> Steps[int]:

@@ -128,7 +128,7 @@ def kvpageset(client: Client, args: list[Argument]) -> Reply:
     uses=pages(0),
     needs=values,
     reply="bulk | null",
-    summary="Returns a page's body, null when it is not there.",
+    summary="Returns a page's body, or null if there is no such page.",
 )
 def kvpageget(client: Client, args: list[Argument]) -> Reply:
     """The body."""
@@ -153,10 +153,10 @@ def kvpageget(client: Client, args: list[Argument]) -> Reply:
     parts=Parts(1, PAGE_WORDS),
     complexity="O(N) with N bytes",
     reply="OK",
-    summary="Stores N pages, all or none.",
+    summary="Stores N pages, or none of them.",
 )
 def kvpagemset(client: Client, args: list[Argument]) -> Reply:
-    """OK; an error when one page is refused, and then none is stored."""
+    """OK, or an error that says which page is wrong; then none is stored."""
     count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
 
     def store() -> Iterator[Reply]:
@@ -201,10 +201,10 @@ class _Step(NamedTuple):
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
     reply="array of bulk or null",
-    summary="Returns N pages' bodies, null for those that are not there.",
+    summary="Returns the bodies of N pages, with null for missing ones.",
 )
 def kvpagemget(client: Client, args: list[Argument]) -> Reply:
-    """An array of bodies, each looked up as the reply comes to it."""
+    """An array of bodies. A page is looked up when the reply gets to it, so pages may change during a long reply."""
     count = check_batch("KVPAGEMGET", args, NAME_WORDS, "page")
     tiered = client.server.tiered
 
@@ -268,7 +268,7 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
     uses=pages(0),
     needs=nothing,
     reply="integer",
-    summary="Says whether a page is there, from the index alone.",
+    summary="Says whether a page exists, without reading it.",
 )
 def kvpageexists(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""

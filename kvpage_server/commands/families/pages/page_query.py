@@ -26,7 +26,7 @@ from kvpage_server.store.memory.entry import header_of, is_cold, is_page
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
     reply="array of integer",
-    summary="Says of N pages whether they are there, from the index alone.",
+    summary="Says for each of N pages whether it exists, without reading it.",
     group="page",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
@@ -49,11 +49,11 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     uses=pages(0),
     needs=extents,
     reply="map | null",
-    summary="Returns what is known of a page: its header, time to live, protection and tier.",
+    summary="Returns a page's header, time to live, protection and tier.",
     group="page",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
-    """A map; null when the page is not there."""
+    """A map, or null if there is no such page."""
     name, keyspace = page_name(args), client.keyspace
     page = keyspace.find(name.key)
     if page is None:

@@ -113,7 +113,7 @@ _request = partial(command, group="page", uses=requests(0))
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
-    """How many pages went. Blocks go whole; the last goes first, so what is left is always a prefix."""
+    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix."""
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
@@ -135,9 +135,10 @@ def kvpagedel(client: Client, args: list[Argument]) -> Reply:
     summary="Lists a request's blocks and what each holds.",
 )
 def kvpageindex(client: Client, args: list[Argument]) -> Reply:
-    """A map a block, by page id: page, pages, layers, heads, planes, complete, and with WITHSIZES bytes and memory.
+    """A map for each block, by page id: page, pages, layers, heads, planes, complete, and for WITHSIZES bytes, memory.
 
-    `layers` and `heads` are one more than the last there is, `bytes` counts bodies, `memory` all that they occupy.
+    `layers` and `heads` are the highest numbers plus one. `bytes` is the size of the bodies, `memory` is what the block
+    occupies in memory.
     """
     keyspace, req_id = client.keyspace, request_name(args[0])
     with_sizes = [plain(arg).upper() for arg in args[1:]]
@@ -180,10 +181,10 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
     parts=Parts(1),
     complexity="O(N) with N bytes",
     reply="map",
-    summary="Hashes the pages of a request, or of some of its blocks, and removes those that are not what was stored.",
+    summary="Hashes the pages of a request, or of some of its blocks, and removes corrupt ones.",
 )
 def kvpageverify(client: Client, args: list[Argument]) -> Reply:
-    """A map: pages checked, pages unchecked (written without a checksum), and the keys of the corrupt ones."""
+    """A map: the number of checked pages, the number of pages without a checksum, and the keys of the corrupt ones."""
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:

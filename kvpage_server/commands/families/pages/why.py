@@ -31,15 +31,15 @@ STORED = "stored"
     needs=nothing,
     complexity="O(1) for a page, O(N) for a request of N pages",
     reply="map",
-    summary="Says why a read of a request, or of a page, would miss.",
+    summary="Says why reading a request or a page would miss.",
     group="page",
 )
 def kvpagewhy(client: Client, args: list[Argument]) -> Reply:
-    """A map. `reason`: stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
+    """A map. `reason` is stored, never stored, expired, evicted, over quota, deleted, overwritten, corrupt or hole.
 
-    `at` is when it went (unix milliseconds), `policy` what evicted it, or `quota` the pattern of the one for which it
-    had to go. Of a request with a hole, `block` is the first
-    page id that is not there complete, and `cause` why. `since`: what went before then may have been forgotten.
+    `at` is when the page was removed (unix milliseconds), and `policy` or `quota` is the policy or the pattern of the
+    quota that removed it. If a request has a hole, `block` is its first incomplete page id, and `cause` is the reason.
+    `since` says from when on the server remembers removals (unix milliseconds).
     """
     keyspace = client.keyspace
     if len(args) == 1:

@@ -94,7 +94,7 @@ def _describe(user: User) -> dict[str, Any]:
     flags=_ADMIN + " secret",
     complexity="O(N) with N rules",
     reply="OK",
-    summary="Makes or changes a user.",
+    summary="Creates or changes a user.",
 )
 def acl_setuser(client: Client, args: list[Argument]) -> Reply:
     """With all of the rules or none. Connections of the user feel it at once."""
@@ -208,7 +208,7 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     most=3,
     complexity="O(N) with N entries",
     reply="array of map | OK",
-    summary="Lists what was refused to whom.",
+    summary="Lists the commands, keys, channels and logins that were refused.",
 )
 def acl_log(client: Client, args: list[Argument]) -> Reply:
     """The newest first; 10 unless told."""
@@ -258,7 +258,7 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
     "acl|load",
     complexity="O(N + M) with N users and M connections",
     reply="OK",
-    summary="Has the users of the aclfile instead.",
+    summary="Replaces the users with those in the aclfile.",
 )
 def acl_load(client: Client, args: list[Argument]) -> Reply:
     """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
@@ -287,7 +287,7 @@ def _file(client: Client) -> Path:
     return Path(client.server.config.aclfile)
 
 
-@_own("acl|genpass [bits]", most=3, reply="bulk", summary="Makes up a password.")
+@_own("acl|genpass [bits]", most=3, reply="bulk", summary="Generates a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
     """Random hexadecimal digits: 256 bits unless told."""
     bits = integer(args[0]) if args else 256

@@ -83,7 +83,7 @@ def _lines(placing: Placing) -> Iterator[str]:
         yield f"{node.id} {node.host}:{node.port}@0 {flags} - 0 0 {placing.map.version} connected{slots}\n"
 
 
-@_cluster("cluster|info", reply="bulk", summary="Tells of the map of slots.")
+@_cluster("cluster|info", reply="bulk", summary="Describes the map of slots.")
 def cluster_info(client: Client, args: list[Argument]) -> Reply:
     """`name:value` lines. The epochs are the map's version; `cluster_map_digest` is equal where maps are."""
     placing = _placing(client)

@@ -148,7 +148,7 @@ def _refused(name: str, why: str) -> ReplyError:
     return ReplyError(f"ERR CONFIG SET failed (possibly related to argument '{name}') - {why}")
 
 
-@_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Begins the statistics anew.")
+@_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Resets the statistics.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     """What INFO counts; not the slow log."""
     server = client.server

@@ -138,9 +138,9 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
 @_latency(
     "monitor",
     since="1.0.0",
-    complexity="O(N) of every command, with N who monitor",
+    complexity="O(N) for every command, with N monitoring connections",
     reply="OK",
-    summary="Shows every command that the server runs, as it does.",
+    summary="Shows every command that the server runs.",
 )
 def monitor(client: Client, args: list[Argument]) -> Reply:
     """OK, then a line a command until the connection ends or RESET. Passwords and administration are not shown."""

@@ -36,7 +36,7 @@ _save = partial(command, group="server")
     flags="admin noscript no_async_loading no_multi dangerous",
     complexity="O(N) with N changes that are not on disk",
     reply="OK",
-    summary="Has everything that was stored on disk before it answers.",
+    summary="Writes everything to disk before it answers.",
 )
 def save(client: Client, args: list[Argument]) -> Reply:
     """OK, once it is there; an error that says what is not, and why. Others do not wait."""
@@ -58,7 +58,7 @@ def save(client: Client, args: list[Argument]) -> Reply:
     "bgsave [SCHEDULE]",
     flags="admin noscript no_async_loading dangerous",
     reply="simple",
-    summary="Has what was stored go to disk now, and does not wait for it.",
+    summary="Starts writing everything to disk, and returns at once.",
 )
 def bgsave(client: Client, args: list[Argument]) -> Reply:
     """A simple string, as Redis words it."""
@@ -73,7 +73,7 @@ def bgsave(client: Client, args: list[Argument]) -> Reply:
     flags="loading stale fast admin dangerous",
     tips="nondeterministic_output",
     reply="integer",
-    summary="Returns the unix second of the last commit to disk; that of the start where there is none.",
+    summary="Returns the unix second of the last commit to disk, or of the start if there was none.",
 )
 def lastsave(client: Client, args: list[Argument]) -> Reply:
     """Unix seconds."""

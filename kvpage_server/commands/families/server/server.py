@@ -28,7 +28,7 @@ _server = partial(command, group="server")
     flags="loading stale dangerous filtered",
     complexity="O(N) with N connections",
     reply="text",
-    summary="Tells how the server is doing.",
+    summary="Describes the server's state.",
 )
 def info(client: Client, args: list[Argument]) -> Reply:
     """Text in sections of `name:value` lines; users who may not read every key are not shown what concerns all keys."""
@@ -53,7 +53,7 @@ def time_(client: Client, args: list[Argument]) -> Reply:
     flags="admin noscript loading stale fast filtered",
     since="2.8.12",
     reply="array",
-    summary="Returns its role.",
+    summary="Returns the server's role.",
 )
 def role(client: Client, args: list[Argument]) -> Reply:
     """Master, at offset 0, with no replicas."""
@@ -65,7 +65,7 @@ def role(client: Client, args: list[Argument]) -> Reply:
     flags="noscript",
     since="3.0.0",
     reply="integer",
-    summary="Waits for replicas, of which there are none.",
+    summary="Returns 0: there are no replicas to wait for.",
     group="connection",
 )
 def wait(client: Client, args: list[Argument]) -> Reply:

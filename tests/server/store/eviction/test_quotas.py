@@ -420,9 +420,9 @@ def test_quotas_stand_in_the_file_on_the_command_line_and_in_config_get(tmp_path
         ("quota kv:a.*", "takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got 1"),
         ("quota kv:a.* much", "must be a number of bytes such as 0, 512mb or 4gb, got 'much'"),
         ("quota kv:a.* -1", "must be a number of bytes such as 0, 512mb or 4gb, got '-1'"),
-        ("quota kv:a.* 1mb kv:a.* 2mb", "pattern 'kv:a.*' stands twice"),
-        ('quota "" 1mb', "pattern must have a byte and no spaces, for which ? may stand; got ''"),
-        ('quota "a b" 1mb', "pattern must have a byte and no spaces, for which ? may stand; got 'a b'"),
+        ("quota kv:a.* 1mb kv:a.* 2mb", "pattern 'kv:a.*' is given twice"),
+        ('quota "" 1mb', "pattern must not be empty or have spaces (use ? instead), got ''"),
+        ('quota "a b" 1mb', "pattern must not be empty or have spaces (use ? instead), got 'a b'"),
         (f"quota {'x' * 1025} 1mb", "a pattern has at most 1024 bytes, got 1025"),
     ],
 )
