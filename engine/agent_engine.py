@@ -297,11 +297,13 @@ class AgentEngine:
             self._speed = computed / done.prefill_seconds
             if self._store:
                 self._store.prefilled(computed, done.prefill_seconds)
+        answer = job.answer(done)
+        if self._store and not done.error:
+            self._store.answered(answer.reuse.tier, answer.reuse.tokens, computed)
         if self._store and done.blocks.blocks:
             keep = self._store.save if job.keep else self._store.publish
             keep(done.blocks)
         self._batch.pool.free(done.blocks.block_ids, job.agent_id)
-        answer = job.answer(done)
         _see(job, done, answer.reuse)
         if done.error:
             _tell(job.on_error, done.error)

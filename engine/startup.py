@@ -85,6 +85,7 @@ class Engine:
         pages = PageTier(options.store, spec, pool, restore_within=within) if options.store else None
         cold = SafetensorsCacheAdapter(spec, pool, options.cold) if options.cold else None
         store = AgentCacheStore(spec, pool, pages=pages, cold=cold, config=CacheConfig(restore_within=within))
+        store.keep_telling()
         batch = BlockPoolBatchEngine(model, tokenizer, spec, pool)
         agents = AgentEngine(batch, store)
         tell(f"{spec.model_id} was loaded in {time.monotonic() - begun:.1f} s")

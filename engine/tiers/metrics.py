@@ -6,7 +6,7 @@ import threading
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, Self
+from typing import Any, Literal, Self
 
 from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
@@ -96,6 +96,7 @@ class Tally:
     misses: Counter[str] = field(default_factory=Counter)
     unsaved: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
+    tokens: Counter[str] = field(default_factory=Counter)  # of prompts, by where they were found
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def count(self, event: str) -> None:
@@ -112,6 +113,22 @@ class Tally:
             traffic.hits += 1
             traffic.loaded_bytes += nbytes
             traffic.load_seconds += seconds
+
+    def answered(self, tier: Tier, reused: int, computed: int) -> None:
+        """Count the tokens of a prompt, of which `tier` had those that were reused."""
+        with self._lock:
+            self.events["answers"] += 1
+            self.tokens[tier] += reused
+            self.tokens["none"] += computed
+
+    def figures(self) -> dict[str, Any]:
+        """What is told to others: how many tokens each tier has spared."""
+        with self._lock:
+            tiers = {
+                name: {"hits": traffic.hits, "tokens": self.tokens[name], "bytes": traffic.loaded_bytes}
+                for name, traffic in self.traffic.items()
+            }
+            return {"answers": self.events["answers"], "computed": self.tokens["none"], "tiers": tiers}
 
     def saved(self, tier: Tier, nbytes: int | None, seconds: float) -> None:
         """Count a save; `nbytes` is None if it failed."""

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import uuid
 from collections import Counter
-from collections.abc import Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any, Protocol, TypeVar
@@ -123,6 +123,10 @@ class PageTier:
     def rates(self) -> Rates:
         """What load-or-recompute is decided from; the engine tells it how fast prompts are computed."""
         return self._connection.rates
+
+    def do_beside(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
+        """Begin something that nobody waits for. It ends with the connections."""
+        self._connection.begin(work(self._connection), lambda _: None)
 
     def close(self) -> None:
         """End what is under way and close the connections."""

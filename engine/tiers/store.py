@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 
 from engine.generation.tokens import token_ids
 from engine.memory.blocks import AgentBlocks, BlockError, check_agent_id
@@ -30,9 +31,10 @@ from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.flush import Flusher
 from engine.tiers.hot import CacheEntry, HotTier
 from engine.tiers.loading import Found, Loaded, Loading, Ways, beginning
-from engine.tiers.metrics import StoreMetrics, Tally
+from engine.tiers.metrics import StoreMetrics, Tally, Tier
 from engine.tiers.pages import PageTier
 from engine.tiers.prefill_claims import Claim, Claims
+from engine.tiers.telling import figures, keep_telling
 from kvpage_server.system import malloc
 
 READER_THREADS = 2  # files that are read at once
@@ -138,10 +140,20 @@ class AgentCacheStore:
             claim.published()
         self._flusher.publish(adopted, claim.release if claim else None)
 
+    def answered(self, tier: Tier, reused: int, computed: int) -> None:
+        """Report an answer: how many tokens of its prompt were found in `tier`, and how many were computed."""
+        self._tally.answered(tier, reused, computed)
+
     def prefilled(self, tokens: int, seconds: float) -> None:
         """Report the time of a prefill, for the choice between fetching and computing."""
         if self._pages:
             self._pages.rates.prefilled(tokens, seconds)
+
+    def keep_telling(self) -> None:
+        """Tell whoever watches the page server what the tiers have spared this engine, every few seconds from now."""
+        if self._pages:
+            told = partial(figures, self.spec.model_id, self._pool, self._tally)
+            self._pages.do_beside(lambda connection: keep_telling(connection, told))
 
     def delete(self, agent_id: str) -> bool:
         """Delete an agent from every tier; whether any had it. Blocks that others share stay.

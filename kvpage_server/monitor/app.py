@@ -81,17 +81,18 @@ async def login_of(request: Request) -> Login:
 async def _metrics(request: Request) -> Response:
     """Everything to who is on this machine; to others what their user may see."""
     logins: Logins = request.app.state.logins
-    told = credentials(request)
-    if told is not None:
+    who = credentials(request)
+    if who is not None:
         try:
-            observer = (await logins.of_password(*told, address_of(request))).observer
+            observer = (await logins.of_password(*who, address_of(request))).observer
         except redis.AuthenticationError:
             return PlainTextResponse("the store does not take this password\n", 401, ASK)
     elif is_from_here(request):
         observer = logins.figures
     else:
         return PlainTextResponse("from another machine, a user of the store and their password are needed\n", 401, ASK)
-    return Response(exposition(await observer.overview(), request.app.state.closed), media_type=EXPOSITION)
+    told = exposition(await observer.overview(), request.app.state.closed, await observer.engines())
+    return Response(told, media_type=EXPOSITION)
 
 
 async def _health(request: Request) -> Response:

@@ -17,6 +17,7 @@ import redis
 from starlette.requests import Request
 
 from kvpage_server.monitor.entrance import MONITOR, Entrance
+from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.observer import Observer
 
 MOST_USERS = 64  # connections to the store
@@ -50,7 +51,8 @@ class Logins:
     """Users by name and password, and browsers by their cookie. The least recently used go when there are too many."""
 
     def __init__(self, entrance: Entrance) -> None:
-        self.figures = Observer(entrance.store(MONITOR))
+        self.engines = Engines()
+        self.figures = Observer(entrance.store(MONITOR), self.engines)
         self._entrance = entrance
         self._logins: OrderedDict[bytes, Login] = OrderedDict()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -119,7 +121,7 @@ class Logins:
             known.checked = time.monotonic()
             await store.aclose()
             return key
-        self._logins[key] = Login(user, Observer(store), time.monotonic())
+        self._logins[key] = Login(user, Observer(store, self.engines), time.monotonic())
         while len(self._logins) > MOST_USERS:
             _, oldest = self._logins.popitem(last=False)
             await oldest.observer.close()

@@ -18,6 +18,7 @@ from kvpage_server.http.connections import Door, Unanswered
 from kvpage_server.http.serving import HttpServer
 from kvpage_server.monitor.app import HEALTH, make_app
 from kvpage_server.monitor.entrance import Entrance
+from kvpage_server.monitor.listening import listen
 from kvpage_server.monitor.logins import Logins
 
 CONNECTIONS, FOR_EACH = 256, 64  # of everybody, of one address
@@ -40,13 +41,17 @@ def main(pages: Sequence[BaseRoute]) -> None:
 async def _serve(channel: socket.socket, listening: list[socket.socket], pages: Sequence[BaseRoute]) -> None:
     closed: Counter[str] = Counter()
     door = Door(CONNECTIONS, FOR_EACH, closed=lambda reason: closed.update([reason]), refused=_refused, always=[HEALTH])
-    server = HttpServer(make_app(Logins(Entrance(channel)), closed, pages), door, grace=GRACE_SECONDS)
+    entrance = Entrance(channel)
+    logins = Logins(entrance)
+    server = HttpServer(make_app(logins, closed, pages), door, grace=GRACE_SECONDS)
+    listening_to_engines = asyncio.create_task(listen(entrance, logins.engines))
     gone = asyncio.Event()
     asyncio.get_running_loop().add_reader(channel, gone.set)  # the server sends nothing: this is the end of it
     serving = asyncio.create_task(server.serve(listening))
     ended = asyncio.create_task(gone.wait())
     await asyncio.wait([serving, ended], return_when=asyncio.FIRST_COMPLETED)
     server.should_exit = True
+    listening_to_engines.cancel()
     await serving
 
 

@@ -11,6 +11,7 @@ import redis.asyncio
 
 from kvpage_server.observe.asking import Reading, ask_async
 from kvpage_server.observe.context import BlockPlace, context_of
+from kvpage_server.observe.engines import Engines
 from kvpage_server.observe.history import History
 from kvpage_server.observe.manifests import Manifest
 from kvpage_server.observe.overview import Overview, overview_of_store
@@ -35,8 +36,10 @@ class _Last(Generic[T]):
 class Observer:
     """Reads what the user of its connection may see. Its methods raise RedisError when the store gives no answer."""
 
-    def __init__(self, store: redis.asyncio.Redis) -> None:
+    def __init__(self, store: redis.asyncio.Redis, engines: Engines) -> None:
+        """`engines` are shown to users who may read every key, and to nobody else."""
         self.store = store
+        self._engines = engines
         self.history = History()
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
@@ -51,6 +54,10 @@ class Observer:
                 last.until = time.monotonic() + OVERVIEW_SECONDS
                 self.history.add(last.value)
             return last.value
+
+    async def engines(self) -> Engines | None:
+        """What engines tell; None where the user may not read every key."""
+        return self._engines if (await self.overview()).everything else None
 
     async def holdings(self) -> Holdings:
         """Who uses the memory, at most five seconds old, or fifty times as old as reading it takes."""

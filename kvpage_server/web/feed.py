@@ -33,7 +33,8 @@ class Feed:
                 now = await self._observer.overview()
                 moments = [moment for moment in self._observer.history.moments if moment.at > last]
                 last = moments[-1].at if moments else last
-                told = shown.event("overview", shown.overview(now, user))
+                engines = await self._observer.engines()
+                told = shown.event("overview", shown.overview(now, user, engines))
                 if moments:
                     told += shown.event("moments", [shown.moment(moment) for moment in moments])
                 if slowly is not self._slowly:

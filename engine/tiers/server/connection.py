@@ -11,9 +11,11 @@ from itertools import chain
 from typing import Any, TypeVar, cast
 
 import uvloop
+from redis.driver_info import DriverInfo
 
 from engine.tiers.server.breaker import CircuitBreaker
 from engine.tiers.server.cost_model import Rates
+from kvpage_server import __version__
 from kvpage_server.client import (
     AsyncPageClient,
     DeadlineExceeded,
@@ -57,7 +59,9 @@ class ServerConnection:
         """
         self.several = names_several(url)
         self.deadline = deadline
-        more: dict[str, Any] = {"node_deadline": min(SILENCE, deadline / 4)} if self.several else {}
+        more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # as CLIENT LIST has it
+        if self.several:
+            more["node_deadline"] = min(SILENCE, deadline / 4)
         self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify
         self._failing = frozenset() if self.several else FAILING  # each of several is left alone by itself
         self.connections = connections

@@ -4,6 +4,7 @@ import { at, bar, el, first, list, meter, say, soon, themes } from "./dom.js";
 import { ago, bytes, clock, count, percent, plural, seconds } from "./format.js";
 import { columns, lines } from "./charts.js";
 import { listen } from "./events.js";
+import { showEngines } from "./engines.js";
 import { lede } from "./lede.js";
 import { showContext, openAgent } from "./context.js";
 import { least, savedBySharing, showShared, showWhose } from "./whose.js";
@@ -40,6 +41,7 @@ function show() {
   showFigures();
   showCharts();
   showTiers();
+  showEngines(now.engines);
   if (holdings) {
     showWhose(holdings, now, openAgent);
     showShared(holdings);

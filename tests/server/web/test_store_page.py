@@ -10,6 +10,7 @@ import pytest
 import redis
 from browsers import CHROMIUM, NO_CHROMIUM, WITHIN, chromium, faults, says, shown
 from browsing import SeenServer, start_seen_server
+from waiting import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not CHROMIUM, reason=NO_CHROMIUM)]
 
@@ -32,6 +33,15 @@ def remember(client: redis.Redis, agent: str, blocks: Sequence[str]) -> None:
         "tokens": [1] * TOKENS * len(blocks),
     }
     client.set(f"manifest:{agent}:00000000000000aa", "0" * 16 + json.dumps(manifest))
+
+
+def tell(client: redis.Redis, name: str) -> int:
+    """What an engine tells of itself; how many heard it."""
+    tier = {"hits": 2, "tokens": 300, "bytes": 1 << 20}
+    none = dict.fromkeys(tier, 0)
+    told = {"name": name, "model": "tiny", "answers": 4, "computed": 100, "used": 3 << 20, "room": 12 << 20}
+    tiers = {"hot": none, "prefix": none, "page": tier, "cold": none}
+    return int(client.publish("kvpage:engines", json.dumps(told | {"tiers": tiers})))
 
 
 def work(client: redis.Redis) -> None:
@@ -136,6 +146,17 @@ def test_a_context_is_a_strip_of_blocks_and_a_block_is_layers_by_heads(seen: See
         assert page.locator("#block figure").count() == 2
 
 
+def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browser: Any) -> None:
+    with seen.server.client() as client, shown(browser, seen.url) as page:
+        until(lambda: tell(client, f"host:1{SCRIPT}"), "somebody who listens")
+        says(page, "#engines", f"host:1{SCRIPT}")
+        says(page, "#engines", "75 % of 400 tokens")
+        says(page, "#engines", "3.0 MiB of 12.0 MiB")
+        says(page, "#spared", "75 %")
+        says(page, "#spared-note", "300 of 400 tokens, 1 engine")
+        assert faults(page) == []
+
+
 def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.url) as page:
         client.client_setname("<script>alert(2)</script>")
@@ -173,8 +194,9 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
             page.locator("#password").fill("sesame")
             page.locator("button").click()
             says(page, "#agents", "own")
+            assert page.locator("#engines-card").is_hidden()
             assert page.locator("#agents tr").count() == 1
-            assert "other" not in page.locator("main").inner_text().replace("other clients", "").replace("no other", "")
+            assert "other" not in page.locator("main").inner_text().replace("no other", "")
             page.locator("#leave").click()
             page.locator("#password").wait_for()
 

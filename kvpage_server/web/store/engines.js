@@ -1,0 +1,33 @@
+// Engines that tell what they do: how much of their prompts was not computed, and where that was found.
+
+import { at, bar, el, first, list, meter, say } from "./dom.js";
+import { bytes, count, percent, plural } from "./format.js";
+
+const TIERS = [["hot", "its own memory"], ["prefix", "shared beginnings in its memory"], ["page", "this store"], ["cold", "files"]];
+
+const sum = (values) => values.reduce((all, value) => all + value, 0);
+const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
+const prompts = (engine) => found(engine) + engine.computed;
+const ratio = (part, all) => (all ? percent(part / all) : "–");
+
+/** Without `engines` the user may not know of any. */
+export function showEngines(engines) {
+  at("engines-card").hidden = at("spared-box").hidden = engines === null;
+  if (engines === null) return;
+  const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];
+  say(at("spared"), ratio(reused, all));
+  say(at("spared-note"), `${count(reused)} of ${plural(all, "token")}, ${plural(engines.length, "engine")}`);
+  at("engines-empty").hidden = engines.length > 0;
+  at("engines-box").hidden = !engines.length;
+  list(at("engines"), first(engines, 20, at("engines-more")), (engine) => engine.name, (engine) =>
+    el("tr", {},
+      el("td", {}, el("span", { class: "name clip", title: engine.name }, engine.name), el("div", { class: "soft" }, engine.model)),
+      meter(bar(parts(engine), prompts(engine)), `${ratio(found(engine), prompts(engine))} of ${plural(prompts(engine), "token")}`),
+      ...TIERS.map(([tier]) => el("td", { class: "num" }, count(engine.tiers[tier].tokens))),
+      el("td", { class: "num" }, bytes(engine.tiers.page.bytes)),
+      el("td", { class: "num" }, count(engine.answers)),
+      el("td", { class: "num" }, bytes(engine.used) + (engine.room ? ` of ${bytes(engine.room)}` : ""))));
+}
+
+const parts = (engine) => TIERS.map(([tier, name]) =>
+  [tier, engine.tiers[tier].tokens, `${plural(engine.tiers[tier].tokens, "token")} from ${name}`]);

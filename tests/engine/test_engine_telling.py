@@ -1,0 +1,87 @@
+"""Engines tell whoever watches their page server how many tokens their tiers have spared them, and nobody else."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from browsing import SeenServer, start_seen_server
+from test_agent_engine import SYSTEM, Bench
+from waiting import eventually, until
+
+from engine.tiers import telling
+
+TENANT = ("--user", "tenant", "on", ">sesame", "~kv:own*", "+@all")
+FIGURES = ("--user", "figures", "on", ">open", "%R~*", "+@all")
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[SeenServer]:
+    with start_seen_server(*TENANT, *FIGURES) as seen:
+        yield seen
+
+
+@pytest.fixture(autouse=True)
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(telling, "EVERY_SECONDS", 0.1)
+
+
+def tokens(seen: SeenServer, **options: object) -> dict[str, float]:
+    """By where they were found."""
+    told = seen.metrics(**options)
+    return {key[1]: count for key, count in told.items() if key[0] == "kvpage_prompt_tokens_total"}
+
+
+def test_the_store_says_how_many_tokens_of_prompts_were_not_computed(seen: SeenServer) -> None:
+    bench = Bench(seen.server.url)
+    bench.store.keep_telling()
+    until(lambda: seen.metrics()["kvpage_engines",] == 1, "the engine")
+    bench.ask("alice", SYSTEM)
+    bench.ask("alice", SYSTEM)
+    spared = len(SYSTEM) - 1
+    wanted = {"none": len(SYSTEM) + 1, "hot": spared, "prefix": 0, "page": 0, "cold": 0}
+    until(lambda: tokens(seen) == wanted, f"{wanted}, got {tokens(seen)}")
+    with seen.server.client() as client:
+        names = {each["lib-name"] for each in client.client_list()}
+    assert "kvpage-engine" in names
+    bench.store.close()
+    assert seen.server.log == "" or "Traceback" not in seen.server.log
+
+
+def test_who_may_not_read_every_key_is_told_of_no_engine(seen: SeenServer) -> None:
+    assert tokens(seen, auth=("tenant", "sesame")) == {}
+    assert set(tokens(seen, auth=("figures", "open"))) == {"none", "hot", "prefix", "page", "cold"}
+
+
+def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> None:
+    """Each refusal would be one more in the server's ACL LOG."""
+    with seen.server.client() as client:
+        client.acl_log_reset()
+        client.execute_command("ACL", "SETUSER", "quiet", "on", ">still", "~*", "+@all")
+        bench = Bench(seen.server.url.replace("redis://", "redis://quiet:still@"))
+        bench.store.keep_telling()
+        until(lambda: client.acl_log(), "a refusal")
+        for agent in ("alice", "bob"):
+            bench.ask(agent, SYSTEM[:20])
+        bench.store.flush_dirty()
+        assert not eventually(lambda: client.acl_log()[0]["count"] > 1, within=1.0)
+        assert client.keys("manifest:bob:*")
+        bench.store.close()
+
+
+def test_what_is_told_is_short_and_names_no_agent(seen: SeenServer) -> None:
+    bench = Bench(seen.server.url)
+    with seen.server.client() as client, client.pubsub(ignore_subscribe_messages=True) as channel:
+        channel.subscribe(telling.CHANNEL)
+        bench.ask("alice", SYSTEM[:20])
+        bench.store.keep_telling()
+        heard: list[Any] = []
+        until(lambda: heard.append(channel.get_message(timeout=1.0)) or heard[-1], "a message")
+    bench.store.close()
+    told = json.loads(heard[-1]["data"])
+    assert told.keys() == {"name", "model", "answers", "computed", "used", "room", "tiers"}
+    assert told["answers"] == 1
+    assert told["computed"] + sum(tier["tokens"] for tier in told["tiers"].values()) == 20
+    assert "alice" not in json.dumps(told)

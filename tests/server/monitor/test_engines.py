@@ -1,0 +1,80 @@
+"""What engines tell is believed within bounds: counts grow, names are cut, and noise is passed over."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from kvpage_server.observe import engines
+from kvpage_server.observe.engines import MOST_ENGINES, SILENT_SECONDS, Engines, parse
+
+
+def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any) -> bytes:
+    tiers = {tier: {"hits": 0, "tokens": 0, "bytes": 0} for tier in engines.TIERS}
+    tiers["page"]["tokens"] = page
+    usual = {"name": name, "model": "tiny", "answers": 1, "computed": computed, "used": 0, "room": 0, "tiers": tiers}
+    return json.dumps(usual | changes).encode()
+
+
+def test_tokens_are_counted_from_when_an_engine_is_first_heard() -> None:
+    """What it did before, perhaps for another store's process, is no rate of now."""
+    heard = Engines()
+    heard.heard(told(computed=1000, page=5000))
+    assert not any(heard.tokens.values())
+    heard.heard(told(computed=1010, page=5090))
+    assert (heard.tokens["none"], heard.tokens["page"]) == (10, 90)
+    heard.heard(told(computed=3, page=0))  # it was started anew
+    assert (heard.tokens["none"], heard.tokens["page"]) == (10, 90)
+
+
+def test_an_engine_that_is_silent_is_gone_until_it_tells_again() -> None:
+    now = 0.0
+    heard = Engines(lambda: now)
+    heard.heard(told("host:2"))
+    heard.heard(told("host:1", computed=1))
+    assert [each.name for each in heard.connected()] == ["host:1", "host:2"]
+    now = SILENT_SECONDS + 1
+    assert heard.connected() == []
+    heard.heard(told("host:1", computed=5))
+    assert [each.name for each in heard.connected()] == ["host:1"]
+    assert heard.tokens["none"] == 4
+
+
+def test_there_are_so_many_engines_at_most() -> None:
+    heard = Engines()
+    for number in range(3 * MOST_ENGINES):
+        heard.heard(told(f"host:{number}"))
+    assert len(heard.connected()) == MOST_ENGINES
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b"",
+        b"[]",
+        b"null",
+        b"\xff",
+        b"[" * 4000,
+        b"1e9999",
+        told(computed=-1),
+        told(computed=1 << 63),
+        told(answers="many"),
+        told(answers=1.5),
+        told(tiers={}),
+        told(tiers=[]),
+        told(tiers=dict.fromkeys(engines.TIERS, 1)),
+        told(model="x" * 5000),
+    ],
+)
+def test_what_makes_no_sense_is_passed_over(raw: bytes) -> None:
+    heard = Engines()
+    heard.heard(raw)
+    assert (parse(raw), heard.connected()) == (None, [])
+
+
+def test_names_are_cut() -> None:
+    found = parse(told("n" * 1000, model="m" * 1000))
+    assert found is not None
+    assert (len(found.name), len(found.model)) == (100, 100)
