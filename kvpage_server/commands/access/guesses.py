@@ -2,7 +2,7 @@
 
 An address may fail ten times; one failure is forgiven every six seconds. After that, its AUTHs are handled one a
 second, in the order in which they came, however many connections they come from. This includes those with the right
-password: otherwise a guesser could take a slow answer for a no without waiting for it. Other addresses are not affected.
+password: otherwise a guesser could take a slow answer for a no and not wait for it. Other addresses are not affected.
 
 Memory is bounded: beyond a number of addresses, the one whose last failure is oldest is forgotten.
 """
