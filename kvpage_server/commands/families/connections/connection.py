@@ -135,7 +135,7 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
 
 
 def _wait_for_its_turn(client: Client) -> None:
-    """Raises Postponed after many wrong passwords from the client's address, ReplyError if the wait would be too long."""
+    """Raises Postponed after many wrong passwords from this address, ReplyError if the wait would be too long."""
     if client.waited_to_authenticate:
         client.waited_to_authenticate = False
         return
