@@ -1,7 +1,8 @@
-"""Segments of a prompt: neighbouring blocks that one of several servers has, so that long contexts are on all of them.
+"""Segments of a prompt. A segment is a few neighbouring blocks that are kept by the same server. So a long context is
+spread over all servers.
 
-A prompt's first block is a segment of its own, as very many prompts begin with the same one: what follows it would
-otherwise be on one server for all of them.
+The first block of a prompt is a segment by itself. Very many prompts begin with the same block, and otherwise the
+blocks after it would be on one server for all of them.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ SEGMENT = 4  # blocks, after the first
 
 
 def first_of(index: int, together: int) -> int:
-    """The first block of the segment that a block is in."""
+    """The first block of the segment that has block `index`."""
     return index - (index - 1) % together if index else 0
 
 
 def tag_of(names: Sequence[str], index: int, together: int) -> str:
-    """What stands before the name of a block of this chain in keys: in braces the first of its segment, which has
-    `together` blocks; nothing for 0, when there is only one server."""
+    """The tag before the name of block `index` in keys: the name of the first block of its segment, in braces. A
+    segment has `together` blocks; 0 means that there is only one server, and no tag."""
     return f"{{{names[first_of(index, together)]}}}" if together else ""

@@ -1,16 +1,16 @@
-"""A map of slots that people keep: which of several servers has which of a cluster's 16384 slots.
+"""A map of slots: which of several servers has which of a cluster's 16384 slots.
 
-The same file lies beside each of them, in TOML::
+It is a file in TOML, which people edit. Every server has the same one::
 
     version = 1
 
     [[nodes]]
-    id = "0f3c0c0b9a5b4c1e8d7a6f5e4d3c2b1a00000001"  # 40 hexadecimal digits, this node's for ever
+    id = "0f3c0c0b9a5b4c1e8d7a6f5e4d3c2b1a00000001"  # 40 hexadecimal digits; a node never changes its id
     host = "10.0.0.1"
     port = 9221
     slots = ["0-8191"]
 
-A map that says something else has a higher version.
+Whoever changes the map raises its version.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _MOST_SHOWN = 3  # ranges in an error
 
 
 class MapError(ValueError):
-    """A map is none; the message says what is wrong with it, and what is allowed."""
+    """A map is invalid; the message says what is wrong and what is allowed."""
 
 
 @dataclass(frozen=True, slots=True)
 class MappedNode:
-    """A server of the map, and its slots as ranges, both ends included."""
+    """A server of the map. Its slots are ranges with both ends included."""
 
     id: str
     host: str
@@ -45,7 +45,7 @@ class MappedNode:
 
     @property
     def address(self) -> str:
-        """Where it listens."""
+        """host:port."""
         return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
 
 
@@ -59,7 +59,7 @@ class StaticMap:
 
     @property
     def digest(self) -> str:
-        """The same for maps that say the same."""
+        """Equal for equal maps."""
         said = sorted((node.id, node.host, node.port, node.ranges) for node in self.nodes)
         return sha256(repr((self.version, said)).encode()).hexdigest()[:16]
 
@@ -72,29 +72,27 @@ class StaticMap:
         raise MapError(f"the map has no node '{name}': cluster-node is an id or one of {there}")
 
     def follow(self, new: StaticMap) -> bool:
-        """Whether a map that was read takes this one's place. Raises MapError for one that is older, or another one of
-        the same version."""
+        """Whether a new map differs from this one. Raises MapError if it is older, or differs in the same version."""
         if new.digest == self.digest:
             return False
         if new.version == self.version:
             raise MapError(
-                f"it says something else than the map in use, and has the same version, {self.version}: "
-                "a map that says something else needs a higher one"
+                f"it differs from the map in use but has the same version, {self.version}: raise its version"
             )
         if new.version < self.version:
-            raise MapError(f"it has version {new.version}, and the map in use {self.version}")
+            raise MapError(f"it has version {new.version}, and the map in use has version {self.version}")
         return True
 
 
 def slot_of(key: bytes) -> int:
-    """The slot of a key: the CRC of what stands in its first braces, or of all of it."""
+    """The slot of a key: the CRC of the part in its first braces, or of the whole key."""
     start = key.find(b"{") + 1
     end = key.find(b"}", start) if start else -1
     return crc_hqx(key[start:end] if end > start else key, 0) % SLOTS
 
 
 def read_map(path: Path) -> StaticMap:
-    """What stands in a file. Raises MapError, which names it; OSError."""
+    """The map in a file. Raises MapError, which names the file; OSError."""
     try:
         return parse_map(path.read_text("utf-8"))
     except ValueError as error:
@@ -102,7 +100,7 @@ def read_map(path: Path) -> StaticMap:
 
 
 def parse_map(text: str) -> StaticMap:
-    """The map that a text describes. Raises MapError, ValueError for what is no TOML."""
+    """The map in a text. Raises MapError, or ValueError if it is not TOML."""
     try:
         return _map(text)
     except RecursionError:
@@ -142,7 +140,7 @@ def _owners(nodes: Iterable[MappedNode]) -> tuple[MappedNode, ...]:
 
 
 def _ranges(slots: Iterable[int]) -> Iterator[tuple[int, int]]:
-    """Numbers in order, as ranges."""
+    """The ranges of sorted numbers."""
     for _, run in groupby(enumerate(slots), lambda pair: pair[1] - pair[0]):
         found = [slot for _, slot in run]
         yield found[0], found[-1]

@@ -47,7 +47,6 @@ class ByFile(LoadFileScheduling):
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
-    """What `make test` divides its tests by."""
     return ByFile(config, log)
 
 

@@ -33,9 +33,9 @@ OUT_OF_MEMORY = "OOM command not allowed when used memory > 'maxmemory'."
 
 
 def plain(argument: Argument) -> bytes:
-    """The argument's bytes, copied out of the arena when it is a long one. Raises ReplyError for one that is too long.
+    """The argument's bytes; a long one is copied out of the arena. Raises ReplyError if it is too long.
 
-    Only values are longer than that, and these stay where they are.
+    Only values may be that long, and they stay in the arena.
     """
     if isinstance(argument, bytes):
         return argument
@@ -67,7 +67,7 @@ def integer_in(name: str, raw: Argument, low: int, high: int) -> int:
 
 
 def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> int:
-    """The N that opens a batch's arguments, when N things (called `unit`) of `width` follow. Raises ReplyError."""
+    """The N at the start of a batch. N things (called `unit`) of `width` arguments must follow. Raises ReplyError."""
     count = integer_in("N", args[0], 1, MAX_U32)
     if len(args) - 1 != count * width:
         raise ReplyError(
@@ -78,6 +78,6 @@ def check_batch(name: str, args: Sequence[Argument], width: int, unit: str) -> i
 
 
 def batch(name: str, args: list[Argument], width: int, unit: str) -> list[list[Argument]]:
-    """The `width` arguments of each of the N things (called `unit`) that N says follow. Raises ReplyError."""
+    """The things of a batch, each with its `width` arguments; see `check_batch`. Raises ReplyError."""
     check_batch(name, args, width, unit)
     return [args[start : start + width] for start in range(1, len(args), width)]

@@ -1,4 +1,4 @@
-"""What a command acts on: the server, and the client that asks."""
+"""What a command acts on: the server, and the client that sent it."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class Server:
         client.transaction = None
 
     def refuse(self, client: Client, reason: str, what: bytes, user: bytes = b"") -> None:
-        """Note in the ACL log that a client was refused a command, a key, a channel, or by AUTH."""
+        """Add a refused command, key, channel or AUTH to the ACL log."""
         context = "multi" if client.transaction is not None else "toplevel"
         name = user or (client.user.name if client.user else b"")
         self.refusals.note(reason, context, what, name, str(client))
@@ -146,19 +146,19 @@ class Connection(Protocol):
         """Send something that was not asked for, in its turn."""
 
     def close(self) -> None:
-        """End it once what was said is sent."""
+        """Close it when all replies are sent."""
 
     def abort(self) -> None:
-        """End it now."""
+        """Close it now."""
 
     def resume(self) -> None:
-        """Go on with the command that waited for the end of a pause."""
+        """Run the command that waited for the end of a pause."""
 
     def renew(self) -> None:
-        """What waits to be sent may have moved in memory: send it from where it is now."""
+        """Note that memory which waits to be sent may have moved."""
 
     def trust(self, trusted: bool) -> None:
-        """Say whether the client has authenticated, so that it may send larger frames."""
+        """Set whether the client has authenticated and so may send larger frames."""
 
     @property
     def paused(self) -> bool:
@@ -170,7 +170,7 @@ class Connection(Protocol):
 
     @property
     def incoming(self) -> int:
-        """Bytes held for a command whose end has not arrived."""
+        """Bytes of incomplete commands."""
 
     @property
     def outgoing(self) -> int:
@@ -221,7 +221,7 @@ class Client:
         self.connection.push(message)
 
     def close(self) -> None:
-        """End the connection once what was said is sent."""
+        """Close the connection when all replies are sent."""
         self.closing = True
         self.connection.close()
 
@@ -267,7 +267,7 @@ class Client:
 
     @property
     def redirection(self) -> int:
-        """The id of the connection that is told what this one tracks, 0 for itself, -1 when it tracks nothing."""
+        """The id of the connection that gets this one's tracking messages, 0 for itself, -1 if it tracks nothing."""
         return self.tracking.redirect if self.tracking is not None else -1
 
     def _flags(self) -> str:
@@ -295,14 +295,14 @@ class Client:
 
     @property
     def held(self) -> int:
-        """Bytes of the server's memory that it holds: unfinished commands, queued commands, replies it has not read."""
+        """Bytes of memory that it holds: incomplete commands, queued commands, unread replies."""
         queued = self.transaction.size if self.transaction is not None else 0
         return self.connection.incoming + self.connection.outgoing + queued
 
     # -- who it is, and what it may see ------------------------------------------------------------------------------
 
     def become(self, user: User | None) -> None:
-        """The connection belongs to a user now, or to nobody when `user` is None."""
+        """Set the connection's user; None means that it has to authenticate."""
         self.user = user
         self.connection.trust(user is not None)
         self.settle()
@@ -313,7 +313,7 @@ class Client:
         self.settle()
 
     def settle(self) -> None:
-        """Decide whether its commands run without further questions. Call it when one of these conditions changes."""
+        """Decide whether its commands run without further checks. Call it when one of these conditions changes."""
         self.free = (
             self.user is not None
             and self.user.unrestricted
@@ -329,7 +329,7 @@ class Client:
 
     @property
     def sees_all(self) -> bool:
-        """Whether it may read every key, and so know what concerns all of them."""
+        """Whether it may read every key."""
         return self.user is not None and self.user.may_use_all(READ)
 
     @property
@@ -348,10 +348,10 @@ class Client:
         return self.user is not None and self.user.may_use(key, READ)
 
     def hears(self, channel: bytes) -> bool:
-        """Whether it may know of a channel, or of a pattern of channels."""
+        """Whether it may know about a channel, or a pattern of channels."""
         return self.user is not None and (self.user.may_listen(channel) or channel in self.user.channels)
 
     def peers(self) -> Iterator[Client]:
-        """The connections that it may know of: all of them, or those of its user."""
+        """The connections that it may know about: all of them, or those of its user."""
         there = [other for other in self.server.clients.values() if not other.gone]
         return iter(there if self.sees_all else [other for other in there if other.user is self.user])

@@ -33,7 +33,7 @@ def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
 
 
 def refuse_to_write(spec: Spec, words: Command) -> None:
-    """Raises ReplyError when one of the keys that a command is to write is an index key."""
+    """Raises ReplyError if a command would write to an index key."""
     first, last, step = spec.keys
     keys = (words[first],) if first == last else words[first : last + 1 or None : step]
     for key in keys:

@@ -28,7 +28,7 @@ class CallCounts:
         return sum(self.histogram)
 
     def percentile(self, share: float) -> float:
-        """The microseconds within which that share (0 to 1) of the calls ended; up to a factor of two too many."""
+        """The microseconds within which a share (0 to 1) of the calls ended, rounded up to a power of two."""
         wanted, seen = share * self.count, 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls
@@ -37,7 +37,7 @@ class CallCounts:
         return 0.0
 
     def cumulative(self) -> Iterator[tuple[int, int]]:
-        """Microseconds in powers of two, and how many calls took no longer: what LATENCY HISTOGRAM tells."""
+        """Microseconds in powers of two, and how many calls took no longer, for LATENCY HISTOGRAM."""
         seen = 0
         for bucket, calls in enumerate(self.histogram):
             seen += calls
@@ -68,7 +68,7 @@ class Stats:
         return sum(calls.count for calls in self.calls.values())
 
     def note_error(self, message: str) -> None:
-        """An error was replied; its code is its first word."""
+        """Count an error reply by its code, which is its first word."""
         self.errors += 1
         self.error_codes[message.split(" ", 1)[0][:32]] += 1
 
@@ -94,7 +94,7 @@ class SlowLog:
         self._ids = count()
 
     def note(self, words: list[bytes], nanoseconds: int, address: str, name: bytes) -> None:
-        """A call took long. Of its words, the 31 first are kept."""
+        """Add a slow call, with its first 31 words."""
         kept = words[:_SLOW_WORDS]
         if len(words) > _SLOW_WORDS:
             kept[-1] = b"... (%d more arguments)" % (len(words) - _SLOW_WORDS + 1)
@@ -118,7 +118,7 @@ class Latency:
         self.events: dict[str, LatencyEvent] = {}
 
     def note(self, event: str, milliseconds: int) -> None:
-        """It took so long; of one second only the longest is kept."""
+        """Add an event; only the longest in a second is kept."""
         found = self.events.setdefault(event, LatencyEvent())
         found.longest = max(found.longest, milliseconds)
         now = int(time.time())

@@ -1,7 +1,7 @@
-"""Which keys are this server's, where several have a static map of slots, and what is said of those that are not.
+"""Which keys belong to this server, if several servers share a map of slots, and the replies for keys that do not.
 
-A key that the map gives to another server is asked for there. It is not deleted here: what a map has taken away goes by
-eviction, and is counted until then.
+If a new map gives a key to another server, clients ask for it there. It is not deleted here, but left to eviction, and
+counted until then.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class Placing:
         return f"version {self.map.version} of the map {self._path} ({len(self.map.nodes)} nodes)"
 
     def read_again(self) -> tuple[StaticMap, MappedNode] | None:
-        """The map that is in the file by now and this server's node of it, None when it is the map in use. To be used
-        it has to be given to `use`. Raises MapError, OSError."""
+        """The map in the file and this server's node in it; None if that map is in use already. `use` puts it to use.
+        Raises MapError, OSError."""
         found = read_map(self._path)
         return (found, found.node(self._name)) if self.map.follow(found) else None
 
@@ -42,7 +42,7 @@ class Placing:
         self.map, self.me = new, me
 
     def slot(self, spec: Spec, args: Sequence[Argument]) -> int | None:
-        """The slot of a command's keys; None when it has no keys. Raises ReplyError when they have several."""
+        """The slot of a command's keys; None if it has no keys. Raises ReplyError if they have several slots."""
         slots = set[int | None]()
         for key, _ in spec.uses_of(args):
             slots.add(slot_of(key))
@@ -54,7 +54,7 @@ class Placing:
         return _only(slots)
 
     def check(self, slots: Collection[int | None]) -> None:
-        """Raises ReplyError when keys have several slots, or one that another server has."""
+        """Raises ReplyError if the keys have several slots, or belong to another server."""
         slot = _only(slots)
         if slot is not None and (owner := self.map.owners[slot]) is not self.me:
             raise ReplyError(f"MOVED {slot} {owner.host}:{owner.port}")

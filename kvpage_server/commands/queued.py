@@ -15,7 +15,7 @@ def too_much_queued() -> ReplyError:
 
 
 class Transaction:
-    """What a client queued since MULTI. Long arguments wait in the memory they were received into."""
+    """The commands queued since MULTI. Long arguments stay in the arena."""
 
     __slots__ = ("commands", "refused", "size", "words")
 

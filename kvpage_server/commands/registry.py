@@ -5,16 +5,16 @@ A family's module declares its commands with the `command` decorator, next to wh
     @command("get key", flags="readonly fast", keys=(1, 1, 1), group="string", reply="bulk | null", summary="...")
     def get(client: Client, args: list[Argument]) -> Reply: ...
 
-What the rows of a module share is given once, in a `partial` of the decorator. A row that names no complexity is O(1).
+A `partial` of the decorator has what the rows of a module have in common. The complexity is O(1) if not given.
 
-A call is spelt as Redis's documentation does: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. How
-many words it takes, its arity, follows from that, but for the few rows that give it. `reply` says the shape of the
-reply, see `table.shape`. A subcommand is a row of its own, named ``container|sub``.
+A call is written as in Redis's documentation: ``set key value [NX | XX] [EX seconds]``, ``...`` for repetition. The
+arity follows from it, except in the few rows that give it. `reply` is the shape of the reply, see `table.shape`. A
+subcommand has its own row, named ``container|sub``.
 
-The flags are Redis's command flags, and further ACL categories that the command belongs to. `allkeys` says that
-it tells or changes something of every key, so it is for users who may use every key; administration is, too, unless it
-is `filtered`: everybody is shown what is theirs. `secret`, `hashed`, `unqueued`, `while_subscribed` and
-`keeps_caching` are fields of `Spec`.
+The flags are Redis's command flags and further ACL categories. `allkeys` means that the command reads or changes
+something about every key, so it is for users who may use every key. The same holds for administration, unless the
+command is `filtered`, which means that it shows each user only what is theirs. `secret`, `hashed`, `unqueued`,
+`while_subscribed` and `keeps_caching` are fields of `Spec`.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def command(
     most: int = 0,
     parts: Parts | None = None,
 ) -> Callable[[Handler], Handler]:
-    """Enter a function into the table. `arity` and `access` are what `call` and `flags` say unless they are given."""
+    """Enter a function into the table. `arity` and `access` follow from `call` and `flags` unless they are given."""
     name, _, usage = call.partition(" ")
     given = set(flags.split())
     unknown = given - FLAGS - set(CATEGORIES) - _OWN
@@ -139,7 +139,7 @@ def _categories(given: set[str], group: str) -> frozenset[str]:
 
 
 def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> None:
-    """Enter a command that only its subcommands give a meaning, and its HELP."""
+    """Enter a command that has only subcommands, and its HELP."""
 
     @command(name, -2, "", group=group, summary=summary, since=since, complexity=_OF_SUBCOMMAND, reply="")
     def refuse(client: Client, args: list[Argument]) -> Reply:
@@ -149,7 +149,7 @@ def container(name: str, *, group: str, summary: str, since: str = "1.0.0") -> N
 
 
 def help_of(name: str, *, group: str, since: str) -> None:
-    """Enter the HELP of a command that has subcommands."""
+    """Enter the HELP of a container."""
 
     @command(
         f"{name}|help",

@@ -19,7 +19,7 @@ Steps = Generator[Reply, None, T]  # they yield no reply, and return what they f
 
 
 def stepwise(steps: Steps[Reply], *, small: bool) -> Reply:
-    """The reply that some steps return. Few steps are taken at once; more are taken in turns with other clients."""
+    """The reply that some steps return. A few steps run at once; more take turns with other clients."""
     if not small:
         return Stream(None, _told(steps))
     while True:
@@ -36,7 +36,7 @@ def _told(steps: Steps[Reply]) -> Iterator[Reply]:
 def each(
     things: Sequence[T], meaning: Callable[[Sequence[T]], Sequence[U]], width: int = 1, at_once: int = STEP
 ) -> Steps[list[U]]:
-    """What things mean, `width` of them together, `at_once` in every step."""
+    """Read all things, `width` words each, `at_once` things a step."""
     found: list[U] = []
     for start in range(0, len(things), at_once * width):
         found += meaning(things[start : start + at_once * width])
@@ -45,9 +45,9 @@ def each(
 
 
 def in_thread(work: Callable[[], T]) -> Steps[T]:
-    """What some work finds or raises that a thread does meanwhile: files are read and written, certificates parsed.
+    """Run some work in a thread, and return its result or raise its exception. For files and certificates.
 
-    It must touch nothing that the loop's thread changes.
+    The work must not touch anything that the loop's thread changes.
     """
     result: list[Callable[[], T]] = []
 
@@ -61,7 +61,7 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
 
 
 def freed(things: list[T]) -> Iterator[Reply]:
-    """Steps that free things: freeing a million takes a while."""
+    """Free things in steps, since freeing a million takes a while."""
     while things:
         del things[-_FREED:]
         yield ()

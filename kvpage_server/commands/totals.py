@@ -1,4 +1,4 @@
-"""What all connections together hold and have been sent: counted in steps, since there may be very many."""
+"""Counts what all connections together hold and have been sent, in steps, since there may be very many."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`store cluster`: the page commands, and those of strings, in front of a Valkey or Redis Cluster that has the values.
+"""`store cluster`: the commands of pages and strings as a gateway to a Valkey or Redis Cluster, which has the values.
 
-A gateway keeps nothing, so any number of them may stand before a cluster. A command becomes a call of the asynchronous
-client; its row of the command table is the one that the store has, with another function. What a cluster can't do is
+A gateway keeps nothing, so a cluster can have any number of them. A command becomes a call of the asynchronous client.
+It has the same row in the command table as elsewhere, with another function. Commands that a cluster can't do are
 refused.
 """

@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class PagesBehind:
-    """Each is given a client and arguments, and returns the steps of its reply."""
+    """Each method takes a client and arguments, and returns the steps of the reply."""
 
     upstream: Upstream
 
@@ -42,7 +42,7 @@ class PagesBehind:
         yield OK
 
     def kvpagemset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Several: all are looked at before the first is written."""
+        """All pages are checked before the first is written."""
         count = check_batch("KVPAGEMSET", args, PAGE_WORDS, "page")
         now, batches, read = unix_ms(), list[NewPages](), 0
         while read < count:
@@ -73,7 +73,7 @@ class PagesBehind:
         yield [*map(int, there)]
 
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """What is known of a page. Nothing is leased or pinned in a cluster."""
+        """A cluster has no leases and pins."""
         found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
         if found is None:
             yield None
@@ -175,5 +175,5 @@ def _page_ids(args: Sequence[Argument]) -> list[int]:
 
 
 def _some(items: list[T]) -> Iterator[list[T]]:
-    """All of them, some at a time; none, where there are none."""
+    """The items in batches, with an empty batch if there are none."""
     return (items[start : start + MOST] for start in range(0, len(items) or 1, MOST))

@@ -1,4 +1,4 @@
-"""Which commands a gateway has: their rows as the store's, with what is done here instead."""
+"""The commands of a gateway: the rows of the command table, with other functions."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from kvpage_server.gateway.upstream import Upstream
 from kvpage_server.resp.reply import Reply, ReplyError, Stream
 
 _Steps = Callable[[Client, list[Argument]], Iterator[Reply]]
-_OF_THE_STORE = frozenset({"page", "set", "string", "generic"})  # groups of commands that are about what it has
+_OF_THE_STORE = frozenset({"page", "set", "string", "generic"})  # groups of commands about stored values
 _ALSO = frozenset({"dbsize", "flushall", "flushdb", "client|tracking", "save", "bgsave", "watch"})
 _TRANSACTION = frozenset({"multi", "exec", "discard"})
 
 
 class Rows:
-    """Gives a command the row that it has in front of a cluster."""
+    """Gives a command its row on a gateway."""
 
     def __init__(self, upstream: Upstream) -> None:
         pages, strings = PagesBehind(upstream), StringsBehind(upstream)
@@ -39,7 +39,7 @@ class Rows:
         self._rows = {name: _row(TABLE[name], steps) for name, steps in done.items()}
 
     def __call__(self, spec: Spec) -> Spec:
-        """Raises ReplyError for what a cluster can't do."""
+        """Raises ReplyError for a command that a cluster can't do."""
         if spec.name in _TRANSACTION:
             raise ReplyError(
                 f"ERR '{spec.name}': a gateway has no transactions, since each node of a cluster works by itself"
@@ -52,7 +52,7 @@ class Rows:
 
 
 def _row(spec: Spec, steps: _Steps) -> Spec:
-    """It waits for the cluster, so it can't be part of a transaction; a long one is done whole."""
+    """The command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole."""
 
     def handler(client: Client, args: list[Argument]) -> Stream:
         return Stream(None, steps(client, args), whole=spec.writes)

@@ -1,7 +1,7 @@
-"""Strings and their keys, as a gateway does them: commands that may be done twice, since a cluster may have done the
-first try of one whose answer was lost.
+"""The commands of strings and keys on a gateway. When an answer is lost, a command is sent again, so only commands that
+can safely run twice are supported.
 
-A page may lie in a block. So of a page's key is asked what the page commands ask, or else it is refused.
+A page may be part of a block. So commands on a page's key look for both, or are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvpage_server.page import PageError, PageKey
 from kvpage_server.resp.reply import OK, Reply, ReplyError
 
 _SETS = frozenset({"set", "setex", "psetex"})
-_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # a page has that of its block
+_OF_BLOCK = frozenset({"type", "ttl", "pttl", "expiretime", "pexpiretime"})  # the same for a page and its block
 _OF_STRING = frozenset({"strlen", "getrange", "expire", "pexpire", "expireat", "pexpireat", "persist"})
 PASSED = _SETS | _OF_BLOCK | _OF_STRING
 COUNTED = {"del": b"UNLINK", "unlink": b"UNLINK", "exists": b"EXISTS", "touch": b"TOUCH"}  # of several keys
@@ -40,7 +40,7 @@ def page_of(key: bytes) -> PageKey | None:
 
 @dataclass(frozen=True)
 class StringsBehind:
-    """Each is given the command's row, a client and arguments, and returns the steps of its reply."""
+    """Each method takes the command's row, a client and arguments, and returns the steps of the reply."""
 
     upstream: Upstream
 
@@ -60,7 +60,7 @@ class StringsBehind:
             yield (yield from self._values(keys))
 
     def counted(self, spec: Spec, client: Client, args: list[Argument]) -> Iterator[Reply]:
-        """Of how many keys something is so, or was done."""
+        """The number of keys that exist, or were deleted."""
         word, keys = COUNTED[spec.name], plain_all(args)
         pages = [page for key in keys if (page := page_of(key))]
         others = [key for key in keys if not page_of(key)]

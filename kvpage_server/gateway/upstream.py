@@ -1,4 +1,4 @@
-"""The cluster behind a gateway: calls of the client as steps of commands, and what is told of it when it fails."""
+"""The cluster behind a gateway: calls of the client as steps of commands, and the errors when the cluster fails."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ U = TypeVar("U")
 
 logger = logging.getLogger("kvpage")
 
-_CALLS = 64  # at once: each may use a connection to every node
-FIRST, MOST = 8, 256  # items of a batch that are asked for at once
-_AHEAD = 16 * 1024**2  # bytes of them, about
-_KEPT = 64 * 1024**2  # bytes of freed memory, for what comes next
+_CALLS = 64  # at once; each may use a connection to every node
+FIRST, MOST = 8, 256  # items of a batch that are asked for at once: for a start, and at most
+_AHEAD = 16 * 1024**2  # about so many bytes at once
+_KEPT = 64 * 1024**2  # bytes of freed memory that glibc keeps
 _OUR_RIGHTS = frozenset({"NOAUTH", "WRONGPASS", "NOPERM"})
 _OF_THE_CLUSTER = frozenset({"NOAUTH", "WRONGPASS", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})
 
 
 def keep_memory() -> None:
-    """Have glibc give what was freed to what comes next: memory whose pages the system has to make anew costs
-    a third of a second of CPU time a GB."""
+    """Make glibc keep freed memory for the next allocations. Fresh pages from the system cost a third of a second of
+    CPU time a GB."""
     malloc.tune({malloc.MMAP_THRESHOLD: _KEPT // 2, malloc.TRIM_THRESHOLD: _KEPT})
 
 
 def cluster_url(nodes: str) -> str:
-    """The URL that `cluster-nodes` means: itself, or that of the nodes it lists."""
+    """The URL for `cluster-nodes`, which is a URL or a list of nodes."""
     return nodes if "://" in nodes else f"{next(iter(SCHEMES))}://{nodes}"
 
 
@@ -53,21 +53,21 @@ class Upstream:
     """To be used in one event loop."""
 
     def __init__(self, nodes: str) -> None:
-        """`nodes` are what `cluster-nodes` says. Raises ValueError."""
+        """`nodes` is the value of `cluster-nodes`. Raises ValueError."""
         self.client = AsyncPageClient(cluster_url(nodes))
         self.plans = Plans(self.client.cluster)
         self._turns = asyncio.Semaphore(_CALLS)
-        self._failing = ""  # with what it failed last, if it did
+        self._failing = ""  # the last error, if the last call failed
 
     async def begin(self) -> None:
-        """Say whether it is there. If not, commands say so until it is."""
+        """Log whether the cluster can be used. If not, commands fail until it can."""
         try:
             await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kvpage")])))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 
     def do(self, plan: Timed[T]) -> Steps[T]:
-        """Steps until a plan is carried out; what it gives. Raises ReplyError."""
+        """Steps until a plan is carried out, and its result. Raises ReplyError."""
         return _waited_for(self._start(plan))
 
     def each(self, items: Sequence[T], plan: Callable[[Sequence[T]], Timed[list[U]]]) -> Steps[list[U]]:
@@ -83,9 +83,9 @@ class Upstream:
         plan: Callable[[Sequence[T]], Timed[list[Value | None]]],
         spell: Callable[[Value | None], Reply],
     ) -> Iterator[Reply]:
-        """Steps that make an array of the values of all items. The next ones are fetched while these are sent.
+        """Steps that make an array of the values of all items. The next values are fetched while these are sent.
 
-        Raises ReplyError as long as nothing was said. What can't be fetched then is missing."""
+        Raises ReplyError as long as nothing was sent. After that, values that can't be fetched are missing."""
         some = items[:FIRST]
         task, at = self._start(plan(some)), len(some)
         try:
@@ -130,7 +130,7 @@ class Upstream:
         return found
 
     def _note(self, failing: str) -> None:
-        """Log when it begins to fail, and when it does no more."""
+        """Log when the cluster begins to fail, and when it works again."""
         if failing and not self._failing:
             logger.warning("the cluster fails: %s", failing)
         elif self._failing and not failing:
@@ -139,7 +139,7 @@ class Upstream:
 
 
 def _is_of_the_cluster(error: PageClientError) -> bool:
-    """Whether it fails, and not what one command asked of it."""
+    """Whether the cluster has failed, and not just one command."""
     if isinstance(error, Refused):
         return error.code in _OF_THE_CLUSTER
     return isinstance(error, Disconnected | DeadlineExceeded | WrongReply)
@@ -161,7 +161,7 @@ def _size(value: Value | None) -> int:
 
 
 def _waited_for(task: asyncio.Task[T]) -> Steps[T]:
-    """Steps until a task is done, and what it gives or raises. It is cancelled when nobody waits any more."""
+    """Steps until a task is done, and its result or exception. The task is cancelled when nobody waits any more."""
     try:
         while not task.done():
             yield Wait(lambda then: task.add_done_callback(lambda _: then()))

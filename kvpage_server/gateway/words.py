@@ -1,4 +1,4 @@
-"""Commands for a cluster's nodes made of a client's words, and replies of their answers, without a copy of either."""
+"""Turns a client's command into one for the cluster, and the cluster's answer into a reply, without copying values."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def spell(value: Value | None) -> Reply:
 
 
 def told(answer: Answer | Failed) -> Reply:
-    """What a node answered; null for a read that nobody did."""
+    """A node's answer as a reply; null for a read that no node answered."""
     if isinstance(answer, memoryview):
         return spell((answer,))
     if isinstance(answer, bytes):
@@ -49,7 +49,7 @@ def told(answer: Answer | Failed) -> Reply:
 
 
 def passed(words: Sequence[Argument], *, writes: bool) -> Command:
-    """A command as it came. Its second word is its key."""
+    """The client's command, unchanged. Its second word is its key."""
 
     def pieces() -> Iterator[Piece]:
         yield b"*%d\r\n" % len(words)
@@ -65,7 +65,7 @@ def passed(words: Sequence[Argument], *, writes: bool) -> Command:
 
 
 def set_page(key: bytes, slot: Slot) -> Command:
-    """Write a page that lies in a slot, with its header."""
+    """SET of a page and its header, which are in a slot."""
     ttl = int.from_bytes(slot.header[_TTL], "little")
     count, ending = (5, b"\r\n" + word(b"EX") + word(ttl)) if ttl else (3, b"\r\n")
 

@@ -1,4 +1,2 @@
-"""HTTP for those who know nobody: bounds of connections, guards of requests, a server that ends when it is told to.
-
-The engine's API and the page server's figures are served with it. Needs uvicorn, starlette and nothing of ours.
-"""
+"""What the engine's API and the page server's web page share: limits of connections, checks of requests, and a server
+that stops when it is told to. Needs uvicorn and starlette, and nothing of ours."""

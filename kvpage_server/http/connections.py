@@ -1,7 +1,7 @@
-"""Connections: how many there may be, how long one may say nothing, and how much of what it says is read at a time.
+"""Limits: how many connections there may be, how long one may be silent, and how much is parsed at a time.
 
-uvicorn bounds none of it: who connects and stays silent keeps a socket for ever, and what one read of 256 KB holds is
-parsed in one go, chunk by chunk and header by header.
+uvicorn has no such limits. A client that connects and stays silent keeps a socket for ever, and all headers and chunks
+of one read, up to 256 KB, are parsed without a pause.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 HEADERS_SECONDS = 10.0  # from connecting or from a request's first byte to the end of its headers
-IDLE_SECONDS = 30  # between two requests; longer than clients keep a connection that they do not use
-UNREAD_SECONDS = 10.0  # that a client has to read what waits for it
-SLICE_BYTES = 2048  # that are parsed before others have their turn; in the worst case some 500 chunks or headers
+IDLE_SECONDS = 30  # between two requests; clients close idle connections sooner
+UNREAD_SECONDS = 10.0  # in which a client has to read what was sent to it
+SLICE_BYTES = 2048  # parsed before other connections have their turn: at worst some 500 chunks or headers
 MAX_HEADERS_BYTES = 16_384
-MAX_HEADER_LINES = 512  # of headers
-MAX_CHUNK_LINES = 65_536  # of a body in chunks, two a chunk: each takes as long as kilobytes of a whole one
-BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # requests: one's headers are not complete
+MAX_HEADER_LINES = 512
+MAX_CHUNK_LINES = 65_536  # two a chunk; a chunk takes as long to parse as kilobytes of a plain body
+BETWEEN = {h11.CLIENT: h11.IDLE, h11.SERVER: h11.IDLE}  # between two requests, or within headers
 
 
 class Unanswered(NamedTuple):
-    """Why a connection's request is not looked at; `retry_after` in seconds, None where that is no use."""
+    """Why a request is refused. `retry_after` is in seconds, or None if trying again is of no use."""
 
     status: int
     message: str
@@ -44,19 +44,19 @@ class Crowd:
     """Connections of everybody, or of one address."""
 
     def __init__(self, limit: int) -> None:
-        """When there are `limit` of them, who comes takes the place of the one that has been silent for longest. There
-        always is one: a part of the places is not for requests, but for their health's."""
+        """At the limit, a new connection replaces the one that has been silent longest. There always is a silent one,
+        since a part of the limit is not available for connections with a request."""
         self._limit = limit
         self._asked_limit = limit - max(1, limit // 16)
-        self._silent: dict[HttpConnection, None] = {}  # the one that has been so for longest first
-        self._asked: set[HttpConnection] = set()
+        self._silent: dict[HttpConnection, None] = {}  # without a request, the longest silent one first
+        self._asked: set[HttpConnection] = set()  # with a request that is being answered
 
     def __len__(self) -> int:
         return len(self._silent) + len(self._asked)
 
     @property
     def full(self) -> bool:
-        """Whether there are more that are being answered than may be."""
+        """Whether too many connections have a request."""
         return len(self._asked) > self._asked_limit
 
     def join(self, connection: HttpConnection) -> None:
@@ -79,7 +79,7 @@ class Crowd:
 
 
 class Door:
-    """Where connections come in."""
+    """Lets connections in, up to the limits."""
 
     def __init__(
         self,
@@ -90,8 +90,8 @@ class Door:
         refused: Callable[[Unanswered], Response],
         always: Collection[str],
     ) -> None:
-        """At most so many, and of one address `for_each`. `closed` is told why one was closed, `refused` words what is
-        answered instead. What is `always` answered are paths, however many connections there are."""
+        """At most `connections` in all, and `for_each` from one address. `closed` is called with the reason when one is
+        closed. `refused` makes the reply to a refused request. The paths in `always` are never refused."""
         self.closed = closed
         self.refused = refused
         self.always = always
@@ -116,16 +116,16 @@ class Door:
 
 
 def _address(host: str) -> str:
-    """Whoever has an address of IPv6 has all that share its first half."""
+    """The address that is counted. For IPv6 it is the network, since a client has all addresses of its network."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
-    except ValueError:  # a socket of the system's, or one that has gone already
+    except ValueError:  # a unix socket, or a connection that is closed already
         return host
     return host if address.version == 4 else str(ipaddress.ip_network((address, 64), strict=False))
 
 
 class _Flow(FlowControl):
-    """Reads on when what was read is parsed, and not before."""
+    """Continues reading only when everything read so far is parsed."""
 
     def __init__(self, connection: HttpConnection) -> None:
         super().__init__(connection.transport)
@@ -137,7 +137,7 @@ class _Flow(FlowControl):
 
 
 class HttpConnection(H11Protocol):
-    """One of uvicorn's, with bounds."""
+    """uvicorn's connection, with the limits."""
 
     def __init__(self, *args: Any, door: Door, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -145,12 +145,12 @@ class HttpConnection(H11Protocol):
         self._app, self.app = self.app, self._answer
         self._host = ""
         self._crowds: tuple[Crowd, ...] = ()
-        self._incoming = bytearray()  # what was read and is not parsed yet
-        self._lines = 0  # of headers that are not complete, or of a body in chunks
-        self._chunked = False  # the body that comes
-        self._requests = 0  # that are being answered
-        self._silence: asyncio.TimerHandle | None = None  # until it has gone on for too long
-        self._unread: asyncio.TimerHandle | None = None
+        self._incoming = bytearray()  # read, and not parsed yet
+        self._lines = 0  # of incomplete headers, or of a chunked body
+        self._chunked = False  # whether the body comes in chunks
+        self._requests = 0  # being answered
+        self._silence: asyncio.TimerHandle | None = None  # closes a silent connection
+        self._unread: asyncio.TimerHandle | None = None  # closes a connection whose client does not read
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -167,7 +167,7 @@ class HttpConnection(H11Protocol):
         super().connection_lost(exc)
 
     def drop(self, reason: str) -> None:
-        """Close it at once; it is nobody's loss but its own."""
+        """Close the connection at once."""
         self._door.closed(reason)
         for crowd in self._crowds:
             crowd.leave(self)
@@ -203,7 +203,7 @@ class HttpConnection(H11Protocol):
         return None
 
     def read_on(self) -> None:
-        """Unless there is something to be parsed, or to be answered, first."""
+        """Continue reading, unless something is still to be parsed or answered."""
         if not self._incoming and not self.flow.read_paused and not self.transport.is_closing():
             self.transport.resume_reading()
 
@@ -231,7 +231,7 @@ class HttpConnection(H11Protocol):
     def _refusal(self, scope: Scope) -> Unanswered | None:
         """Why the request is refused; None if it is not."""
         names = {name for name, _ in scope["headers"]}
-        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have understood the other
+        if {b"content-length", b"transfer-encoding"} <= names:  # a proxy in front may have gone by the other one
             return BOTH_LENGTHS
         if any(crowd.full for crowd in self._crowds) and scope["path"] not in self._door.always:
             return TOO_MANY

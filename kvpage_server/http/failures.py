@@ -1,4 +1,4 @@
-"""What fails again and again is logged seldom: a client that finds out how would fill the log."""
+"""Logs repeated failures rarely, so that a client that can cause a failure can't fill the log."""
 
 from __future__ import annotations
 
@@ -6,15 +6,15 @@ import logging
 import time
 
 EVERY_SECONDS = 60.0
-MOST_KINDS = 256  # of failures; more than that are logged as seldom as one
+MOST_KINDS = 256  # further kinds count as one
 
 
 class Seldom(logging.Filter):
-    """Lets an exception pass once a minute for each place that raises it; what has none passes always."""
+    """Logs an exception once a minute for each place that raises it. Records without an exception always pass."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._again: dict[tuple[object, ...], float] = {}  # by kind: when the next may pass, in monotonic seconds
+        self._again: dict[tuple[object, ...], float] = {}  # when the next of a kind may pass, in monotonic seconds
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None

@@ -1,8 +1,8 @@
-"""What every answer says to a browser, and which requests are turned away before anybody looks at them.
+"""Protection against other sites: headers of every reply, and checks of every request.
 
-A page elsewhere may have a browser ask us: by our address, or by a name of its own that it has pointed at us. So a
-request has to name this machine, and what comes from another site is answered only where it is a link that somebody has
-followed.
+A page of another site can make a browser send requests to this server, by its address or by a name that the site has
+pointed at it. So the Host of a request must be a name of this machine. A request from another site is answered only if
+the user followed a link.
 """
 
 from __future__ import annotations
@@ -25,26 +25,26 @@ SAID = {
     "Content-Security-Policy": CSP,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
-    "Referrer-Policy": "same-origin",  # without one, a browser does not say in a form's Origin that it is ours
+    "Referrer-Policy": "same-origin",  # with no-referrer, the Origin of our own forms would be null
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Cache-Control": "no-store",
 }
-NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # such names, and those without a dot, nobody can own
+NOBODY_ELSES = (".localhost", ".local", ".internal", ".svc")  # nobody can own such names, and names without a dot
 _HOST = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(?::\d{1,5})?")
 
 
 def own_names() -> frozenset[str]:
-    """What this machine is called, beside its addresses."""
+    """The names of this machine."""
     return frozenset(name.lower() for name in ("localhost", socket.gethostname(), socket.getfqdn()))
 
 
 class Guards:
-    """Around an application. An answer that says a header itself keeps it."""
+    """Wraps an application. A header that a reply already has is kept."""
 
     def __init__(self, app: ASGIApp, names: Collection[str], origins: Collection[str] = ()) -> None:
-        """`names` of this machine; its addresses are always right, whichever was asked. Pages of `origins`, such as
-        https://chat.example, may ask, too, and this machine may be called by their names."""
+        """`names` are those of this machine; any address is accepted as well. `origins` are sites, such as
+        https://chat.example, whose pages may send requests, and whose names this machine may have."""
         self._app = app
         self._names = {*names, *(urlsplit(origin).hostname for origin in origins)}
         self._origins = frozenset(origins)
@@ -91,7 +91,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_from_here(method: str, headers: Headers) -> bool:
-    """Whether no other site has made the browser ask, or it is a link that somebody has followed."""
+    """Whether the request comes from our own page, or from a link that the user followed."""
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
         return method == "GET" and headers.get("sec-fetch-mode") == "navigate"

@@ -1,4 +1,4 @@
-"""uvicorn, with our connections, and without ways of its own to end."""
+"""uvicorn, with our connections, and without its signal handlers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from kvpage_server.http.failures import SELDOM
 
 
 class HttpServer(uvicorn.Server):
-    """Leaves signals to us: it would end as killed by them."""
+    """Leaves signals to us. uvicorn would end the process as if the signal had killed it."""
 
     def __init__(self, app: ASGIApp, door: Door, *, grace: float) -> None:
-        """What is being answered when it is told to end has `grace` seconds to finish."""
+        """At a stop, running requests have `grace` seconds to finish."""
         super().__init__(
             uvicorn.Config(
                 app,
                 http=cast("type[asyncio.Protocol]", partial(HttpConnection, door=door)),
                 h11_max_incomplete_event_size=MAX_HEADERS_BYTES,
                 timeout_keep_alive=IDLE_SECONDS,
-                log_level="error",  # warnings are of what clients send: a line for each would fill a disk
+                log_level="error",  # clients can cause warnings at will, and fill the disk
                 access_log=False,
                 server_header=False,
                 date_header=False,

@@ -1,1 +1,1 @@
-"""What `kvpage` shows of a running store: to people as lines and tables, to programs as JSON."""
+"""What `kvpage` shows of a running store: lines and tables for people, JSON for programs."""

@@ -1,4 +1,4 @@
-"""`kvpage ls`: whose memory it is, agent by agent; or the blocks of one request."""
+"""`kvpage ls`: the memory of each agent, or the blocks of one request."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvpage_server.system.plurals import how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
-_MOST_NAMED = 3  # agents of a shared beginning
+_MOST_NAMED = 3  # agents of a shared prefix
 
 
 def ls(store: AskedStore, args: argparse.Namespace) -> bool:
@@ -44,7 +44,7 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
 
 
 def tables_of(holdings: Holdings, rows: int | None = None) -> Iterator[RenderableType]:
-    """A table of each, so many rows at the most; none that would be empty."""
+    """A table of each kind, without empty ones, with at most `rows` rows."""
     if holdings.agents:
         yield _agents(holdings.agents[:rows])
     if holdings.prefixes:
@@ -79,7 +79,7 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
 
 
 def ago(seconds: float | None) -> str:
-    """How long ago something was, in its largest unit."""
+    """The time since something happened, in its largest unit."""
     return "" if seconds is None else " ".join(for_people(timedelta(seconds=seconds)).split(" ")[:2])
 
 

@@ -1,18 +1,60 @@
-"""What looking at a store begins with, and how it fails."""
+"""What the commands that look into a store have in common."""
 
 from __future__ import annotations
 
+import argparse
+import time
+from collections.abc import Callable, Iterable
+from contextlib import nullcontext
+from typing import Any
+
 import redis
+from rich.console import RenderableType
+from rich.live import Live
+from rich.table import Table
 
 from kvpage_server.observe.asking import AskedStore
+from kvpage_server.system.terminal import Terminal, out, print_json
 
 
 class LookError(Exception):
-    """What was asked for can't be shown; the message says why."""
+    """There is nothing to show; the message says why."""
+
+
+def watch(
+    args: argparse.Namespace,
+    frame: Callable[[], RenderableType],
+    as_json: Callable[[], Any],
+    *,
+    screen: bool = False,
+) -> bool:
+    """Show a frame every `args.watch` seconds, or one if that is None. In a terminal, each replaces the last one."""
+    replaces = out.is_terminal and not args.json and args.watch is not None
+    live = Live(console=Terminal(highlight=False), auto_refresh=False, screen=screen) if replaces else nullcontext()
+    with live as shown:
+        while True:
+            if args.json:
+                print_json(as_json())
+            elif shown is not None:
+                shown.update(frame(), refresh=True)
+            else:
+                out.print(frame())
+            if args.watch is None:
+                return True
+            time.sleep(args.watch)
+
+
+def titled(rows: Iterable[Iterable[Any]]) -> Table:
+    """A table without a header, whose first column is bold."""
+    table = Table(box=None, show_header=False, pad_edge=False)
+    table.add_column(style="bold")
+    for row in rows:
+        table.add_row(*row)
+    return table
 
 
 def leave_no_trace(store: AskedStore) -> None:
-    """Have what is looked at not count as used, if the user may say so."""
+    """Make the following reads not count as uses, if the user has the right to."""
     try:
         store.execute_command("CLIENT", "NO-TOUCH", "ON")
     except redis.ResponseError:

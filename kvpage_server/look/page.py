@@ -1,18 +1,16 @@
-"""`kvpage stat` and `kvpage verify`: what is known of a page or an agent, and whether pages are what was stored."""
+"""`kvpage stat` and `kvpage verify`: what the store knows about a page or an agent, and whether pages are intact."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterable
 from datetime import timedelta
 from typing import Any
 
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.ls import agent_as_json, ago
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import LookError, leave_no_trace, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, holdings_of_store
@@ -22,7 +20,7 @@ from kvpage_server.system.terminal import for_people, out, print_json, readable,
 
 
 def stat(store: AskedStore, args: argparse.Namespace) -> bool:
-    """A page's header and what the store knows of it; or an agent's contexts, block by block."""
+    """A page's header and what else the store knows about it, or an agent's contexts, block by block."""
     if not args.key.startswith("kv:"):
         return _stat_agent(store, args)
     try:
@@ -34,39 +32,25 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     if found is None:
         raise LookError(f"{args.key} is not there; kvpage why {' '.join(args.key.split(':')[1:])} may say why")
     page = named(found)
-    if args.json:
-        print_json(
-            {"key": args.key} | page | {"dtype": DType(page["dtype"]).name.lower(), "pinned": bool(page["pinned"])}
-        )
-        return True
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
+    if args.json:
+        print_json({"key": args.key} | page | {"dtype": dtype, "pinned": bool(page["pinned"])})
+        return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
-    _print_rows(
-        [
-            ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
-            ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
-            ("checksum", page["checksum"].decode()),
-            ("created", when(page["created_ms"])),
-            (
-                "lives",
-                "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s",
-            ),
-            ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
-            ("pinned", "yes" if page["pinned"] else "no"),
-            ("tier", page["tier"].decode()),
-        ]
-    )
+    lives = "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"
+    rows = [
+        ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
+        ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
+        ("checksum", page["checksum"].decode()),
+        ("created", when(page["created_ms"])),
+        ("lives", lives),
+        ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
+        ("pinned", "yes" if page["pinned"] else "no"),
+        ("tier", page["tier"].decode()),
+    ]
+    out.print(titled(rows))
     return True
-
-
-def _print_rows(rows: Iterable[tuple[str, Any]]) -> None:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for row in rows:
-        table.add_row(*row)
-    out.print(table)
 
 
 def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
@@ -77,13 +61,7 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
         raise LookError(f"{args.key} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE")
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
-        print_json(
-            {
-                "contexts": [
-                    agent_as_json(agent) | {"places": [*map(place_as_json, places)]} for agent, places in contexts
-                ]
-            }
-        )
+        print_json({"contexts": [context_as_json(agent, places) for agent, places in contexts]})
         return True
     for agent, places in contexts:
         _show_context(agent, places)
@@ -91,15 +69,14 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
 
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
-    _print_rows(
-        [
-            ("agent", readable(agent.agent_id.encode())),
-            ("model", readable(agent.model.encode())),
-            ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
-            ("size", f"{decimal(agent.bytes)}, {decimal(agent.own_bytes)} of it shared with nobody"),
-            ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
-        ]
-    )
+    rows = [
+        ("agent", readable(agent.agent_id.encode())),
+        ("model", readable(agent.model.encode())),
+        ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
+        ("size", f"{decimal(agent.bytes)}, {decimal(agent.own_bytes)} of it shared with nobody"),
+        ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
+    ]
+    out.print(titled(rows))
     table = table_of("block", "tokens", "size", "lies in", "shared by", "protected", numbers_from=0)
     for i, place in enumerate(places):
         lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
@@ -109,25 +86,29 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     out.print(table, soft_wrap=False)
 
 
-def place_as_json(place: BlockPlace) -> dict[str, Any]:
-    """Where a block of a context lies, for programs."""
-    return {
-        "block": place.block.name,
-        "tokens": place.block.tokens,
-        "bytes": place.block.bytes,
-        "there": place.block.complete,
-        "tier": place.tier,
-        "agents": len(place.agents),
-        "pinned": place.pinned,
-        "lease_left_ms": place.lease,
-        "why": place.why,
-        "why_at_ms": place.why_at,
-        "by": place.by,
-    }
+def context_as_json(agent: Agent, places: list[BlockPlace]) -> dict[str, Any]:
+    """An agent's context and its blocks."""
+    blocks = [
+        {
+            "block": place.block.name,
+            "tokens": place.block.tokens,
+            "bytes": place.block.bytes,
+            "there": place.block.complete,
+            "tier": place.tier,
+            "agents": len(place.agents),
+            "pinned": place.pinned,
+            "lease_left_ms": place.lease,
+            "why": place.why,
+            "why_at_ms": place.why_at,
+            "by": place.by,
+        }
+        for place in places
+    ]
+    return agent_as_json(agent) | {"places": blocks}
 
 
 def verify(store: AskedStore, args: argparse.Namespace) -> bool:
-    """Whether a request's pages are what was stored."""
+    """Check a request's pages."""
     with out.status("hashing"):
         answer = store.execute_command("KVPAGEVERIFY", args.req, *args.pages)
     found = named(answer)

@@ -1,4 +1,4 @@
-"""Servers side by side, looked into as one: each of their keys belongs to one of them, as their clients know."""
+"""Servers side by side, looked into as one. Each key belongs to one of them, as for PageClient."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from kvpage_server.client.questions import encoded
 from kvpage_server.observe.asking import Command
 from kvpage_server.system.program import say
 
-_GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # what is known of a block whose server does not answer
+_GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
 
 
 class SideBySide:
-    """Answers as `redis.Redis` does. What a server has that can't be reached is not there, and that is said once."""
+    """Answers as `redis.Redis` does. The keys of an unreachable server look missing; a message says once that it is."""
 
     def __init__(self, stores: dict[ServerUrl, redis.Redis]) -> None:
         self._stores = stores
@@ -27,7 +27,7 @@ class SideBySide:
         self._gone: set[ServerUrl] = set()
 
     def execute_command(self, *words: Any) -> Any:
-        """Ask the one whose key it is; all of them, about the connection. Raises RedisError."""
+        """Asks the server that has the key, or, for CLIENT, all servers. Raises RedisError."""
         servers = self._servers if words[0] == "CLIENT" else [self._server(words)]
         answers = [self._answers(server, [words])[0] for server in servers]
         if refusal := next((answer for answer in answers if isinstance(answer, redis.ResponseError)), None):
@@ -35,14 +35,14 @@ class SideBySide:
         return answers[0]
 
     def pipeline(self, transaction: bool) -> _Pipeline:
-        """Commands that are sent together, to each server those that it can answer."""
+        """Collects commands, and sends each to its server."""
         return _Pipeline(self)
 
     def answers(self, commands: Sequence[Command]) -> list[Any]:
         parts: dict[ServerUrl, list[int]] = defaultdict(list)
         asked = [*commands]
         for i, command in enumerate(commands):
-            if command[0] == b"SCAN":  # of a cursor the remainder is the server's number
+            if command[0] == b"SCAN":  # the cursor modulo the number of servers is the server's number
                 cursor, number = divmod(int(command[1]), len(self._servers))
                 asked[i] = [b"SCAN", cursor, *command[2:]]
                 parts[self._servers[number]].append(i)
@@ -74,7 +74,7 @@ class SideBySide:
             return [_GONE.get(encoded(command[0]), redis.ResponseError(f"{server} is gone")) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
-        """With a cursor that leads to the next server's keys when this one has told all of its own."""
+        """SCAN's answer with our cursor, which goes on to the next server when this one has no more keys."""
         if isinstance(answer, redis.ResponseError) and server not in self._gone:
             return answer
         cursor, keys = (0, []) if server in self._gone else answer

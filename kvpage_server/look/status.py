@@ -1,9 +1,8 @@
-"""`kvpage status`: how a store is doing, once or again and again."""
+"""`kvpage status`: how a store is doing, once or repeatedly."""
 
 from __future__ import annotations
 
 import argparse
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from datetime import timedelta
@@ -12,59 +11,34 @@ from typing import Any
 import redis
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
-from rich.live import Live
 from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.address import shown
-from kvpage_server.look.output import LookError
+from kvpage_server.look.output import LookError, titled, watch
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.overview import DiskFigures, NotAStore, Overview, overview_of_store
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import Terminal, for_people, out, print_json
+from kvpage_server.system.terminal import for_people, out
 
 
 def status(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Show it; every `args.watch` seconds, if that is not None, until interrupted."""
-    if args.watch is None:
-        show(store, args)
-        return True
-    if args.json or not out.is_terminal:
-        while True:
-            show(store, args)
-            time.sleep(args.watch)
-    with Live(console=Terminal(highlight=False), auto_refresh=False) as live:
-        while True:
-            live.update(Group(*_lines(store, args.url, overview(store, args.url))), refresh=True)
-            time.sleep(args.watch)
+    """Show it once, or every `args.watch` seconds."""
 
+    def frame() -> RenderableType:
+        now = overview(store, args.url)
+        told = _told(now) if now.everything else _told_to_a_tenant(store, now)
+        return Group(headline(args.url, now), titled(told))
 
-def show(store: redis.Redis, args: argparse.Namespace) -> None:
-    now = overview(store, args.url)
-    if args.json:
-        print_json(asdict(now))
-    else:
-        for line in _lines(store, args.url, now):
-            out.print(line)
+    return watch(args, frame, lambda: asdict(overview(store, args.url)))
 
 
 def overview(store: redis.Redis, url: str) -> Overview:
-    """The store in numbers. Raises LookError for another Redis."""
+    """The store in numbers. Raises LookError if the server is another Redis."""
     try:
         return ask(store, overview_of_store())
     except NotAStore as other:
         raise LookError(f"{shown(url)} is {other}, not a kvpage-server") from None
-
-
-def _lines(store: redis.Redis, url: str, now: Overview) -> Iterator[RenderableType]:
-    yield headline(url, now)
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    for title, line in _told(now) if now.everything else _told_to_a_tenant(store, now):
-        table.add_row(title, line)
-    yield table
 
 
 def headline(url: str, now: Overview) -> Text:
@@ -74,7 +48,7 @@ def headline(url: str, now: Overview) -> Text:
 
 
 def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
-    """What a user who may not use every key is told: nothing that depends on others."""
+    """What is shown to a user who may not use every key: nothing about other users."""
     limit = now.memory.limit
     yield "memory", f"limit {decimal(limit)}, {now.memory.policy}" if limit else "no limit"
     requests = how_many(sum(1 for _ in store.scan_iter(count=1000, _type="set")), "request")

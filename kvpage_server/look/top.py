@@ -1,4 +1,4 @@
-"""`kvpage top`: the store as it works, in a terminal, until interrupted."""
+"""`kvpage top`: rates, and who uses the memory, until interrupted."""
 
 from __future__ import annotations
 
@@ -9,12 +9,10 @@ from collections.abc import Iterator
 import redis
 from rich.console import Group, RenderableType
 from rich.filesize import decimal
-from rich.live import Live
-from rich.table import Table
 from rich.text import Text
 
 from kvpage_server.look.ls import remarks, tables_of
-from kvpage_server.look.output import leave_no_trace
+from kvpage_server.look.output import leave_no_trace, titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.history import History, Moment
@@ -22,29 +20,18 @@ from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
 from kvpage_server.observe.overview import Overview
 from kvpage_server.observe.whose import Holdings, Known, holdings_of_store
 from kvpage_server.system.plurals import how_many
-from kvpage_server.system.terminal import Terminal, out, print_json, table_of
+from kvpage_server.system.terminal import out, table_of
 
-_OTHER_LINES = 22  # of the terminal, beside agents, what they share and requests
+_OTHER_LINES = 22  # lines of the terminal that are not for agents, what they share, and requests
+_ROWS = 10  # of a table, where there is no terminal
 _LEVELS = " ▁▂▃▄▅▆▇█"
 
 
 def top(store: redis.Redis, args: argparse.Namespace) -> bool:
-    """Every `args.watch` seconds; with --json, or where there is no terminal, as many frames one below the other."""
+    """Show it every `args.watch` seconds."""
     leave_no_trace(store)
     view = _View(store, args.url)
-    if args.json:
-        while True:
-            print_json(view.as_json())
-            time.sleep(args.watch)
-    if not out.is_terminal:
-        while True:
-            out.print(view.frame(10))
-            time.sleep(args.watch)
-    with Live(console=Terminal(highlight=False), auto_refresh=False, screen=True) as live:
-        while True:
-            rows = max((out.height - _OTHER_LINES) // 2, 3)
-            live.update(view.frame(rows), refresh=True)
-            time.sleep(args.watch)
+    return watch(args, view.frame, view.as_json, screen=True)
 
 
 class _View:
@@ -56,13 +43,14 @@ class _View:
         self._history = History()
         self._known: Known = {}
         self._holdings = Holdings()
-        self._until = 0.0  # monotonic seconds: so long the holdings are good enough
+        self._until = 0.0  # monotonic seconds: until then the holdings are good enough
 
-    def frame(self, rows: int) -> RenderableType:
-        """What there is to be seen now, with so many rows of each table."""
+    def frame(self) -> RenderableType:
+        """What is shown now."""
         now = overview(self._store, self._url)
         self._history.add(now)
         holdings = self._whose()
+        rows = max((out.height - _OTHER_LINES) // 2, 3) if out.is_terminal else _ROWS
         return Group(
             headline(self._url, now),
             *_figures(now, [*self._history.moments]),
@@ -89,29 +77,7 @@ _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted", "exp
 
 
 def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
-    table = Table(box=None, show_header=False, pad_edge=False)
-    table.add_column(style="bold")
-    table.add_column()
-    table.add_column(style="dim")
-    if now.everything:
-        used = f"{decimal(now.memory.used)}{of_limit(now.memory.used, now.memory.limit)}"
-        table.add_row("memory", used, _line([moment.used for moment in moments]))
-    if now.disk is not None:
-        table.add_row("disk", decimal(now.disk.bytes), _line([moment.waiting for moment in moments]))
-    if moments:
-        last = moments[-1]
-        ratio = "" if last.hit_ratio is None else f"{last.hit_ratio:.1%} hits, "
-        missed = ", ".join(f"{count:,.0f} {reason}" for reason, count in last.page_misses.items() if count >= 1)
-        for name, said, values in (
-            ("commands", f"{last.commands:,.0f} a second", [moment.commands for moment in moments]),
-            ("received", f"{decimal(int(last.bytes_in))} a second", [moment.bytes_in for moment in moments]),
-            ("sent", f"{decimal(int(last.bytes_out))} a second", [moment.bytes_out for moment in moments]),
-            ("reads", f"{ratio}{last.hits + last.misses:,.0f} a second", [moment.hit_ratio or 0 for moment in moments]),
-            ("misses", missed or "none", [sum(moment.page_misses.values()) for moment in moments]),
-            ("evicted", how_many(round(last.evicted), "key") + " a second", [moment.evicted for moment in moments]),
-        ):
-            table.add_row(name, said, _line(values))
-    yield table
+    yield titled((name, said, Text(_line(values), "dim")) for name, said, values in _rows(now, moments))
     if moments and moments[-1].p99:
         families = table_of("commands", "99 of 100 within", "so far", numbers_from=1)
         for name, seconds in sorted(moments[-1].p99.items()):
@@ -121,7 +87,26 @@ def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
         yield families
 
 
-def _line(values: list[float] | list[int]) -> str:
+def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list[float]]]:
+    if now.everything:
+        used = f"{decimal(now.memory.used)}{of_limit(now.memory.used, now.memory.limit)}"
+        yield "memory", used, [moment.used for moment in moments]
+    if now.disk is not None:
+        yield "disk", decimal(now.disk.bytes), [moment.waiting for moment in moments]
+    if moments:
+        last = moments[-1]
+        ratio = "" if last.hit_ratio is None else f"{last.hit_ratio:.1%} hits, "
+        missed = ", ".join(f"{count:,.0f} {reason}" for reason, count in last.page_misses.items() if count >= 1)
+        yield "commands", f"{last.commands:,.0f} a second", [moment.commands for moment in moments]
+        yield "received", f"{decimal(int(last.bytes_in))} a second", [moment.bytes_in for moment in moments]
+        yield "sent", f"{decimal(int(last.bytes_out))} a second", [moment.bytes_out for moment in moments]
+        reads = f"{ratio}{last.hits + last.misses:,.0f} a second"
+        yield "reads", reads, [moment.hit_ratio or 0 for moment in moments]
+        yield "misses", missed or "none", [sum(moment.page_misses.values()) for moment in moments]
+        yield "evicted", how_many(round(last.evicted), "key") + " a second", [moment.evicted for moment in moments]
+
+
+def _line(values: list[float]) -> str:
     """The last minute as a row of blocks."""
     some = values[-60:]
     most = max(some, default=0)

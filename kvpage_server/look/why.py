@@ -1,4 +1,4 @@
-"""`kvpage why`: why a read would miss, of a page, of a request, and of an agent of the engine's."""
+"""`kvpage why`: why reading a page or a request, or loading an agent, would miss."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ from typing import Any
 from rich.filesize import decimal
 from rich.markup import escape
 
-from kvpage_server.look.ls import agent_as_json
 from kvpage_server.look.output import LookError, leave_no_trace
-from kvpage_server.look.page import place_as_json
+from kvpage_server.look.page import context_as_json
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
@@ -25,7 +24,7 @@ Answer = dict[str, Any]  # KVPAGEWHY's
 
 
 def why(store: AskedStore, args: argparse.Namespace) -> bool:
-    """Why a read of a request, or of the page of that layer, head, page id and type, would miss."""
+    """Why reading a request, or its page with this layer, head, page id and type, would miss."""
     if args.name and len(args.name) != 4:
         raise LookError(f"a page is named by LAYER HEAD PAGE TYPE, got {len(args.name)} of the four")
     req = os.fsencode(args.req)
@@ -66,7 +65,7 @@ def _explained(reason: str, answer: Answer) -> str:
 def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings) -> None:
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     if args.json:
-        found = [agent_as_json(agent) | {"places": [*map(place_as_json, places)]} for agent, places in contexts]
+        found = [context_as_json(agent, places) for agent, places in contexts]
         print_json({"agent": args.req, "contexts": found, "unreadable": holdings.unreadable})
         return
     for agent, places in contexts:
@@ -81,7 +80,7 @@ def _of_model(model: list[str]) -> str:
 
 
 def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
-    """What a load would find; who stored it and when; and what is missing."""
+    """What a load would find, who saved the agent and when, and what is missing."""
     whose, tokens, count = _of_model([agent.model]), how_many(agent.tokens, "token"), len(agent.blocks)
     missing = [(i, place) for i, place in enumerate(places) if not place.block.complete]
     if not missing:

@@ -45,7 +45,6 @@ def test_every_page_block_and_index_command_has_an_example() -> None:
 
 
 def sessions(example: str) -> Iterator[tuple[str, str]]:
-    """What is typed, and what is answered."""
     for part in example.removeprefix("> ").split("\n> "):
         typed, _, answered = part.partition("\n")
         yield typed, answered.rstrip("\n")

@@ -24,7 +24,6 @@ ENGINE = "kvpage_engine_"
 
 @pytest.fixture(scope="module")
 def told() -> Iterator[str]:
-    """An exposition in which nothing is left out."""
     with start_seen_server("--store", "tiered", "--quota", "kv:tenant.*", "1mb", "--maxmemory", "4mb") as seen:
         work(seen)
         with seen.browser() as browser:
@@ -50,7 +49,6 @@ def families(told: str) -> dict[str, str]:
 
 
 def expressions() -> list[str]:
-    """What alerts and dashboard ask."""
     asked = re.findall(r"^ +expr: (.*)$", ALERTS.read_text(), re.MULTILINE)
     panels = json.loads(DASHBOARD.read_text())["panels"]
     return asked + [target["expr"] for panel in panels for target in panel.get("targets", [])]

@@ -74,7 +74,6 @@ class Machines:
         return text
 
     def run(self, typed: str) -> str:
-        """What a command prints."""
         if "$(" in typed:
             return run(["sh", "-c", self.here(typed)])
         program, *words = shlex.split(self.here(typed))

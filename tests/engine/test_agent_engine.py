@@ -101,7 +101,6 @@ class Bench:
         return uid
 
     def run(self) -> None:
-        """Until nothing is pending."""
         deadline = time.monotonic() + WITHIN
         while self.engine.step(timeout=0.1):
             assert time.monotonic() < deadline
@@ -119,7 +118,6 @@ class Bench:
         return self.answers[uid]
 
     def close(self) -> None:
-        """Everything is given back."""
         self.engine.shutdown()
         self.store.close()
         self.pool.check_empty()
@@ -147,7 +145,6 @@ def bench(url: str) -> Iterator[Bench]:
 
 
 def greedy(prompt: Sequence[int], count: int = 8) -> list[int]:
-    """mlx-lm's own tokens."""
     return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
 
 

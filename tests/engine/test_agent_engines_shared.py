@@ -36,12 +36,10 @@ def engines(running: RunningServer) -> Iterator[list[EngineProcess]]:
 
 
 def greedy(prompt: Sequence[int], count: int = 8) -> list[int]:
-    """mlx-lm's own tokens."""
     return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
 
 
 def stored(server: RunningServer, pattern: str) -> int:
-    """Keys of that pattern."""
     with server.client() as client:
         return len(client.keys(pattern))
 

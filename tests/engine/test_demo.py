@@ -117,7 +117,6 @@ def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: 
 
 
 def port_of(text: str) -> int:
-    """The port of the URL that `text` names."""
     return int(re.search(r"redis://127\.0\.0\.1:(\d+)", text)[1])
 
 
@@ -127,7 +126,6 @@ def gone(port: int, pid: int) -> bool:
 
 
 def runs(pid: int) -> bool:
-    """Whether a process is there."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

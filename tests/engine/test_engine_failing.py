@@ -47,7 +47,6 @@ def said(bench: EngineBench, prompt: Sequence[int], count: int = 12) -> tuple[in
 
 
 def after(count: int, then: Sampler) -> Sampler:
-    """The likeliest, so many times."""
     drawn = 0
 
     def sample(logprobs: mx.array) -> Any:

@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 
 import pytest
 import redis
+from pools import pool_of
 from proxy import Weather, start_proxy
 from servers import RunningServer
 from test_engine_pages import MODEL, SPEC, TOKENS, context, held, letter_tokenizer, same
@@ -45,12 +46,7 @@ GREETINGS = {
 }
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(32)
-    yield pool
-    pool.check_empty()
+pool = pool_of(32)
 
 
 @pytest.fixture

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from contexts import SPEC, made, some_tokens
+from pools import pool_of
 
 # isort: split
-import pytest
 
 from engine.pool import BlockPool
 from engine.tiers.hot import Below, HotTier
@@ -17,12 +16,7 @@ MANY = 1 << 30
 TEN = 10 * SPEC.token_nbytes  # bytes of ten tokens
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(64)
-    yield pool
-    pool.check_empty()
+pool = pool_of(64)
 
 
 def keep(hot: HotTier, pool: BlockPool, agent_id: str, *owed: Below, count: int = 10) -> None:

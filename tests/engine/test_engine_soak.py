@@ -171,7 +171,6 @@ def store(directory: Path, soak_over: threading.Event, happened: Counter[str]) -
 
 
 def change(weathers: list[Weather], over: threading.Event) -> None:
-    """The weather: calm, rain, storm."""
     rng = random.Random(7)
     while not over.wait(rng.uniform(2, 6)):
         often = rng.choice([0, 2, 10, 60])

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from pools import pool_of
 from servers import RunningServer, start_server
 
 # isort: split
@@ -77,11 +78,7 @@ def spec(request: pytest.FixtureRequest) -> ModelCacheSpec:
     )
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    pool = BlockPool(16)
-    yield pool
-    pool.check_empty()
+pool = pool_of(16)
 
 
 @pytest.fixture(scope="module")
@@ -164,7 +161,6 @@ def test_an_instance_of_that_day_is_resumed(stored: RunningServer) -> None:
 
 
 def check(context: AgentBlocks, spec: ModelCacheSpec) -> None:
-    """It holds what was made up that day."""
     assert context.agent_id == spec.model_id
     assert context.tokens == TOKENS
     for block, end in zip(context.blocks, (8, 16, 20), strict=True):
@@ -198,7 +194,6 @@ def header(path: Path) -> dict[str, dict[str, object]]:
 
 
 def wanted_size(described: dict[str, dict[str, object]]) -> int:
-    """Bytes of all tensors."""
     return max(one["data_offsets"][1] for name, one in described.items() if name != "__metadata__")  # type: ignore[index]
 
 

@@ -117,7 +117,6 @@ class Run:
         return done
 
     def take(self, command: Sequence[Any]) -> None:
-        """Everything that is done with a command."""
         self.seen.append((type(command).__name__, [self.shown(word) for word in command]))
         self.outbox.add([*command, *(word.part(1, word.size - 1) for word in command if type(word) is self.core.Slot)])
         if type(command) is self.core.Words:
@@ -129,7 +128,6 @@ class Run:
                 self._find(command, start)
 
     def shown(self, word: Any) -> Any:
-        """A word, or what a slot is seen as."""
         if isinstance(word, self.core.Slot):
             return bytes(word.body), word.digest, bytes(word.view), word.size, word.footprint, word.expires
         return word

@@ -23,7 +23,6 @@ VERSION = f"kvpage-server {__version__}, page core: {core.NAME}\n"
 
 
 def run(*words: str) -> subprocess.CompletedProcess[str]:
-    """A call that comes back by itself."""
     command = [sys.executable, "-m", "kvpage_server.app", *words]
     return subprocess.run(command, capture_output=True, text=True, timeout=100)
 

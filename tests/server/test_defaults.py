@@ -51,7 +51,6 @@ class Home:
             assert process.returncode == 0
 
     def refused(self, *options: str, **environment: str) -> str:
-        """What it says when it does not start."""
         with self._run(*options, **environment) as process:
             _, told = process.communicate(timeout=100)
         assert process.returncode == 1

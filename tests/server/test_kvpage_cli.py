@@ -40,7 +40,6 @@ def set_block(client: redis.Redis, req: str, page: int = 0, ttl: int = 0) -> Non
 
 
 def rows(text: str) -> list[list[str]]:
-    """The words of each line."""
     return [line.split() for line in text.splitlines()]
 
 

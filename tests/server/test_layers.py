@@ -197,7 +197,6 @@ def bases(module: str, node: ast.ClassDef) -> Iterator[Class]:
 
 
 def above(module: str, node: ast.ClassDef) -> list[Class]:
-    """The longest way up."""
     ways = ([base, *above(*base)] for base in bases(module, node))
     return max(ways, key=len, default=[])
 

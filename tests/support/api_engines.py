@@ -115,7 +115,6 @@ def start_engine(
 
 
 def _port(engine: RunningEngine) -> int:
-    """Where it says that it is, once it takes prompts."""
     deadline = time.monotonic() + START_WITHIN
     while " is served on " not in engine.log:
         if engine.process.poll() is not None or time.monotonic() > deadline:

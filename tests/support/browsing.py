@@ -40,7 +40,6 @@ class SeenServer:
         return samples(answer.text)
 
     def companion(self) -> int:
-        """The process that answers."""
         children = subprocess.run(
             ["pgrep", "-P", str(self.server.pid)], capture_output=True, text=True, check=False
         ).stdout.split()
@@ -55,7 +54,6 @@ class SeenServer:
 
 
 def samples(text: str) -> dict[tuple[str, ...], float]:
-    """What an exposition says."""
     return {
         (name, *(value for _, value in LABEL.findall(labels or ""))): float(value)
         for name, labels, value in SAMPLE.findall(text)

@@ -39,7 +39,6 @@ BLOCK = 1 * HEADS * 64 * 128 * 2  # bytes: a layer, one plane, 64 rows of 128 fl
 
 
 def body(name: str, version: int, size: int) -> bytes:
-    """What the value of that name is in that version."""
     return version.to_bytes(8, "little") + random.Random(f"{name} {version}").randbytes(size - 8)
 
 
@@ -61,7 +60,6 @@ class Unit:
 
     @staticmethod
     def deletes(version: int) -> bool:
-        """Whether it is a deletion."""
         return version % 7 == 0
 
     def write(self, client: redis.Redis) -> None:

@@ -41,7 +41,6 @@ def run(command: list[str]) -> str:
 
 
 def check(output: str, shown: str) -> None:
-    """That the output is what is shown."""
     assert re.fullmatch(re.escape(shown).replace(re.escape("..."), "(?s:.*)"), output), output
 
 

@@ -143,7 +143,6 @@ class EngineProcess:
         return self._asked
 
     def answer(self, number: int) -> dict[str, Any]:
-        """Waits for it."""
         while number not in self.answers:
             self._hear()
         answer = self.answers[number]
@@ -151,11 +150,9 @@ class EngineProcess:
         return answer
 
     def complete(self, agent_id: str, tokens: Sequence[int], max_tokens: int = 8) -> dict[str, Any]:
-        """Ask, and wait for the answer."""
         return self.answer(self.ask(agent_id, tokens, max_tokens))
 
     def first_token(self, number: int) -> None:
-        """Waits for it."""
         while not self.tokens[number]:
             self._hear()
 
@@ -173,7 +170,6 @@ class EngineProcess:
             self._hear()
 
     def close(self) -> None:
-        """However it has ended, or not."""
         if self.process.poll() is None:
             self.process.kill()
         self.process.wait()
@@ -183,7 +179,6 @@ class EngineProcess:
                     pipe.close()
 
     def kill(self) -> None:
-        """As a power failure would."""
         self.process.send_signal(signal.SIGKILL)
         self.process.wait(WITHIN)
 

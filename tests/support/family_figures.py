@@ -120,7 +120,6 @@ class Bench(EngineBench):
 
 
 def measure(name: str, url: str) -> Figures:
-    """Raises NotBuilt."""
     of = Tiny(name)
     mergeable = bool(of.spec.layers) and all(hasattr(layer.KIND, "merge") for layer in of.spec.layers)
     alone = [MlxLm(of).said(prompt, ANSWERED, of.chunk) for prompt in PROMPTS]
@@ -183,7 +182,6 @@ def _restored(of: Tiny, spec: ModelCacheSpec, told: Sequence[int], url: str) -> 
 
 
 def _try(work: Callable[[], float]) -> float:
-    """Infinity for what cannot be done at all."""
     try:
         return work()
     except (AttributeError, IndexError, RuntimeError, TypeError, ValueError):
@@ -228,7 +226,6 @@ def _made_of() -> str:
 
 
 def documented() -> dict[str, list[str]]:
-    """The rows of the table, by the family."""
     lines = DOCUMENT.read_text().partition(BEGIN)[2].partition(END)[0].splitlines()
     rows = [[cell.strip() for cell in line.strip("| ").split(" | ")] for line in lines[4:]]
     return {cells[0].strip("`"): [*cells, *[""] * (len(HEAD) - len(cells))] for cells in rows}

@@ -30,12 +30,10 @@ class Home:
             client.flushall()
 
     def keys(self, pattern: str = "*") -> set[str]:
-        """All that are there; of pages, those that are strings."""
         found = {key.decode() for client in self.clients for key in client.scan_iter(pattern, count=10_000)}
         return {key for key in found if not key.endswith(":index")}
 
     def having(self, key: str) -> Sequence[redis.Redis]:
-        """The servers that have a key."""
         return [client for client in self.clients if self._has(client, key)]
 
     def _has(self, client: redis.Redis, key: str) -> bool:
@@ -45,7 +43,6 @@ class Home:
             return False
 
     def ask(self, key: str, *words: Any) -> Any:
-        """The server that has a key."""
         (client,) = self.having(key)
         return client.execute_command(*words)
 
@@ -55,11 +52,9 @@ class Home:
         return [tag_of(names, i, self.together) + name for i, name in enumerate(names)]
 
     def blocks(self) -> set[str]:
-        """Those of which anything is there but who names them."""
         return {key.split(":")[1] for key in self.keys() if key.split(":")[0] in ("kv", "seal", "state")}
 
     def turn_a_bit(self, block: str) -> None:
-        """Of its tensors, unnoticed by the server."""
         if self.cluster:
             key = f"kv:{block}:block:0"
             value = self.ask(key, "GETRANGE", key, -5, -5)
@@ -76,7 +71,6 @@ class Home:
 
 @contextmanager
 def home_of(servers: Sequence[RunningServer] = (), cluster: Cluster | None = None) -> Iterator[Home]:
-    """Of servers, one or more, or of a cluster."""
     with ExitStack() as stack:
         ports: Sequence[Callable[..., redis.Redis]] = [one.client for one in (cluster.masters if cluster else servers)]
         clients = [stack.enter_context(make()) for make in ports]

@@ -75,7 +75,6 @@ BINARY = b"r\xff\xe9%41*"
 
 
 def fill(client: redis.Redis) -> None:
-    """Something of every kind."""
     for page in range(4):
         set_block(client, "chat-7", page, HALVES, ttl=3600 if page % 2 else 0)
     set_block(client, "quantised", 0, QUANTISED)

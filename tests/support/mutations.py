@@ -26,7 +26,6 @@ _SIZES = (0, 1, 4, 64, 1000, 1024, 4095, 4096, 5000, 16_384, 70_000)
 
 
 def specs() -> list[Spec]:
-    """The commands that are mutated."""
     return [spec for spec in TABLE.values() if spec.name not in _LEFT_OUT]
 
 
@@ -147,7 +146,6 @@ class Frames:
         return blob
 
     def _many(self) -> Words:
-        """More words than are run at once."""
         rng, count = self._rng, self._rng.choice([600, 1100, 1500])
         keys = [self._key() for _ in range(count)]
         command = rng.choice(

@@ -22,18 +22,15 @@ def key(i: int, req_id: bytes = b"req") -> PageKey:
 
 
 def batch(count: int, rows: int = 32, columns: int = 64, seed: int = 0, req_id: bytes = b"req") -> list[Page]:
-    """Pages of int8."""
     bodies = np.random.default_rng(seed).integers(-128, 127, (count, rows, columns), np.int8)
     return [Page(key(i, req_id), body, DType.INT8, rows, columns) for i, body in enumerate(bodies)]
 
 
 def block_body(seed: int = 0) -> Array:
-    """The bytes of a block of `SHAPE`."""
     return np.random.default_rng(seed).integers(0, 255, SHAPE.nbytes, np.uint8)
 
 
 def room(pages: list[Page]) -> list[Array]:
-    """Memory of the size of each page."""
     return [np.zeros(memoryview(page.body).nbytes, np.uint8) for page in pages]
 
 

@@ -80,7 +80,6 @@ class Commands:
         return self._rng.choice([b"0", b"-1", b"1" if now else b"-5", *NO_INTEGERS, *INTEGERS[-2:]])
 
     def next(self) -> Words:
-        """A command."""
         rng = self._rng
         if rng.random() < 0.01:
             return [rng.choice([b"nosuch", b"NO\x00SUCH", b"x" * 200]), *rng.choices(ODD_WORDS, k=rng.randrange(4))]

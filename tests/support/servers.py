@@ -50,7 +50,6 @@ class RunningServer:
         return redis.Redis(**{"port": self.port, **CLIENT_OPTIONS, **options})
 
     def connect(self) -> socket.socket:
-        """A socket of one's own."""
         return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def rss(self) -> int:
@@ -83,7 +82,6 @@ def resident(pid: int) -> int:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
     with closing(socket.create_server(("127.0.0.1", 0))) as sock:
         return int(sock.getsockname()[1])
 

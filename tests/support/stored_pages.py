@@ -30,13 +30,11 @@ def set_block(client: redis.Redis, req: str, page: int, size: int = 100, ttl: in
 
 
 def ask(client: redis.Redis, *words: Any) -> dict[str, Any]:
-    """The reply, a map."""
     reply = client.execute_command(*words)
     return {name.decode(): value.decode() if isinstance(value, bytes) else value for name, value in reply.items()}
 
 
 def held(client: redis.Redis, req: str) -> list[int]:
-    """The page ids of a request's blocks."""
     return [block[b"page"] for block in client.execute_command("KVPAGEINDEX", req)]
 
 

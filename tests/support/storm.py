@@ -19,7 +19,6 @@ Deed = Callable[[asyncio.StreamReader, asyncio.StreamWriter, random.Random], Awa
 
 
 async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
-    """In the middle of something, or of nothing."""
     beginning = rng.choice([b"", b"*3\r\n$3\r\nSET\r\n", b"*3\r\n$3\r\nSET\r\n$1\r\nk\r\n$200000\r\n" + bytes(90_000)])
     writer.write(beginning)
     await asyncio.sleep(rng.random() * 0.2)
@@ -68,7 +67,6 @@ async def overhear(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, r
 
 
 async def shout(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
-    """To whoever overhears."""
     writer.write(spell([b"PUBLISH", b"news", bytes(50_000)]) * 20)
     await asyncio.wait_for(reader.read(100), 2)
 
@@ -95,7 +93,6 @@ async def write_little_by_little(
 
 
 async def sit(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, rng: random.Random) -> None:
-    """In the middle of a command."""
     writer.write(b"*2\r\n$3\r\nGE")
     await asyncio.sleep(2)
 
@@ -123,7 +120,6 @@ async def client(port: int, deeds: list[Deed], seed: int, until: float) -> int:
 
 
 async def storm(port: int, seconds: float) -> int:
-    """Everybody at once."""
     until = asyncio.get_running_loop().time() + seconds
     everybody = [(HOSTILE_DEEDS, i) for i in range(HOSTILE)] + [(SLOW_DEEDS, HOSTILE + i) for i in range(SLOW)]
     return sum(await asyncio.gather(*(client(port, deeds, seed, until) for deeds, seed in everybody)))

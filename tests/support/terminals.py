@@ -26,7 +26,6 @@ class Terminal:
         return subprocess.Popen(command, **{**streams, **options}, start_new_session=True, preexec_fn=belong)
 
     def close(self) -> None:
-        """Its window is closed, or the connection to it is lost."""
         for end in (self.slave, self._master):
             with suppress(OSError):
                 os.close(end)

@@ -19,5 +19,4 @@ def eventually(holds: Callable[[], object], within: float = PATIENCE) -> bool:
 
 
 def until(condition: Callable[[], object], what: str = "it", within: float = PATIENCE) -> None:
-    """Wait for it."""
     assert eventually(condition, within), f"{what} never came to be"

@@ -8,7 +8,6 @@ from typing import Any
 
 
 def spell(words: Iterable[bytes]) -> bytes:
-    """A command as clients send it."""
     words = list(words)
     return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
 
@@ -37,7 +36,6 @@ class Wire:
         return line
 
     def ask(self, *words: bytes) -> bytes:
-        """One command and its reply."""
         self.send(spell(words))
         return self.reply()
 

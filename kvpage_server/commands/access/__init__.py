@@ -1,4 +1,4 @@
-"""Users: who may come in, and which commands, keys and channels each may use.
+"""Users: who can log in, and which commands, keys and channels each user may use.
 
-Knows the command table. Knows no connection: what a client is refused is decided in `dispatch/`.
+Knows the command table, and no connections. `dispatch/` decides whether a client's command is refused.
 """

@@ -1,7 +1,7 @@
 """The commands of Redis 7 that do not exist here, and their ACL categories.
 
-Rules for users may name them, so that an aclfile that was written for Redis is understood: they stay in the rules, and
-allow or forbid nothing. docs/compatibility.md lists them for people.
+Rules for users may name them, so that an aclfile written for Redis can be used. They are kept in the rules and have no
+effect. docs/compatibility.md lists them for people.
 """
 
 from __future__ import annotations

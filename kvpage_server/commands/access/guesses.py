@@ -1,11 +1,10 @@
-"""Passwords that were wrong, by address: who sends many of them waits for every further try.
+"""Counts wrong passwords by address, and slows down addresses that send many of them.
 
-An address may fail ten times; one failure is forgiven every six seconds. Past that its AUTHs are looked at one a
-second, in the order in which they came, whatever number of connections they come from. All of them wait, those with the
-right password too: otherwise a guesser would take a quick answer for a yes and not wait for a no. Other addresses
-notice nothing.
+An address may fail ten times; one failure is forgiven every six seconds. After that, its AUTHs are handled one a
+second, in the order in which they came, however many connections they come from. This includes those with the right
+password: otherwise a guesser could take a slow answer for a no and not wait for it. Other addresses are not affected.
 
-Memory is bounded: past a number of addresses the one that failed the longest ago is forgotten.
+Memory is bounded: beyond a number of addresses, the one whose last failure is oldest is forgotten.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from dataclasses import dataclass
 log = logging.getLogger("kvpage")
 
 FREE_FAILURES = 10
-_FORGIVEN_SECONDS = 6.0  # for one failure to be forgotten
+_FORGIVEN_SECONDS = 6.0  # until one failure is forgotten
 _PAUSE_SECONDS = 1.0  # between two tries
 _LONGEST_SECONDS = 10.0  # a try that would have to wait longer is refused
 _MOST_ADDRESSES = 10_000
@@ -41,7 +40,7 @@ class _Failures:
     next_try: float = 0.0
 
     def left(self, now: float) -> float:
-        """The failures that are not forgiven yet, the last one in part."""
+        """The failures that are not forgiven yet; a fraction for the one that is being forgiven."""
         return max(0.0, self.count - (now - self.counted) / _FORGIVEN_SECONDS)
 
     def are_many(self, now: float) -> bool:
@@ -58,7 +57,7 @@ class Guesses:
         return len(self._failures)
 
     def take_turn(self, address: str) -> float:
-        """Seconds that a try from an address ("host:port") has to wait, 0 as a rule. Raises TooMany."""
+        """The seconds that a try from an address ("host:port") has to wait, usually 0. Raises TooMany."""
         found = self._failures.get(_network(address))
         now = time.monotonic()
         if found is None or not found.are_many(now):
@@ -83,7 +82,7 @@ class Guesses:
 
 
 def _network(address: str) -> str:
-    """Who is behind "host:port": the host, of IPv6 the network that one customer is given, or a unix socket's path."""
+    """What is counted as one client: the host, for IPv6 the network that one customer gets, or a unix socket's path."""
     host = address.rpartition(":")[0]
     if not host.startswith("["):
         return host

@@ -14,13 +14,13 @@ _ACCESSES = (READ, WRITE, READ | WRITE)
 
 
 class _Rights(NamedTuple):
-    """What is given to the keys of one pattern."""
+    """The rights to the keys of one pattern."""
 
     open_ended: bool  # whatever begins like a match is one too
     accesses: frozenset[int]
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Whether they give that to a key that matches; to all keys that begin so, for a Prefix."""
+        """Whether they allow this for a matching key, or for all keys with a Prefix."""
         if type(key) is KeyPrefix and not self.open_ended:
             return False
         return any(given & access == access for given in self.accesses)
@@ -50,7 +50,7 @@ class KeyRules:
         return new
 
     def add(self, pattern: bytes, access: int, matches: Matches) -> None:
-        """Give a right to the keys of a pattern; `matches` is what `glob` makes of it."""
+        """Give a right to the keys of a pattern. `matches` is the compiled pattern."""
         before = self._rights.get(pattern)
         accesses = {access} if before is None else before.accesses | {access}
         self._rights.add(pattern, _Rights(_is_open_ended(pattern), frozenset(accesses)), matches)
@@ -61,7 +61,7 @@ class KeyRules:
         return any(given & access == access and (b"*", given) in self._given for given in _ACCESSES)
 
     def cover(self, key: bytes, access: int) -> bool:
-        """Whether they give that to a key, or to every key that begins so when it is a Prefix."""
+        """Whether the rules allow this for a key, or for all keys with a Prefix."""
         return any(rights.cover(key, access) for rights in self._rights.matching(key))
 
     def readable(self, keys: Iterable[bytes]) -> list[bytes]:

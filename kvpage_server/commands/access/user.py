@@ -1,7 +1,7 @@
-"""One user: whether it may come in, and which commands, keys and channels it may use. The rules are Redis 7's.
+"""One user: whether it can log in, and which commands, keys and channels it may use. The rules are those of Redis 7.
 
-A key pattern gives the right to read, to write, or both. A command that concerns every key, as INFO's numbers or
-FLUSHALL do, is for users who have that right on every key: whoever may use only some keys learns nothing of the others.
+A key pattern gives the right to read, to write, or both. A command that concerns every key, such as FLUSHALL or INFO's
+figures, needs that right for every key. So a user who may use only some keys learns nothing about the others.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Change = Callable[["User"], None]  # what a rule does; raises RuleError
 
 
 class RuleError(ValueError):
-    """A rule that cannot be understood, or changes nothing where it stands."""
+    """A rule is invalid, or has no effect after the rules before it."""
 
 
 class Denial(NamedTuple):
@@ -54,11 +54,11 @@ class Denial(NamedTuple):
     what: bytes
     command: str
     user: bytes
-    lacks: bytes = b""  # the key rule without which the command is of no use to it
+    lacks: bytes = b""  # the key rule that the user would need
 
     @property
     def message(self) -> str:
-        """As Redis words it to the client: without saying which key."""
+        """Redis's words for the client, which do not name the key."""
         if self.kind == "command":
             return f"NOPERM {self.verbose}"
         return f"NOPERM No permissions to access a {self.kind}"
@@ -76,12 +76,12 @@ class Denial(NamedTuple):
 
 
 def digest(password: bytes) -> str:
-    """A password as it is kept: SHA-256, in hexadecimal."""
+    """The SHA-256 of a password, in hexadecimal."""
     return hashlib.sha256(password).hexdigest()
 
 
 class User:
-    """A user and its rights. `commands` are those it may run, `rules` how they were given."""
+    """A user and its rights. `commands` are those it may run, and `rules` are the rules that gave them."""
 
     enabled = False
     no_password = False  # any password will do
@@ -107,11 +107,11 @@ class User:
         return self.keys.all(access)
 
     def may_use(self, key: bytes, access: int) -> bool:
-        """Whether it may do that to a key, or to every key that begins so when it is a Prefix."""
+        """Whether it may access a key in this way, or all keys with a Prefix."""
         return self.keys.cover(key, access)
 
     def may_listen(self, channel: bytes, *, as_pattern: bool = False) -> bool:
-        """Whether it may use a channel. A pattern must be one of its own, letter for letter."""
+        """Whether it may use a channel. A pattern must be exactly one of its own."""
         if as_pattern:
             return self.every_channel or channel in self.channels
         return any(True for _ in self.channels.matching(channel))
@@ -127,7 +127,7 @@ class User:
         return next(filter(None, self.checks(spec, args)), None)
 
     def checks(self, spec: Spec, args: Sequence[Argument]) -> Iterator[Denial | None]:
-        """The same, one key or channel after the other: what forbids it, or None. A check costs what `cost` says."""
+        """The same, one key or channel after the other: a Denial or None for each. `cost` says what a check costs."""
         if spec.name not in self.commands:
             yield Denial("command", spec.name.encode(), spec.name, self.name)
         if spec.all_keys and not self.may_use_all(spec.access):
@@ -142,13 +142,13 @@ class User:
 
     @property
     def cost(self) -> int:
-        """How many patterns a key, or a channel, is held against."""
+        """The number of patterns that a key or a channel is compared with."""
         return max(self.keys.cost, self.channels.cost)
 
     # -- changing --------------------------------------------------------------------------------------------------
 
     def changed(self, rules: Iterable[bytes]) -> User:
-        """A user like this one after some rules. Raises RuleError naming the rule; this one stays as it is."""
+        """A copy of this user, changed by some rules. Raises RuleError, which names the rule."""
         return self.after((rule, change_of(rule)) for rule in rules)
 
     def after(self, changes: Iterable[tuple[bytes, Change]]) -> User:
@@ -167,11 +167,11 @@ class User:
         return user
 
     def become(self, other: User) -> None:
-        """Take the rights of another, name and identity being one's own."""
+        """Take over another user's rights, keeping this name and object."""
         vars(self).update(vars(other) | {"name": self.name})
 
     def enable(self, enabled: bool) -> None:
-        """Let it in, or not; connections that it has stay."""
+        """Allow or forbid logins. Open connections stay."""
         self.enabled = enabled
 
     def _add_password(self, hashed: str) -> None:
@@ -184,7 +184,7 @@ class User:
         del self.passwords[hashed]
 
     def forget_passwords(self, *, then_any: bool) -> None:
-        """Have no password: nobody comes in, or `then_any` will do."""
+        """Remove all passwords: then nobody can log in, or with `then_any` any password will do."""
         self.passwords.clear()
         self.no_password = then_any
 
@@ -255,7 +255,7 @@ class User:
         return b" ".join(b"&" + channel for channel in self.channels)
 
     def __bytes__(self) -> bytes:
-        """The line of a configuration or ACL file that makes this user."""
+        """The line of a configuration or ACL file for this user."""
         words = [b"user", self.name, b"on" if self.enabled else b"off"]
         words += [b"nopass"] if self.no_password else []
         words += [b"#" + hashed.encode() for hashed in self.passwords]
@@ -266,14 +266,14 @@ class User:
 
 
 def change_of(rule: bytes) -> Change:
-    """What a rule does to a user. A pattern is made ready here, which takes up to some milliseconds for a long one."""
+    """The change that a rule makes to a user. It compiles patterns, which takes some milliseconds for long ones."""
     word = rule.lower()
     if word in _WORDS:
         return _WORDS[word]
     try:
         return _argued(rule, word)
     except (RuleError, PatternTooLong) as error:
-        return partial(_refuse, str(error))  # in its turn: a rule before it may be wrong, too
+        return partial(_refuse, str(error))  # raised when its turn comes, as an earlier rule may be wrong, too
 
 
 def _refuse(why: str, user: User) -> None:
@@ -281,7 +281,7 @@ def _refuse(why: str, user: User) -> None:
 
 
 def _argued(rule: bytes, word: bytes) -> Change:
-    """What a rule does that has an argument. Raises RuleError, PatternTooLong."""
+    """The change that a rule with an argument makes. Raises RuleError, PatternTooLong."""
     sign = rule[:1]
     if found := _KEY_RULE.match(rule):
         access, matches = _ACCESS[found[1] and found[1].upper()], glob(found[2])
@@ -302,7 +302,7 @@ def _argued(rule: bytes, word: bytes) -> Change:
 
 @cache
 def _commands_named(name: str) -> frozenset[str]:
-    """The commands that a rule names, those of Redis that do not exist here too. Raises RuleError."""
+    """The commands that a rule names, including those of Redis that do not exist here. Raises RuleError."""
     if name[:1] == "@":
         if name[1:] not in CATEGORIES:
             raise RuleError(_UNKNOWN)
@@ -321,7 +321,7 @@ def _checked_hash(hashed: bytes) -> str:
 
 
 def _nothing(user: User) -> None:
-    """Rules that Redis writes into its files and that have no meaning here."""
+    """Rules in Redis's files that mean nothing here."""
 
 
 _WORDS: dict[bytes, Callable[[User], None]] = {

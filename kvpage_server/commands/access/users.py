@@ -1,7 +1,7 @@
-"""Every user, where they come from, and who was turned away.
+"""All users, and the log of refusals.
 
-Users come from `user` lines of the configuration or from an aclfile, which has the same lines; `default` is who a
-connection is before it says otherwise.
+Users come from `user` lines of the configuration, or from an aclfile with the same lines. A new connection has the user
+`default`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ log = logging.getLogger("kvpage")
 
 
 class UserFileError(ValueError):
-    """A line does not make a user; the message says where and why."""
+    """A line is wrong; the message says where and why."""
 
 
 def _open_default() -> User:
@@ -49,14 +49,14 @@ class Users:
         return self.by_name[DEFAULT]
 
     def authenticate(self, name: bytes, password: bytes) -> User | None:
-        """The user of that name when the password opens."""
+        """The user of that name, if the password is right."""
         user = self.by_name.get(name)
         return user if user is not None and user.accepts(password) else None
 
     def set(self, name: bytes, changes: Iterable[tuple[bytes, Change]]) -> User:
-        """Make or change a user, with all of the rules or none; which user that is. Raises RuleError.
+        """Create or change a user, and return it. Applies all of the rules or none. Raises RuleError.
 
-        The object that connections hold stays the same: they feel the change at once.
+        The user's object stays the same, so the change applies to its connections at once.
         """
         if _IN_NO_NAME.search(name):
             raise RuleError("Usernames can't contain spaces or null characters")
@@ -71,23 +71,21 @@ class Users:
         return user
 
     def require_password(self, password: str) -> None:
-        """The default user's only password; empty: it needs none."""
+        """Set the only password of the default user; empty means that it needs none."""
         raw = password.encode("utf-8", "surrogateescape")
         self.default.forget_passwords(then_any=not raw)
         if raw:
             self.default.passwords[digest(raw)] = None
 
     def load(self, lines: Iterable[tuple[str, list[bytes]]]) -> None:
-        """Have the users of these lines: see `loading`. Raises UserFileError."""
+        """Replace the users: see `loading`. Raises UserFileError."""
         for _ in self.loading(lines):
             pass
 
     def loading(self, lines: Iterable[tuple[str, list[bytes]]]) -> Iterator[None]:
-        """Steps until there are the users of these lines (where each stands, and its words after `user`) and no others.
+        """Steps that replace all users with those of these lines. A line has its place, and its words after `user`.
 
-        A default one stays if no line makes it.
-
-        Raises UserFileError and leaves everything as it was when one of them is wrong.
+        The default user stays if there is no line for it. If a line is wrong, raises UserFileError and changes nothing.
         """
         loaded, absent = dict[bytes, User](), set[str]()
         for where, words in lines:
@@ -108,14 +106,14 @@ class Users:
         self._absent |= absent
 
     def warn_of_absent(self) -> None:
-        """Log, once each, which commands rules name that Redis has and this server has not."""
+        """Log the commands in rules that Redis has and this server lacks, each once."""
         named = self._absent - self._warned_of
         if named:
             self._warned_of |= named
             log.warning("rules of users name commands of Redis that do not exist here: %s", ", ".join(sorted(named)))
 
     def load_file(self, path: Path) -> None:
-        """Have the users of an aclfile. Raises UserFileError, OSError."""
+        """Replace the users with those of an aclfile. Raises UserFileError, OSError."""
         self.load(lines_of(path))
 
     def lines(self) -> list[bytes]:
@@ -124,7 +122,7 @@ class Users:
 
 
 def lines_of(path: Path) -> list[tuple[str, list[bytes]]]:
-    """Where each user of an aclfile stands, and its words. Raises UserFileError, OSError."""
+    """The place and the words of each line of an aclfile. Raises UserFileError, OSError."""
     lines = []
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         words = line.split()
@@ -145,7 +143,7 @@ def save_file(path: Path, lines: Iterable[bytes]) -> None:
 
 @dataclass(slots=True)
 class Refusal:
-    """Something that a user tried and may not, as often as it did."""
+    """Something that a user may not do but tried, and how often."""
 
     reason: str  # auth, command, key or channel
     context: str  # toplevel or multi
@@ -160,7 +158,7 @@ class Refusal:
 
 
 class Refusals:
-    """The last refusals, newest first: what ACL LOG tells. `limit` says how many to keep."""
+    """The last refusals for ACL LOG, newest first. `limit` says how many to keep."""
 
     def __init__(self, limit: Callable[[], int]) -> None:
         self.entries: deque[Refusal] = deque()

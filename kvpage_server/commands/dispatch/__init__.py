@@ -1,4 +1,4 @@
 """What happens to every command: it is found, admitted, made ready, run, counted and shown.
 
-Knows commands by their row in the table alone: no command's name is written here.
+Knows commands only by their row in the table: no command is named here.
 """

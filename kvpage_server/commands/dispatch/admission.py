@@ -39,7 +39,7 @@ def queues(client: Client, spec: Spec) -> bool:
 
 
 def admit(client: Client, spec: Spec) -> None:
-    """Raises ReplyError when nobody in the client's state may call the command, Paused when it has to wait."""
+    """Raises ReplyError if the command is not allowed in the client's state, Paused if it has to wait."""
     if (client.channels or client.patterns) and client.protocol == 2 and not spec.while_subscribed:
         raise ReplyError(
             f"ERR Can't execute '{spec.name}': only (P|S)SUBSCRIBE / (P|S)UNSUBSCRIBE / PING / QUIT / RESET "
@@ -53,7 +53,7 @@ def admit(client: Client, spec: Spec) -> None:
 
 
 def check_rights(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError when the client has not authenticated, or its user has no right to this."""
+    """Raises ReplyError if the client has not authenticated, or its user lacks a right."""
     user = client.user
     if "no_auth" in spec.flags:
         return
@@ -67,20 +67,20 @@ def check_rights(client: Client, spec: Spec, words: Command) -> None:
 
 
 def check_place(client: Client, spec: Spec, words: Command) -> None:
-    """Raises ReplyError when the command's keys are another server's, or of several."""
+    """Raises ReplyError if the command's keys belong to another server, or to several."""
     placing = client.server.placing
     if placing is not None:
         placing.check([placing.slot(spec, words[spec.words :])])
 
 
 def refused(client: Client, denial: Denial) -> ReplyError:
-    """The error for a client that lacks a right. It is noted in the ACL log."""
+    """The error for a client that lacks a right. Adds it to the ACL log."""
     client.server.refuse(client, denial.kind, denial.what)
     return ReplyError(denial.message)
 
 
 def takes_memory(client: Client, spec: Spec) -> bool:
-    """Whether a command needs room: one that stores something, any that is queued, and EXEC of one that stores."""
+    """Whether a command needs room: if it stores something, if it is queued, or if it is EXEC and runs such a one."""
     if client.transaction is None:
         return spec.stores
     if spec.runs_queued:
@@ -89,10 +89,10 @@ def takes_memory(client: Client, spec: Spec) -> bool:
 
 
 def have_room(client: Client) -> None:
-    """Have room in memory for what a command is to store, now or in a transaction. Raises ReplyError, Postponed.
+    """Make room in memory for what a command stores, now or in a transaction. Raises ReplyError, Postponed.
 
-    Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If very
-    much has to be evicted, other clients have their turn in between.
+    Room is made before a command runs, so that nothing is evicted in the middle of a command or transaction. If a lot
+    has to be evicted, other clients have their turn in between.
     """
     try:
         if not client.server.keyspace.memory.make_room():
@@ -122,7 +122,7 @@ def rejected(client: Client, spec: Spec | None, words: Command, error: ReplyErro
 
 
 def _writes(client: Client, spec: Spec) -> bool:
-    """Whether the command changes the store, EXEC by what was queued."""
+    """Whether the command changes the store; for EXEC, whether a queued command does."""
     if spec.runs_queued and client.transaction is not None:
         return any(spec.flags & {"write", "may_replicate"} for spec, _ in client.transaction.commands)
     return bool(spec.flags & {"write", "may_replicate"})

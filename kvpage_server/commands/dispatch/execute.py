@@ -22,7 +22,7 @@ from kvpage_server.resp.reply import Reply, ReplyError
 
 
 def execute(client: Client, words: Command) -> Reply:
-    """The reply to one command; errors are replies, too. Raises Paused and Postponed: try it again later."""
+    """The reply to one command; errors are replies, too. Raises Paused and Postponed if it has to wait."""
     spec = None
     try:
         count = len(words)

@@ -1,8 +1,9 @@
-"""Commands of very many words, done in parts between which others have their turn.
+"""Commands of very many words, which run in parts. Other clients have their turn between the parts.
 
-Up to `AT_ONCE` words, a command runs at once, as in Redis: nobody sees it half done. Of a command of more words the
-table says how it is divided, see `Parts`; what is not divided is refused, since nothing may hold up all clients. Rights
-are asked for all parts before the first is done. A part that fails ends the command, and those before it are done.
+Up to `AT_ONCE` words, a command runs without a pause, as in Redis, so nobody sees it half done. The table says how a
+longer command is divided, see `Parts`. If it can't be divided it is refused, since it would hold up all clients. The
+rights for all parts are checked before the first part. When a part fails, the command ends, and the parts before it
+stay done.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream, encode
 from kvpage_server.store.disk.holds import Hold
 
 _PART = 128  # items
-_CHECKS = 4000  # comparisons of a key with a pattern, in a step
+_CHECKS = 4000  # comparisons of a key with a pattern in a step
 _RIGHTS = 16 * _CHECKS
 
 
@@ -49,12 +50,12 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
 
 
 def are_many_rights(client: Client, words: Command) -> bool:
-    """Whether checking the rights takes long: very many keys, each compared with very many patterns."""
+    """Whether checking the rights takes long, because very many keys are compared with very many patterns."""
     return client.user is not None and client.user.cost * len(words) > _RIGHTS and client.transaction is None
 
 
 def after_rights(client: Client, spec: Spec, words: Command) -> Stream:
-    """The reply to such a command. Rights are checked in steps; then it runs at once. Raises ReplyError, Paused."""
+    """The reply to such a command. Checks the rights in steps, then runs it. Raises ReplyError, Paused."""
     check_place(client, spec, words)
     admit(client, spec)
     client.last_command = spec.name
@@ -86,7 +87,7 @@ def freed_after(error: ReplyError, words: Command) -> Stream:
 
 
 def _run_whole(client: Client, spec: Spec, words: Command) -> Iterator[Reply]:
-    """The items of a command's reply, once there is room for it and what it needs is there. Raises ReplyError."""
+    """Steps that make a command ready, and then the items of its reply. Raises ReplyError."""
     hold = yield from _ready(client, spec, words)
     reply = run_as_asked(client, spec, words)
     del hold
@@ -121,9 +122,9 @@ def _divided(spec: Spec, parts: Parts, words: Command) -> Iterable[Command]:
 
 
 def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
-    """Steps until there is room and what a command needs is in memory. Keep the result until the command has run.
+    """Steps until there is room, and the values that a command needs are in memory. Keep the result until it has run.
 
-    Raises ReplyError when either cannot be, or the disk cannot keep what is promised.
+    Raises ReplyError if that is impossible, or if the disk cannot keep up.
     """
     hold: Hold | None = None
     while True:
@@ -139,7 +140,7 @@ def _ready(client: Client, spec: Spec, words: Command) -> Steps[Hold | None]:
 
 
 def _flat(reply: Reply) -> Iterator[Reply]:
-    """The items of a reply that is made while it is sent."""
+    """The items of a streamed reply."""
     if not isinstance(reply, Stream):
         yield reply
         return
@@ -149,7 +150,7 @@ def _flat(reply: Reply) -> Iterator[Reply]:
 
 
 def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterator[Reply]:
-    """The parts one after the other, and what their replies make together."""
+    """Runs the parts one after the other, and joins their replies."""
     total: Reply = 0
     if parts.joined == "array":
         yield Raw(b"*%d\r\n" % (parts.items * (len(words) - spec.words - parts.first)))

@@ -1,4 +1,4 @@
-"""Runs a command that was admitted. Counts what it costs; what goes wrong becomes its reply."""
+"""Runs a command that was admitted, and counts what it costs. An exception becomes its reply."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _INTERNAL = "ERR internal error, the server's log says more"
 
 
 def run(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command that was admitted, now or by EXEC. Errors are replies too."""
+    """Run a command that was admitted, now or by EXEC. Errors are replies, too."""
     server = client.server
     if server.monitors:
         show_monitors(client, spec, words)
@@ -61,7 +61,7 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command as its client has asked for: whether reading is a use of the keys, what is tracked."""
+    """Run a command with the client's settings: CLIENT NO-TOUCH and CLIENT TRACKING."""
     reply = run(client, spec, words) if client.touches else _run_untouched(client, spec, words)
     if client.tracking is not None and client.transaction is None and not spec.keeps_caching:
         client.tracking.asked = False  # CLIENT CACHING is for one command, or transaction
@@ -69,7 +69,7 @@ def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command whose reading is no use of the keys, nor is that of the rest of its reply."""
+    """Run a command, and the rest of its reply, so that reads do not count as uses."""
     keyspace = client.server.keyspace
     with keyspace.untouched():
         reply = run(client, spec, words)
@@ -86,7 +86,7 @@ def _run_untouched(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
-    """The whole reply of a command of a transaction, with all its steps, as the client's protocol spells it now."""
+    """The whole reply to a command of a transaction, encoded in the client's current protocol."""
     reply, pieces = _run_queued(client, spec, words), list[Piece]()
     try:
         encode(reply, client.protocol, pieces)
@@ -97,7 +97,7 @@ def run_queued(client: Client, spec: Spec, words: Command) -> list[Piece]:
 
 
 def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
-    """Run a command that was admitted when it was queued, if the client has not lost the right to it since."""
+    """Run a command that was admitted when it was queued, if the client still has the right to it."""
     try:
         check_rights(client, spec, words)
     except ReplyError as error:
@@ -116,7 +116,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
-    """A reply in steps. A single one may end with the error that it cannot be done."""
+    """A streamed reply. Before its first part, it may still become an error."""
     assert spec.fetches or spec.needs is nothing, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
         return reply

@@ -16,7 +16,7 @@ _ALL_SHOWN = 32 * 1024  # bytes of all words together, because every byte is esc
 
 
 def shown(spec: Spec, words: Command, most: int) -> list[bytes]:
-    """A command's first words as others may see them, cut to so many bytes each: a page is not copied to be shown."""
+    """A command's first words as other users may see them. Long words are cut, so that no page is copied."""
     cut: list[bytes] = []
     left = _ALL_SHOWN
     for at, word in enumerate(words[:_MOST_SHOWN]):
@@ -46,7 +46,7 @@ def note_slow(client: Client, spec: Spec, words: Command, took: int) -> None:
 
 
 def show_monitors(client: Client, spec: Spec, words: Command) -> None:
-    """Tell those who MONITOR, as Redis spells it; administration is not shown."""
+    """Show a command to the clients that MONITOR, in Redis's format. Administration is not shown."""
     if spec.flags & {"admin", "skip_monitor"}:
         return
     quoted = b" ".join(_quote(word) for word in shown(spec, words, _LONGEST_SHOWN))

@@ -1,4 +1,4 @@
-"""What clients are told without asking: messages of channels, events of keys, changes of what they track.
+"""Messages that the server sends by itself: of channels, of keyspace events, and about changed keys that were cached.
 
-Knows the keyspace's events and what a listener is. Knows no command.
+Knows the keyspace's events and what a listener is, and no commands.
 """

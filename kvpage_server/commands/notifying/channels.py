@@ -1,7 +1,7 @@
-"""Who listens to which channel, by name or by pattern, and how a message reaches them.
+"""Which clients listen to which channels, by name or by pattern, and how they get a message.
 
-A message for a few is pushed at once. For many, and for what comes while such a message is under way, there is a queue,
-so that everybody hears what was said in the order in which it was said; some are told in every turn of the loop.
+A message for a few listeners is sent at once. A message for many is sent in steps, some listeners in every turn of the
+loop. Messages that come meanwhile wait in a queue, so that everybody gets them in the order of publication.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvpage_server.resp.reply import Push, Raw, Reply, Wait, encode
 Listeners = dict[Recipient, None]  # in the order in which they came
 Steps = Iterator[None]
 
-_FEW = 32  # listeners who are told at once
+_FEW = 32  # listeners that are sent a message at once
 _TURN = 1_000_000  # nanoseconds
 
 
 class Channels:
-    """Channels and patterns that have a listener; the listeners' own lists are `Recipient.channels` and `.patterns`."""
+    """Channels and patterns that have a listener. `Recipient.channels` and `.patterns` are those of one listener."""
 
     def __init__(self) -> None:
         self.by_name: dict[bytes, Listeners] = {}
@@ -53,7 +53,7 @@ class Channels:
             self.by_name.pop(channel, None)
 
     def psubscribe(self, client: Recipient, pattern: bytes) -> None:
-        """The client listens to every channel that matches a pattern. Raises PatternTooLong."""
+        """Let a client listen to every channel that matches a pattern. Raises PatternTooLong."""
         found = self.by_pattern.get(pattern)
         if found is None:
             found = pattern, {}
@@ -75,7 +75,7 @@ class Channels:
                 self.by_pattern.remove(pattern)
 
     def forget(self, client: Recipient) -> None:
-        """The client listens to nothing any more. If it listened to very many channels, they are left in steps."""
+        """Remove a client. If it listened to very many channels, this is done in steps."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.settle()
@@ -95,9 +95,9 @@ class Channels:
     # -- messages ----------------------------------------------------------------------------------------------------
 
     def publish(self, channel: bytes, message: bytes, about: bytes | None = None) -> int:
-        """Push a message to everybody who listens, and may know of the key that it is about; how many listen.
+        """Send a message to all listeners that may know about its key; returns how many listeners there are.
 
-        The message is encoded once a protocol, not once a listener.
+        The message is encoded once for each protocol, not for each listener.
         """
         told = self._told(channel, message)
         count = sum(len(listeners) for listeners, _ in told)
@@ -105,7 +105,7 @@ class Channels:
         return count
 
     def publish_all(self, messages: Iterator[tuple[bytes, bytes, bytes]]) -> None:
-        """Publish very many messages: channel, message, and the key it is about. Each is made when its turn comes."""
+        """Publish very many messages: channel, message, and its key. Each is made when its turn comes."""
 
         def steps() -> Steps:
             for channel, message, about in messages:
@@ -116,11 +116,11 @@ class Channels:
 
     @property
     def busy(self) -> bool:
-        """Whether what was published is still being told."""
+        """Whether messages are still being sent."""
         return bool(self._under_way)
 
     def all_told(self) -> Iterator[Reply]:
-        """Steps of a reply until what was published so far has been told."""
+        """Steps of a reply until all messages published so far have been sent."""
         if self._under_way:
             yield Wait(self._when_told, now=self._tell_all)
 
@@ -144,7 +144,7 @@ class Channels:
     # -- in turns ----------------------------------------------------------------------------------------------------
 
     def _do(self, steps: Steps, *, at_once: bool) -> None:
-        """Do some steps: now, if they are few and none are under way; otherwise in turns, after the others."""
+        """Do some steps: now if they are few and no others are under way, else in turns after the others."""
         if at_once and not self._under_way:
             for _ in steps:
                 pass
@@ -169,7 +169,7 @@ class Channels:
 
 
 def _push(told: list[tuple[Listeners, list[Reply]]], about: bytes | None) -> Steps:
-    """Tell those who still listen, some in every step."""
+    """Send to those that still listen, some in every step."""
     for listeners, items in told:
         encoded: dict[int, Raw] = {}
         everybody = iter(list(listeners))

@@ -1,9 +1,9 @@
-"""What happens to keys, told to those who care: transactions that watch them, clients that keep what they read, and
-listeners to keyspace notifications.
+"""Passes on what happens to keys: to transactions that watch them, to clients that cache them, and to listeners of
+keyspace notifications.
 
-Redis's classes of events (`notify.c`), by which `notify-keyspace-events` chooses: g generic, $ string, x expired,
-e evicted, m a key that was missed, n a new key; l s h z t d concern types that do not exist here and are accepted.
-K and E choose the channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``; A is every class but m and n.
+The classes of events for `notify-keyspace-events` are Redis's (`notify.c`): g generic, $ string, x expired, e evicted,
+m a missed key, n a new key. l s h z t d are for types that do not exist here, and are accepted. K and E choose the
+channels, ``__keyspace@0__:key`` and ``__keyevent@0__:event``. A is every class but m and n.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ _CLASS = {"del": "g", "expire": "g", "persist": "g", "set": "$", "incrby": "$", 
 
 
 _BY_ITSELF = ("expired", "evicted")
-_NO_CHANGE = ("keymiss", "new")  # the command that made a new key tells of it, too
+_NO_CHANGE = ("keymiss", "new")  # a new key also causes the event of the command that made it
 
 
 class KeyEvents:
-    """Listens to a keyspace, and only while somebody wants to know."""
+    """Listens to a keyspace, but only while it is needed."""
 
     def __init__(self, keyspace: Keyspace, channels: Channels, tracking: Tracking) -> None:
         self.acting: Recipient | None = None  # whose commands are being run
@@ -50,14 +50,14 @@ class KeyEvents:
         self._keyspace.contents.on_block = self._happened_to_block if wanted else None
 
     def watch(self, client: Recipient, key: bytes) -> None:
-        """The client's next transaction fails when something happens to `key`."""
+        """Make the client's next transaction fail if something happens to `key`."""
         if key not in client.watching:
             client.watching.add(key)
             self._watchers.setdefault(key, set()).add(client)
             self._listen()
 
     def unwatch(self, client: Recipient) -> None:
-        """The client watches nothing; what happened so far is forgiven."""
+        """Stop watching for a client, and forget what happened so far."""
         for key in client.watching:
             watchers = self._watchers[key]
             watchers.discard(client)
@@ -69,7 +69,7 @@ class KeyEvents:
         client.watched_changed = False
 
     def track(self, client: Recipient, mode: Mode) -> None:
-        """The client is told from now on when what it read changes."""
+        """Start tracking for a client."""
         self.tracking.begin(client, mode)
         self._listen()
 
@@ -98,7 +98,7 @@ class KeyEvents:
         self._notify(event, key)
 
     def _happened_to_block(self, keys: Sequence[bytes], events: Iterable[tuple[str, bytes]]) -> None:
-        """The same for all keys of a block at once: there may be thousands that nobody has asked about."""
+        """The same for all keys of a block at once, as there may be thousands."""
         if self._watchers:
             for key in self._watchers.keys() & keys:
                 self._mark(key)
@@ -116,7 +116,7 @@ class KeyEvents:
             self._channels.publish(channel, message, about)
 
     def _messages(self, event: str, key: bytes) -> Iterator[tuple[bytes, bytes, bytes]]:
-        """What is published of an event: channels, messages, and the key that they are about."""
+        """The messages for an event: channel, message, and key."""
         if _CLASS.get(event, "") in self._notified:
             name = event.encode()
             if "K" in self._notified:

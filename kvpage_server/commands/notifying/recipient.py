@@ -1,4 +1,4 @@
-"""What this folder needs to know of a connection that is sent messages it did not ask for."""
+"""What this folder needs to know about a connection that is sent messages."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from kvpage_server.resp.reply import Reply
 class Mode:
     """How a client tracks."""
 
-    redirect = 0  # the id of the connection that is told in its place; 0 is itself
+    redirect = 0  # the id of the connection that gets the messages; 0 is itself
     broadcast = False
-    opt_in = False  # only what is read after CLIENT CACHING YES is noted
-    opt_out = False  # all is, but for what is read after CLIENT CACHING NO
-    no_loop = False  # its own changes are not told
+    opt_in = False  # only reads after CLIENT CACHING YES are noted
+    opt_out = False  # all reads are noted, except those after CLIENT CACHING NO
+    no_loop = False  # it gets no messages about its own changes
     asked = False  # CLIENT CACHING was called for the next command
     broken = False  # the connection to redirect to is gone
 
@@ -28,7 +28,7 @@ class Mode:
 
 
 class Recipient(Protocol):
-    """A connection that may be told something."""
+    """A connection that may be sent messages."""
 
     id: int
     protocol: int
@@ -40,10 +40,10 @@ class Recipient(Protocol):
     tracking: Mode | None  # kept by Tracking
 
     def push(self, message: Reply) -> None:
-        """Send something that was not asked for."""
+        """Send a message."""
 
     def settle(self) -> None:
-        """What it listens to, watches or tracks has changed."""
+        """Note that what it listens to, watches or tracks has changed."""
 
     @property
     def sees_all(self) -> bool:

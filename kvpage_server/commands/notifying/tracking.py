@@ -1,18 +1,19 @@
-"""Client-side caching: clients remember what they read, and are told when it changes. CLIENT TRACKING chooses how.
+"""Client-side caching (CLIENT TRACKING): clients cache what they read, and get a message when it changes.
 
-A tracking client's reads are noted: which client read which key. When the key changes, its readers are told, and the
-note is gone until they read it again. In broadcasting mode nothing is noted: a client is told of every change of keys
-that begin with one of its prefixes.
+For a client that tracks, the server notes which keys it read. When a key changes, its readers get a message, and the
+note is deleted until they read the key again. In broadcasting mode nothing is noted: a client gets a message about
+every changed key that begins with one of its prefixes.
 
-What changed is told before anybody is sent anything else: who was answered that a key is set can rely on it that those
-who keep the old value have been sent word. A message names one key, as Redis's do (redis-py understands no others), in
-broadcasting mode all that changed.
+The messages are sent before any other reply. So when a client is told that a key is set, all clients that cache the old
+value have been sent the message. A message names one key, as Redis's do (redis-py understands no others). In
+broadcasting mode it names all changed keys.
 
-A command that names a request and no page of it, such as KVBLOCKGET, reads every key of that request: it is noted
-under `kv:{req}:`, as COMMAND GETKEYS tells, and so is a request's index under its key. Both change with any page.
+A command that names a request but no page, such as KVBLOCKGET, reads every key of the request. It is noted under
+`kv:{req}:`, which is also what COMMAND GETKEYS returns. A request's index is noted under its own key. Both change with
+every page of the request.
 
-Costs: O(1) a key read, and a change O(clients told + lengths of prefixes). `most_keys` bounds the notes; beyond it the
-oldest are taken for changed. Nobody is told of a key that it may not read.
+Costs: O(1) for a key that is read, and O(readers + lengths of prefixes) for a change. `most_keys` limits the notes:
+above it, the oldest keys are treated as changed. A client gets no message about a key that it may not read.
 """
 
 from __future__ import annotations
@@ -28,21 +29,21 @@ from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Push, Raw
 
-CHANNEL = b"__redis__:invalidate"  # on which RESP2 is told, by another connection
+CHANNEL = b"__redis__:invalidate"  # for RESP2, on another connection
 _OPENING = {
     2: b"*3\r\n$7\r\nmessage\r\n$%d\r\n%b\r\n" % (len(CHANNEL), CHANNEL),
     3: b">2\r\n$10\r\ninvalidate\r\n",
 }
 _INDEX = b":index"
-_MANY = 1000  # keys of a block that are told one by one
-_STEP = 1000  # notes that are freed before others have their turn
+_MANY = 1000  # keys of a block that get a message each
+_STEP = 1000  # notes that are freed before other clients have their turn
 
 Notes = OrderedDict[bytes, set[int]]  # keys and the ids of those who read them; a dict is slow to give its first item
 
 
 @dataclass(slots=True)
 class _Prefix:
-    """The clients that are told of every key with a prefix; the keys that changed, and the client that changed each."""
+    """The clients that broadcast a prefix, the keys that changed, and the client that changed each key."""
 
     clients: dict[Recipient, None] = field(default_factory=dict)
     changed: dict[bytes, Recipient | None] = field(default_factory=dict)
@@ -50,14 +51,14 @@ class _Prefix:
 
 @dataclass(slots=True)
 class _Due:
-    """What a client will be told: that every key is gone, or which keys changed."""
+    """What a client will be sent: that every key is gone, or which keys changed."""
 
     flushed: bool = False
     keys: dict[bytes, None] = field(default_factory=dict)
 
 
 class Tracking:
-    """Who tracks, what they read, and what they are to be told. `clients` are all connections by their ids."""
+    """The clients that track, what they read, and what they will be sent. `clients` are all connections by id."""
 
     def __init__(self, clients: Mapping[int, Recipient], most_keys: Callable[[], int]) -> None:
         self.clients: dict[Recipient, None] = {}  # those that track
@@ -87,7 +88,7 @@ class Tracking:
     # -- who tracks ------------------------------------------------------------------------------------------------
 
     def begin(self, client: Recipient, mode: Mode) -> None:
-        """The client tracks from now on, or in another way. What it read so far stays noted, its prefixes are kept."""
+        """Let a client track, or change how it tracks. Its notes and prefixes stay."""
         if client.tracking is not None:
             mode.prefixes = client.tracking.prefixes | mode.prefixes
             mode.asked = client.tracking.asked
@@ -99,7 +100,7 @@ class Tracking:
         self._measure_prefixes()
 
     def end(self, client: Recipient) -> None:
-        """The client does not track any more. What it read stays noted as long as it is there."""
+        """Stop tracking for a client. Its notes stay as long as it is connected."""
         mode, client.tracking = client.tracking, None
         if mode is None:
             return
@@ -113,7 +114,7 @@ class Tracking:
         self._measure_prefixes()
 
     def forget(self, client: Recipient) -> None:
-        """The client is gone. Its notes go with their keys, or with the last client that tracks."""
+        """Remove a client that is gone. Its notes go with their keys, or with the last client that tracks."""
         self.end(client)
         if self._notes and not self.clients:
             self._forget_notes()
@@ -124,7 +125,7 @@ class Tracking:
     # -- what was read ---------------------------------------------------------------------------------------------
 
     def note(self, client: Recipient, spec: Spec, args: Sequence[Argument]) -> None:
-        """A client that tracks ran a command: remember what it read."""
+        """Note what a client that tracks has read with a command."""
         if client.tracking is not None and client.tracking.notes_reads and "readonly" in spec.flags:
             for key, _ in spec.uses_of(args):
                 self._note(client, key)
@@ -147,7 +148,7 @@ class Tracking:
     # -- what changed ----------------------------------------------------------------------------------------------
 
     def changed(self, keys: Sequence[bytes], by: Recipient | None) -> None:
-        """A key changed, or all pages of a block did, by a command of a client or by themselves."""
+        """Take note that a key changed, or all pages of a block, by a client's command or by expiry or eviction."""
         for length in self._lengths:
             self._changed_prefixes(keys, length, by)
         notes = self._notes
@@ -180,7 +181,7 @@ class Tracking:
                 self._tell_soon()
 
     def _changed(self, name: bytes, by: Recipient | None) -> None:
-        """A noted key changed: tell its readers, and forget the note."""
+        """Send its readers a message about a noted key that changed, and delete the note."""
         readers = self._notes.pop(name)
         self.items -= len(readers)
         if request := _request_read(name):
@@ -192,7 +193,7 @@ class Tracking:
             self._due_to(client).keys[name] = None
 
     def _changed_together(self, names: Sequence[bytes], by: Recipient | None) -> None:
-        """Very many keys changed at once: their readers are told that every key is gone. The notes stay."""
+        """For very many keys that changed at once: tell their readers that every key is gone. The notes stay."""
         for client in self._to_be_told(set().union(*map(self._notes.__getitem__, names)), by):
             self._due_to(client).flushed = True
 
@@ -245,7 +246,7 @@ class Tracking:
                 self._broadcast(prefix.clients, changed)
 
     def _broadcast(self, clients: Iterable[Recipient], changed: Mapping[bytes, Recipient | None]) -> None:
-        """Tell some clients of keys. A message that is the same for several is encoded once for each protocol."""
+        """Send some clients messages about keys. Equal messages are encoded once for each protocol."""
         encoded: dict[int, Raw] = {}
         actors = set(changed.values())
         for client in clients:
@@ -263,7 +264,7 @@ class Tracking:
                 to.push(encoded[protocol])
 
     def _send(self, client: Recipient, messages: Sequence[list[bytes] | None]) -> None:
-        """Tell a client, or the one it redirects to, of keys that both may read. None stands for all keys."""
+        """Send a client, or the one it redirects to, a message about keys that both may read. None means all keys."""
         to = self._told(client)
         if to is None:
             return
@@ -274,7 +275,7 @@ class Tracking:
             to.push(_spelt(messages, to.protocol))
 
     def _told(self, client: Recipient) -> Recipient | None:
-        """The connection that is told about a client's keys; None when there is none."""
+        """The connection that gets a client's messages, or None."""
         mode, to = client.tracking, client
         assert mode is not None
         if mode.redirect:
@@ -297,7 +298,7 @@ def _request_read(name: bytes) -> bytes:
 
 
 def _spelt(messages: Sequence[list[bytes] | None], protocol: int) -> Raw:
-    """Messages that keys changed; to RESP2 they come as from a channel."""
+    """The messages about changed keys. For RESP2 they come from a channel."""
     opening = _OPENING[protocol]
     return Raw(b"".join([opening + _spelt_keys(keys, protocol) for keys in messages]))
 
@@ -309,7 +310,7 @@ def _spelt_keys(keys: list[bytes] | None, protocol: int) -> bytes:
 
 
 def _free(notes: Notes) -> None:
-    """Free notes piece by piece: there may be a million."""
+    """Free notes in steps, as there may be a million."""
     for _ in range(min(_STEP, len(notes))):
         notes.popitem()
     if notes:

@@ -1,4 +1,4 @@
-"""What a row of the command table is made of: which keys arguments name, what has to be in memory, how usage is spelt.
+"""What a row of the command table has: the keys of the arguments, what has to be in memory, usage, reply.
 
-No command lies here, and no client.
+There are no commands here, and no clients.
 """

@@ -1,8 +1,8 @@
-"""Which keys a command's arguments name, and what it does to them: what ACL checks, WATCH and COMMAND GETKEYS ask.
+"""Which keys a command's arguments name, and what it does to them. ACL checks, WATCH and COMMAND GETKEYS need this.
 
-A command whose keys stand in fixed places says so with `keys=` in its row of the table. The page family's keys are
-spelt from arguments; its rows say with `uses=` how, with one of the classes here. Clients of a cluster are told where
-the requests stand: the slot of a request whose name has braces is that of all its pages.
+If the keys are at fixed positions, the row of the table says so with `keys=`. The page family's keys are made from
+several arguments: `uses=` says how, with one of the classes here. Cluster clients are told the positions of the
+requests, because a request with braces in its name has the same slot as all its pages.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ READ, WRITE = 1, 2  # what is done to a key: bits
 
 
 class KeyPrefix(bytes):
-    """Stands for every key that begins so."""
+    """Stands for every key with this prefix."""
 
 
 Use = tuple[bytes, int]  # a key, or a KeyPrefix; and READ, WRITE or both
@@ -26,14 +26,14 @@ Uses = Callable[[Sequence[Argument], int], Iterator[Use]]  # of a command's argu
 
 @dataclass(frozen=True)
 class Naming:
-    """The request named by the argument at `first`, or by one every `step` from there on."""
+    """The requests: the argument at `first`, or every `step`-th from there on."""
 
     first: int
     step: int = 0
 
     @property
     def places(self) -> tuple[int, int, int]:
-        """Where requests stand among a command's words: first, last, step."""
+        """The positions of the requests among a command's words: first, last, step."""
         at = self.first + 1
         return (at, -1, self.step) if self.step else (at, at, 1)
 
@@ -64,6 +64,6 @@ def key_of_set(args: Sequence[Argument], access: int) -> Iterator[Use]:
 
 
 def placed(args: Sequence[Argument], first: int, last: int, step: int, access: int) -> Iterator[Use]:
-    """Keys in fixed places: from `first` to `last` (negative: counted from the end), every `step`."""
+    """Keys at fixed positions: from `first` to `last` (negative: counted from the end), every `step`."""
     for place in range(first, last + 1 if last >= 0 else len(args) + last + 1, step):
         yield plain(args[place]), access

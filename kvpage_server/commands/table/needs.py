@@ -1,9 +1,8 @@
-"""What has to be in memory for a command to run, where values may lie on disk alone: `needs=` in its row of the table.
+"""What has to be in memory for a command to run, when values may be on disk only: `needs=` in its row of the table.
 
-A row that says nothing needs everything that its arguments name: its keys' values, the blocks that pages are written
-into, all blocks of its requests. So a new command may be slower than it could be, and is never wrong. What is named
-must not depend on what is there: then what a transaction's commands need can be found before the first of them runs,
-whatever those before them do.
+Without `needs=`, a command needs everything that its arguments name: the values of its keys, the blocks that it writes
+pages into, all blocks of its requests. So a new command may be slower than necessary, but never wrong. The result must
+not depend on what is stored. Then the needs of all commands of a transaction can be found before the first one runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from kvpage_server.store.disk.tier import DiskTier
 
 
 class Named(Protocol):
-    """What is used here of a row of the table."""
+    """The part of a table row that is used here."""
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
         """The keys that arguments name, and what is done to them."""
@@ -41,29 +40,29 @@ def everything(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Itera
 
 
 def nothing(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """Nothing: the index alone answers it, or it replaces or removes values without reading them."""
+    """Nothing: the command needs only the index, or replaces or removes values without reading them."""
     return ()
 
 
 def values(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """What it reads: the values of its keys."""
+    """The values of the keys."""
     return tiered.needs.values_of([key for key, _ in spec.uses_of(args)])
 
 
 def extents(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """What it writes into: the blocks stored whole that its keys are pages of."""
+    """The blocks, stored as a whole, that have the keys' pages. The command writes into them."""
     return tiered.needs.extents_of([key for key, _ in spec.uses_of(args)])
 
 
 def as_used(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
-    """What it reads and writes into, as these arguments say."""
+    """Values or extents, depending on whether the arguments read or write the keys."""
     uses = list(spec.uses_of(args))
     read = tiered.needs.values_of(key for key, access in uses if access & READ)
     return chain(read, tiered.needs.extents_of(key for key, access in uses if access & WRITE))
 
 
 def extents_of_pages(first: int, step: int = 0) -> Needs:
-    """The same for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
+    """Extents for pages named by `req layer head page type`: one at `first`, or one every `step` from there on."""
 
     def needs(tiered: DiskTier, spec: Named, args: Sequence[Argument]) -> Iterable[Needed]:
         stop = len(args) if step else first + 1

@@ -1,7 +1,7 @@
-"""The shape of a reply, as its row of the table says it, in words and as the JSON schema that Redis's tables have.
+"""The shape of a reply: in words, as in the row of the table, and as a JSON schema, as in Redis's tables.
 
-``bulk | null`` is one of two; ``array of bulk or null`` has items of either kind. The words are those of RESP: `OK`,
-`simple`, `bulk`, `text`, `integer`, `null`, `map`, `array`, `set`, `push`; `nothing` is no reply at all.
+``bulk | null`` is one of the two. ``array of bulk or null`` has items of both kinds. The words are those of RESP: `OK`,
+`simple`, `bulk`, `text`, `integer`, `null`, `map`, `array`, `set`, `push`. `nothing` means no reply at all.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _TYPES: dict[str, dict[str, Any]] = {
 
 
 def schema(shape: str) -> dict[str, Any]:
-    """The JSON schema of a reply of that shape. Raises KeyError for a word that is no shape."""
+    """The JSON schema of a shape. Raises KeyError for an unknown word."""
     return _one_of([_alternative(part) for part in shape.split(" | ")])
 
 

@@ -1,7 +1,7 @@
-"""The one command table. A row says all there is to know of a command.
+"""The command table. A row has everything there is to know about a command.
 
-Arity errors, ACL checks, COMMAND and the docs come from it. So does all that is done for some commands and not for
-others: nothing outside of `families/` asks for a command by its name.
+Arity errors, ACL checks, COMMAND and the docs are made from it. Everything that is done only for some commands is a
+field of the row, too: nothing outside `families/` knows a command by its name.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ AT_ONCE = 1024  # words of a command that is run at once; see `dispatch.parts`
 
 @dataclass(frozen=True, slots=True)
 class Parts:
-    """How a command of very many words is divided: every part has the `first` arguments, and some items of the rest.
+    """How a command of very many words is divided. Each part has the `first` arguments, and some of the other items.
 
-    `joined` says what the replies of the parts make together: their `sum`; an `array` with `items` for each argument;
-    replies that stand `apart`; or the `last` one. A command without it works in steps of its own, and is run whole:
-    only rights are asked part by part.
+    `joined` says how the replies of the parts are joined: to their `sum`; to an `array` with `items` for each argument;
+    not at all (`apart`); or only the `last` one counts. A command with an empty `joined` works in steps by itself and
+    is run as a whole. Only its rights are checked part by part.
     """
 
     first: int = 0
@@ -49,27 +49,27 @@ class Spec:
 
     name: str
     arity: int  # words with the name; negative: at least that many
-    most: int  # words of a subcommand at the most, 0 where there is no such number
-    parts: Parts | None  # how it is done with more than AT_ONCE words; None when it takes no more
+    most: int  # the most words of a subcommand, 0 for no limit
+    parts: Parts | None  # how it is divided if it has more than AT_ONCE words; None if that is refused
     flags: frozenset[str]  # Redis's command flags
     stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`
-    writes_keys: bool  # and the keys stand in fixed places
+    writes_keys: bool  # `write`, and the keys are at fixed positions
     categories: frozenset[str]  # ACL categories
-    keys: tuple[int, int, int]  # first key, last key, step; of the page family the requests'; zeros when it has none
-    uses: Uses | None  # for keys that are spelt from several arguments, or whose use depends on them
+    keys: tuple[int, int, int]  # first key, last key, step; the requests in the page family; zeros for no keys
+    uses: Uses | None  # for keys made from several arguments, or used in a way that depends on them
     access: int  # READ, WRITE or both: what it does to its keys
-    all_keys: bool  # it concerns every key, or what only an administrator should see
+    all_keys: bool  # it concerns every key, or something that only an administrator should see
     filtered: bool  # it shows and changes only what its user may see and change
-    secret: bool  # nobody else is shown what it was given
-    hashed: bool  # its long words are pages' bodies, which are hashed as they arrive
-    unqueued: bool  # it runs at once in a transaction, the others wait for EXEC
-    runs_queued: bool  # it runs what was queued: EXEC
+    secret: bool  # its arguments are not shown to others
+    hashed: bool  # its long words are bodies of pages, which are hashed as they arrive
+    unqueued: bool  # it runs at once in a transaction; others wait for EXEC
+    runs_queued: bool  # EXEC: it runs the queued commands
     while_subscribed: bool  # a RESP2 client may call it while it listens to channels
-    keeps_caching: bool  # what CLIENT CACHING said still holds for the next command
-    needs: Needs  # what has to be in memory for it, where there is a disk
-    fetches: bool  # it fetches what it needs while its reply is sent; inside EXEC everything is fetched before
-    channels: str  # which arguments are pub/sub channels: "", "first", "all"; or "patterns", all as patterns
+    keeps_caching: bool  # CLIENT CACHING then still holds for the next command
+    needs: Needs  # what has to be in memory for it, if there is a disk
+    fetches: bool  # it fetches what it needs while its reply is sent; in EXEC everything is fetched before
+    channels: str  # which arguments are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
     group: str
     since: str
     usage: str
@@ -82,7 +82,7 @@ class Spec:
     words: int  # of its name: 2 for a subcommand
 
     def fits(self, count: int) -> bool:
-        """Whether it takes so many words, those of its name included."""
+        """Whether it takes that many words, including its name."""
         return count == self.arity or 0 < -self.arity <= count
 
     def uses_of(self, args: Sequence[Argument]) -> Iterator[Use]:
@@ -101,7 +101,7 @@ class Spec:
 
 
 TABLE: dict[str, Spec] = {}  # every command and subcommand by its lower-case name
-BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, as often spelt
+BY_WORD: dict[Argument, Spec] = {}  # commands by the word a client sends, in its usual spellings
 SUBCOMMANDS: dict[str, dict[bytes, Spec]] = {}  # by container, then by word
 
 
@@ -121,7 +121,7 @@ def named(word: Argument) -> Spec | None:
 
 
 def find(words: Sequence[Argument]) -> Spec:
-    """The row that a client's words call. Raises ReplyError for an unknown command or a wrong number of words."""
+    """The row for a client's words. Raises ReplyError for an unknown command or a wrong number of words."""
     spec = named(words[0])
     if spec is None:
         raise ReplyError(_unknown(words))

@@ -1,8 +1,8 @@
-"""Usage strings as the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
+"""Turns usage strings into the argument trees of COMMAND DOCS, from which redis-cli makes its hints.
 
-Grammar, as Redis's documentation spells arguments: lower-case words are values, upper-case words are tokens, a token
-followed by a value names it, ``[ ]`` is optional, ``< a | b >`` or ``[a | b]`` one of several; an optional group that
-repeats what stands before it and ends in ``...`` says that it repeats.
+The grammar is that of Redis's documentation. Lower-case words are values, and upper-case words are tokens. A token
+before a value names it. ``[ ]`` is optional, and ``< a | b >`` or ``[a | b]`` is one of several. ``key [key ...]``
+means that the argument before the brackets can be repeated.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ def arguments(usage: str) -> list[dict[str, Any]]:
 
 
 def arity(name: str, usage: str) -> int:
-    """The words of a call with its name, as Redis's tables count them: negative where there may be more."""
+    """The number of words of a call, including its name, negative if there can be more, as in Redis's tables."""
     least, more = _words(arguments(usage))
     count = name.count("|") + 1 + least
     return -count if more else count
 
 
 def _words(found: list[dict[str, Any]]) -> tuple[int, bool]:
-    """How many words arguments take at least, and whether they may take more."""
+    """The least number of words of the arguments, and whether there can be more."""
     least, may_take_more = 0, False
     for argument in found:
         inner = argument.get("arguments", [])

@@ -214,7 +214,6 @@ def test_the_example_with_openais_client_goes_on_where_it_was(engines: list[Runn
 
 
 def example(name: str, *words: str) -> str:
-    """What it prints."""
     command = [sys.executable, str(ROOT / "examples" / name), *words]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr

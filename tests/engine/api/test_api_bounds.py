@@ -68,7 +68,6 @@ WORST: dict[str, bytes] = {
 
 
 def models(field: Any) -> Iterator[type[BaseModel]]:
-    """Those within the type of a field."""
     if isinstance(field, type) and issubclass(field, BaseModel):
         yield field
     for part in get_args(field):
@@ -144,7 +143,6 @@ def test_what_a_body_holds_is_counted_as_a_parser_would(value: Any, piece: int) 
 
 
 def counted(value: Any) -> tuple[int, int, int]:
-    """Lists and objects, strings, and commas."""
     if isinstance(value, str):
         return 0, 1, 0
     if not isinstance(value, (list, dict)):
@@ -191,7 +189,6 @@ class Heart:
 
 
 def test_the_others_are_answered_while_the_worst_is_read(engine: RunningEngine) -> None:
-    """It took 78 seconds."""
     before = resident(engine.pid)
     with Heart(engine) as heart, httpx.Client(timeout=60) as client:
         for path, where in (("/v1/chat/completions", "messages"), ("/v1/completions", "prompt")):

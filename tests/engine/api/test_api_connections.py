@@ -48,7 +48,6 @@ def told(sock: socket.socket) -> bytes:
 
 
 def closed(sock: socket.socket) -> bool:
-    """Whether it is, now; what came is not looked at."""
     sock.settimeout(0.05)
     try:
         while sock.recv(65536):

@@ -55,13 +55,11 @@ class Kept:
         self.logits = self.next_logits(cache)
 
     def empty(self) -> list[Any]:
-        """Caches without a token."""
         if self.bits is None:
             return make_prompt_cache(self.model)
         return [QuantizedKVCache(32, self.bits) for _ in self.model.layers]
 
     def next_logits(self, cache: list[Any]) -> bytes:
-        """Of the last token."""
         return bytes(memoryview(self.model(mx.array([TOKENS[-1:]]), cache=cache).astype(mx.float32)))
 
     def holds(self, context: AgentBlocks) -> bool:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 from engine_families import TOKENIZER, TOKENS
 from engine_models import tiny_llama
+from pools import pool_of
 
 # isort: split
 import mlx.core as mx
@@ -32,11 +32,7 @@ def spec(quantised_from: int) -> ModelCacheSpec:
 SPECS = {start: spec(start) for start in (0, FROM)}
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    pool = BlockPool(32)
-    yield pool
-    pool.check_empty()
+pool = pool_of(32)
 
 
 def complete(

@@ -83,7 +83,6 @@ def through_the_server(tier: PageTier, cache: list[KVCache], cut: int) -> list[K
 
 
 def decoded(cache: list[KVCache], first: int, count: int = 20) -> Logits:
-    """The logits of `count` steps of greedy decoding."""
     steps = []
     token = first
     for _ in range(count):

@@ -258,7 +258,6 @@ def following(of: Family, cache: list[Any]) -> Logits:
 
 
 def differs(found: Logits, right: Logits) -> bool:
-    """By far more than rounding."""
     return bool(np.abs(found - right).max() > 1e-4)
 
 

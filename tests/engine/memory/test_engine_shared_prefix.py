@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 
 from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from engine_models import letter_tokenizer, tiny
+from pools import pool_of
 from servers import RunningServer, free_port
 from waiting import PATIENCE, eventually
 
@@ -31,16 +32,10 @@ TOKENS = some_tokens(1, 60)
 BYTES = BLOCK * SPEC.token_nbytes  # of a block
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(256)
-    yield pool
-    pool.check_empty()
+pool = pool_of(256)
 
 
 def adopted(prefixes: SharedPrefixCache, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> AgentBlocks:
-    """What it makes of a context that somebody has computed."""
     context = made(pool, agent_id, tokens)
     result = prefixes.adopt(context)
     pool.free(context.block_ids, agent_id)
@@ -160,14 +155,12 @@ def engines(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iter
 
 @pytest.fixture
 def alone() -> Iterator[Claims]:
-    """Of an engine without a server."""
     claims = Claims(SPEC, None)
     yield claims
     claims.close()
 
 
 def ends(waiting: Claim, within: float = PATIENCE) -> str:
-    """What becomes of it."""
     over = threading.Event()
     waiting.add_done_callback(over.set)
     over.wait(within)

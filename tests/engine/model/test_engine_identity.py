@@ -20,6 +20,7 @@ from typing import Any
 
 from engine_families import TOKENIZER, TOKENS
 from engine_models import FAMILIES, tiny, tiny_llama
+from pools import pool_of
 from servers import RunningServer
 
 # isort: split
@@ -90,7 +91,6 @@ def places(path: str, value: Any, seen: set[int]) -> Iterator[Place]:
 
 
 def others(value: Any) -> list[Any]:
-    """Values like this one, and yet others."""
     match value:
         case bool():
             return [not value]
@@ -339,11 +339,7 @@ def complete(batch: BlockPoolBatchEngine, cache: Any = None, tokens: int = 40) -
     return done
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    pool = BlockPool(64)
-    yield pool
-    pool.check_empty()
+pool = pool_of(64)
 
 
 def freed(pool: BlockPool, *answers: CompletedGeneration) -> None:

@@ -22,7 +22,6 @@ def executor(text: str, tensors: dict[str, mx.array] | None = None, **sizes: int
 
 
 def shapes(text: str, *names: str, steps: int = 1, **inserted: Any) -> list[tuple[int, ...]]:
-    """Of what `names` hold after some steps."""
     run = executor(text)
     for _ in range(steps):
         run.insert(inserted)

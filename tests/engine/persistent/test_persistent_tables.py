@@ -64,7 +64,6 @@ class Model:
         return whole
 
     def whole(self) -> np.ndarray:
-        """Everything, ``[*sizes, *shape]``."""
         whole = np.zeros((*self.sizes, *self.shape), np.float32)
         for entry in product(*map(range, self.sizes)):
             whole[entry] = self.tensor(entry)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 from block_pages import page_bodies
 from engine_models import END, letter_tokenizer, tiny_llama
+from pools import pool_of
 
 # isort: split
 import mlx.core as mx
@@ -34,12 +34,7 @@ SPEC = ModelCacheSpec.probe(MODEL, TOKENIZER, model_id="tiny")
 PROMPT = "".join(map(chr, np.random.default_rng(3).integers(32, 127, 600)))
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(32)
-    yield pool
-    assert pool.available_blocks == 32
+pool = pool_of(32)
 
 
 @pytest.fixture
@@ -61,7 +56,6 @@ def free(batch: BlockPoolBatchEngine, *held: CompletedGeneration) -> None:
 
 
 def greedy(prompt: list[int], count: int) -> list[int]:
-    """mlx-lm's own tokens."""
     return [token for token, _ in generate_step(mx.array(prompt), MODEL, max_tokens=count)]
 
 

@@ -45,7 +45,6 @@ class Bench(EngineBench):
         return self.batch.submit(agent_id, prompt, cache, max_tokens=max_tokens, sampler=counting)
 
     def said(self, prompt: Sequence[int], count: int) -> list[int]:
-        """By mlx-lm."""
         steps = generate_step(mx.array(prompt), self.of.model, max_tokens=count, prompt_cache=self.of.empty())
         return [token for token, _ in steps]
 

@@ -11,7 +11,7 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import cache
@@ -21,6 +21,7 @@ from typing import Any
 
 from block_pages import page_bodies
 from engine_models import letter_tokenizer, tiny, tiny_llama
+from pools import pool_of
 
 # isort: split
 import mlx.core as mx
@@ -44,12 +45,7 @@ SPEC = ModelCacheSpec.probe(MODEL, TOKENIZER, model_id="tiny")
 TOKENS = tuple(np.random.default_rng(5).integers(0, 96, 700).tolist())
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(32)
-    yield pool
-    pool.check_empty()
+pool = pool_of(32)
 
 
 @pytest.fixture

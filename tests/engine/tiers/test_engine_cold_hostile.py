@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +13,7 @@ import pytest
 from contexts import SPEC, made, some_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pools import pool_of
 
 # isort: split
 from engine.pool import BlockPool
@@ -25,11 +26,7 @@ SOON = 10.0  # seconds, on a machine that does other things; a good file of this
 Header = dict[str, Any]
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    pool = BlockPool(64)
-    yield pool
-    pool.check_empty()
+pool = pool_of(64)
 
 
 @pytest.fixture
@@ -71,8 +68,6 @@ def changed(**metadata: Any) -> Callable[[Header], Header]:
 
 
 def first(**fields: Any) -> Callable[[Header], Header]:
-    """Another first tensor."""
-
     def change(header: Header) -> Header:
         name = next(name for name in header if name != "__metadata__")
         return {**header, name: {**header[name], **fields}}

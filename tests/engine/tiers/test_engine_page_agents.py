@@ -14,6 +14,7 @@ import pytest
 import redis
 from engine_families import TOKENS as FAMILY_TOKENS
 from engine_families import family
+from pools import pool_of
 from servers import RunningServer, free_port, start_server
 from test_engine_pages import SPEC, TOKENS, context, held, same
 
@@ -25,13 +26,7 @@ from engine.tiers.pages import PageTier, Saved
 from engine.tiers.server import block_writer
 from engine.tiers.server.manifest import block_names
 
-
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(64)
-    yield pool
-    pool.check_empty()
+pool = pool_of(64)
 
 
 @pytest.fixture
@@ -44,14 +39,12 @@ def tier(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterato
 
 @pytest.fixture
 def other(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[PageTier]:
-    """Another engine's."""
     tier = PageTier(server.url, SPEC, pool)
     yield tier
     tier.close()
 
 
 def stored(client: redis.Redis) -> set[str]:
-    """The blocks of which anything is there."""
     names = {key.decode().split(":")[1] for key in client.scan_iter(count=10_000)}
     return {name for name in names if len(name) == 32}
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from pools import pool_of
 from proxy import Proxy, start_proxy
 from servers import RunningServer, free_port, start_server
 from test_engine_pages import BLOCK, SPEC, TOKENS, context, held, same
@@ -24,13 +25,7 @@ from engine.tiers.pages import PageTier
 from engine.tiers.server.breaker import FAILURES, SHORTEST, State
 from engine.tiers.server.manifest import block_names, manifest_key
 
-
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(32)
-    yield pool
-    pool.check_empty()
+pool = pool_of(32)
 
 
 @pytest.fixture

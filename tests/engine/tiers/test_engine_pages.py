@@ -10,6 +10,7 @@ from typing import Any
 
 from block_pages import page_bodies, pages
 from engine_models import letter_tokenizer, tiny_llama
+from pools import pool_of
 from servers import RunningServer
 
 # isort: split
@@ -36,12 +37,7 @@ ORDER = pages(SPEC.token_shapes(256))
 MANIFEST = manifest_key("alice", SPEC.fingerprint)
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(32)
-    yield pool
-    assert pool.available_blocks == 32
+pool = pool_of(32)
 
 
 @pytest.fixture
@@ -82,7 +78,6 @@ def held(pool: BlockPool, loaded: AgentBlocks | None) -> int:
 
 
 def resealed(manifest: Any) -> bytes:
-    """As somebody would have it who means harm."""
     return _sealed(json.dumps(manifest).encode(), MANIFEST)
 
 

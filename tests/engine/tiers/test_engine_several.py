@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from homes import Home, home_of
+from pools import pool_of
 from servers import RunningServer
 
 from engine.pool import BlockPool
@@ -38,12 +39,7 @@ def home(request: pytest.FixtureRequest, server: RunningServer) -> Iterator[Home
         yield home
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(256)
-    yield pool
-    pool.check_empty()
+pool = pool_of(256)
 
 
 @pytest.fixture
@@ -55,7 +51,6 @@ def tier(home: Home, pool: BlockPool) -> Iterator[PageTier]:
 
 @pytest.fixture
 def other(home: Home, pool: BlockPool) -> Iterator[PageTier]:
-    """Another engine's."""
     tier = PageTier(home.url, SPEC, pool, deadline=40)
     yield tier
     tier.close()

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import signal
 import tempfile
-from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
@@ -15,6 +14,7 @@ import pytest
 import redis
 from contexts import BLOCK, SPEC, some_tokens
 from homes import Home, home_of
+from pools import pool_of
 from servers import RunningServer, free_port, start_server
 from test_engine_several import TOKENS, found, save
 from waiting import eventually, until
@@ -25,13 +25,7 @@ from engine.pool import BlockPool
 from engine.tiers.pages import PageTier
 from engine.tiers.server.breaker import State
 
-
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(256)
-    yield pool
-    pool.check_empty()
+pool = pool_of(256)
 
 
 # -- servers that are gone ---------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from typing import Any
@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from contexts import BLOCK, SPEC, is_true, some_tokens
 from homes import home_of
+from pools import pool_of
 from proxy import Weather, start_proxy
 from servers import start_server
 from test_cluster_faults import announce
@@ -36,12 +37,7 @@ OF_LOADS = {"absent", "gap", "gone", "shape", "checksum", "slow", "late", "down"
 OF_SAVES = {"gone", "slow", "down", "garbled", "refused"}
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it."""
-    pool = BlockPool(512)
-    yield pool
-    pool.check_empty()
+pool = pool_of(512)
 
 
 # -- a storm -----------------------------------------------------------------------------------------------------------
@@ -85,7 +81,6 @@ def masters_of(cluster: Cluster) -> list[Node]:
 
 
 def serves(node: Node, slot: int) -> bool:
-    """Whether a node says that it does."""
     time.sleep(0.1)
     name = node.ask("CLUSTER", "MYID")
     return any(first <= slot <= last and of[2] == name for first, last, of, *_ in node.ask("CLUSTER", "SLOTS"))

@@ -18,6 +18,7 @@ from typing import Any
 from block_pages import page_bodies
 from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from engine_models import letter_tokenizer, tiny
+from pools import pool_of
 from proxy import start_proxy
 from servers import RunningServer, free_port, resident, start_server
 from test_engine_cold import computed
@@ -44,12 +45,7 @@ from engine.tiers.store import AgentCacheStore
 TOKENS = some_tokens(1, 60)
 
 
-@pytest.fixture
-def pool() -> Iterator[BlockPool]:
-    """A pool that every test leaves as full as it found it, once its stores are closed."""
-    pool = BlockPool(256)
-    yield pool
-    pool.check_empty()
+pool = pool_of(256)
 
 
 @pytest.fixture
@@ -58,7 +54,6 @@ def cold(tmp_path: Path, pool: BlockPool) -> SafetensorsCacheAdapter:
 
 
 def remember(store: AgentCacheStore, pool: BlockPool, agent_id: str, tokens: tuple[int, ...]) -> None:
-    """As the engine does after an answer."""
     context = made(pool, agent_id, tokens)
     store.save(context)
     pool.free(context.block_ids, agent_id)

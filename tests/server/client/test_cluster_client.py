@@ -41,14 +41,12 @@ NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three masters and their replicas."""
     with valkey_cluster.run() as cluster:
         yield cluster
 
 
 @pytest.fixture(params=[True, False], ids=["verify", "no verify"])
 def pages(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[PageClient]:
-    """A client of it, emptied."""
     for node in cluster.masters:
         node.ask("FLUSHALL")
     with PageClient(cluster.url, verify=request.param, deadline=30) as pages:

@@ -57,7 +57,6 @@ def read(pages: PageClient, deadline: float = 30) -> list[bool]:
 
 
 def of(node: Node, cluster: Cluster) -> list[bool]:
-    """Which blocks are on a node."""
     return [cluster.master_of(slot_of(block_key(name))) is node for name in NAMES]
 
 

@@ -33,7 +33,6 @@ PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # what stands between the request and the body 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
-    """Three masters."""
     with valkey_cluster.run(replicas=False) as cluster:
         yield cluster
 
@@ -46,7 +45,6 @@ def gateway(cluster: Cluster) -> Iterator[RunningServer]:
 
 @pytest.fixture
 def client(cluster: Cluster, gateway: RunningServer) -> Iterator[Any]:
-    """A plain client of it, of an emptied cluster."""
     for node in cluster.masters:
         node.ask("FLUSHALL")
     with gateway.client() as client:

@@ -18,7 +18,6 @@ from kvpage_server.page import DType, KVType, PageError, PageKey, checksum, deco
 
 @pytest.fixture(params=[True, False], ids=["verify", "no verify"])
 def pages(either_server: RunningServer, request: pytest.FixtureRequest) -> Iterator[PageClient]:
-    """A client of it."""
     with PageClient(either_server.url, verify=request.param, deadline=30) as pages:
         yield pages
 

@@ -208,7 +208,7 @@ def test_a_changed_map_deletes_nothing_and_counts_what_is_elsewhere() -> None:
 @pytest.mark.parametrize(
     ("slots", "version", "why"),
     [
-        ((["0-4095"], ["4096-16383"]), 1, "has the same version, 1: a map that says something else needs a higher one"),
+        ((["0-4095"], ["4096-16383"]), 1, "has the same version, 1: raise its version"),
         (HALVES, 0, "version must be a whole number between 1 and"),
         ((["0-8191"], ["8000-16383"]), 2, "slot 8000 is given to both"),
     ],

@@ -34,7 +34,6 @@ class Churn:
         self.commands = 0
 
     def take(self, data: bytes) -> None:
-        """What an input says, on connections that end with it."""
         plan = Plan.of(data)
         for pieces in plan.streams:
             parser, outbox = self.core.Parser(self.arena, self.scratch, LIMITS, HASHED), self.core.Outbox()

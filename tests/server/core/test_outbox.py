@@ -32,7 +32,6 @@ class Lent:
 
     @property
     def view(self) -> memoryview:
-        """Where it is now."""
         return memoryview(self.data)
 
     def move(self) -> None:
@@ -48,7 +47,6 @@ class Kinds:
         self.arena = core.Arena()
 
     def slot(self, data: bytes) -> Any:
-        """A slot with those bytes."""
         slot = self.arena.allocate(len(data))
         slot.body[:] = data
         return slot

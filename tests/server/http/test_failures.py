@@ -38,7 +38,6 @@ def test_a_failure_is_logged_once_and_answered_each_time(capfd: pytest.CaptureFi
 
 
 def failure(kind: int) -> logging.LogRecord:
-    """Of a class of its own."""
     error = type(f"Failure{kind}", (Exception,), {})()
     return logging.LogRecord("name", logging.ERROR, "file", 1, "failed", None, (type(error), error, None))
 

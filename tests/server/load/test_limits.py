@@ -40,7 +40,6 @@ def client(limited: RunningServer) -> Iterator[redis.Redis]:
 
 
 def read_all(sock: socket.socket) -> bytes:
-    """What comes until the connection ends."""
     told = b""
     with suppress(ConnectionResetError):
         while part := sock.recv(65536):
@@ -145,7 +144,6 @@ class TestWhatIsSent:
                 assert read_all(sock) == b"-ERR Protocol error: invalid bulk length\r\n"
 
     def test_the_longest_string_passes(self, limited: RunningServer, client: redis.Redis) -> None:
-        """64 MiB, as a string and as a page."""
         value = os.urandom(64 * MIB)
         client.set("k", value)
         assert client.get("k") == value

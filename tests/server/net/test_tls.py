@@ -65,7 +65,6 @@ def files(at: Path) -> tuple[str, ...]:
 
 
 def helped(tool: str) -> str:
-    """What a tool says of its options."""
     told = subprocess.run([tool, "--help"], capture_output=True, text=True, check=False)
     return told.stdout + told.stderr
 
@@ -81,7 +80,6 @@ class SecureServer:
         return redis.Redis(port=self.port, ssl=True, ssl_ca_certs=str(self.at / "ca.crt"), **own, socket_timeout=60)
 
     def connect(self, certificate: str | None = "client") -> ssl.SSLSocket:
-        """A socket of one's own, encrypted."""
         context = ssl.create_default_context(cafile=self.at / "ca.crt")
         if certificate:
             context.load_cert_chain(self.at / f"{certificate}.crt", self.at / f"{certificate}.key")

@@ -28,7 +28,6 @@ Words = list[bytes]
 
 @pytest.fixture(scope="module", params=CORES, ids=lambda core: core.__name__.rpartition(".")[2])
 def core(request: pytest.FixtureRequest) -> ModuleType:
-    """Each of the cores."""
     return request.param
 
 
@@ -38,12 +37,10 @@ def inline(words: Sequence[bytes]) -> bytes:
 
 
 def plain(command: Iterable) -> Words:
-    """A command's words as bytes."""
     return [bytes(word if isinstance(word, bytes) else word.body) for word in command]
 
 
 def commands_of(parser: Parser) -> Iterator[Words]:
-    """All that a parser has."""
     while (command := parser.next()) is not None:
         yield plain(command)
 
@@ -557,7 +554,6 @@ class TestInline:
 
 
 def talk(server: RunningServer, data: bytes) -> bytes:
-    """All that a server answers to `data`."""
     with server.connect() as sock:
         try:
             sock.sendall(data)

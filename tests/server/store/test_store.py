@@ -22,7 +22,6 @@ MIB = 1024 * 1024
 
 
 def set_page(keys: Keyspace, key: PageKey, body: bytes, expires: int = 0) -> bytes:
-    """Store a page; its blob."""
     blob = encode_page(key, body, dtype=DType.UINT8, page_size=1, head_dim=max(len(body), 1))
     name = PageName(bytes(key), key.req_id, key.layer, key.head, key.page, key.kv_type)
     keys.set_page(name, blob[:64], keys.slot_of(body), expires)
@@ -35,7 +34,6 @@ def lies_in(key: bytes, req_id: bytes, page: int) -> bool:
 
 
 def value_of(keys: Keyspace, key: bytes) -> bytes | None:
-    """The string that GET would answer."""
     entry = keys.find(key)
     if entry is None or isinstance(entry, Text):
         return entry.data if entry else None

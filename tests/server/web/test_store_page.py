@@ -20,7 +20,6 @@ SCRIPT = "<img/src=x/onerror=alert(1)>"
 
 
 def remember(client: redis.Redis, agent: str, blocks: Sequence[str]) -> None:
-    """What an engine stores of an agent."""
     for name in blocks:
         planes = (0, 2, 8, 1, 2, 8)
         client.execute_command("KVBLOCKSET", name, 0, LAYERS, HEADS, TOKENS, 0, 2, *planes, BODY)

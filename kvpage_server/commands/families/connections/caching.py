@@ -44,7 +44,7 @@ def client_tracking(client: Client, args: list[Argument]) -> Reply:
 
 
 def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
-    """What the options say, and the prefixes. Raises ReplyError."""
+    """The mode and the prefixes in the options. Raises ReplyError."""
     mode, prefixes = Mode(), []
     rest = iter(words)
     for word in rest:
@@ -68,7 +68,7 @@ def _mode(client: Client, words: list[bytes]) -> tuple[Mode, list[bytes]]:
 
 
 def _redirect(client: Client, mode: Mode, value: bytes) -> int:
-    """The id of a connection that the client may know of."""
+    """The id of a connection that the client may know about."""
     if mode.redirect:
         raise ReplyError("ERR A client can only redirect to a single other client")
     number = integer(value)
@@ -79,7 +79,7 @@ def _redirect(client: Client, mode: Mode, value: bytes) -> int:
 
 
 def _check(client: Client, mode: Mode, prefixes: list[bytes]) -> None:
-    """Raises ReplyError when options contradict each other, or what holds already."""
+    """Raises ReplyError if options contradict each other or the current mode."""
     before = client.tracking
     if prefixes and not mode.broadcast:
         raise ReplyError("ERR PREFIX option requires BCAST mode to be enabled")
@@ -112,7 +112,7 @@ def _check_overlaps(prefixes: list[bytes], existing: list[bytes]) -> None:
 
 
 def _overlapping(names: list[bytes]) -> set[bytes]:
-    """Those that another begins with, or that begin with another: in order, these come right behind it."""
+    """Prefixes of which one is a prefix of the other. In sorted order they are neighbours."""
     found, openings = set[bytes](), list[bytes]()
     for name in sorted(names):
         while openings and not name.startswith(openings[-1]):
@@ -152,7 +152,7 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the id of the connection that gets this one's tracking messages.",
 )
 def client_getredir(client: Client, args: list[Argument]) -> Reply:
-    """0 when it is told itself, -1 when it does not track."""
+    """0 if it gets the messages itself, -1 if it does not track."""
     return client.redirection
 
 

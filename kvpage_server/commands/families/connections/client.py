@@ -36,13 +36,13 @@ def client_id(client: Client, args: list[Argument]) -> Reply:
 
 @_own("client|getname", since="2.6.9", reply="bulk | null", summary="Returns the connection's name.")
 def client_getname(client: Client, args: list[Argument]) -> Reply:
-    """Null when none was set."""
+    """Null if it has no name."""
     return client.name or None
 
 
 @_own("client|setname connection-name", since="2.6.9", reply="OK", summary="Names the connection.")
 def client_setname(client: Client, args: list[Argument]) -> Reply:
-    """An empty name takes it away."""
+    """An empty name removes it."""
     client.name = checked_name(plain(args[0]))
     return OK
 
@@ -83,7 +83,7 @@ def client_info(client: Client, args: list[Argument]) -> Reply:
     summary="Lists connections.",
 )
 def client_list(client: Client, args: list[Argument]) -> Reply:
-    """A line each. Who may not read every key is shown the connections of its own user."""
+    """A line each. A client that may not read every key sees the connections of its own user."""
     words = plain_all(args)
     option = words[0].upper() if words else b""
     chosen: Chosen
@@ -137,7 +137,7 @@ def _of_type(word: bytes) -> Chosen:
     summary="Ends connections.",
 )
 def client_kill(client: Client, args: list[Argument]) -> Reply:
-    """How many were ended; OK for the old form with an address. Among those that CLIENT LIST shows."""
+    """The number of closed connections; OK for the old form with an address. Only those that CLIENT LIST shows."""
     words = plain_all(args)
     if len(words) == 1:
         chosen, skip_me = [_of_address(words[0])], False
@@ -162,7 +162,7 @@ def _is(other: Client, chosen: list[Chosen]) -> bool:
 
 
 def _end(client: Client, other: Client) -> Client:
-    """End a connection; one's own once this is answered."""
+    """Close a connection; the client's own after the reply."""
     if other is client:
         asyncio.get_running_loop().call_soon(client.close)
     else:
@@ -176,7 +176,7 @@ def _of_address(word: bytes) -> Chosen:
 
 
 def _filters(client: Client, words: list[bytes]) -> tuple[list[Chosen], bool]:
-    """What every connection to be ended must be, and whether one's own is left out."""
+    """The conditions for connections to close, and whether the client's own is left out."""
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
     chosen: list[Chosen] = []
@@ -226,7 +226,7 @@ def _of_user(client: Client, name: bytes) -> Chosen:
     summary="Makes every client's commands, or writes, wait for some milliseconds.",
 )
 def client_pause(client: Client, args: list[Argument]) -> Reply:
-    """A pause is never cut short by another."""
+    """A pause never shortens another."""
     timeout, *mode = plain_all(args)
     if len(mode) > 1 or (mode and mode[0].upper() not in (b"WRITE", b"ALL")):
         raise ReplyError(SYNTAX_ERROR)
@@ -245,7 +245,7 @@ def client_pause(client: Client, args: list[Argument]) -> Reply:
 
 @_others("client|unpause", since="6.2.0", complexity="O(N) with N connections", reply="OK", summary="Ends a pause.")
 def client_unpause(client: Client, args: list[Argument]) -> Reply:
-    """Those who wait go on."""
+    """Waiting clients go on."""
     client.server.end_pause()
     return OK
 
@@ -258,7 +258,7 @@ def client_unpause(client: Client, args: list[Argument]) -> Reply:
     summary="Unblocks a connection that waits in a blocking command; there are no such commands.",
 )
 def client_unblock(client: Client, args: list[Argument]) -> Reply:
-    """0: nobody waited."""
+    """Always 0: no client waits."""
     number, *reason = plain_all(args)
     if reason and reason[0].upper() not in (b"TIMEOUT", b"ERROR"):
         raise ReplyError("ERR CLIENT UNBLOCK reason should be TIMEOUT or ERROR")
@@ -292,7 +292,7 @@ def client_no_evict(client: Client, args: list[Argument]) -> Reply:
     summary="Sets whether the connection's reads count as a use of keys.",
 )
 def client_no_touch(client: Client, args: list[Argument]) -> Reply:
-    """So that a backup does not change what eviction takes for hot."""
+    """A backup can use it, so that what it reads does not look hot to eviction."""
     client.touches = not _on_or_off(args)
     client.settle()
     return OK
@@ -305,7 +305,7 @@ def client_no_touch(client: Client, args: list[Argument]) -> Reply:
     summary="Turns replies on or off, or leaves out the next one.",
 )
 def client_reply(client: Client, args: list[Argument]) -> Reply:
-    """OK for ON; the others are silent at once."""
+    """OK for ON; no reply for the others."""
     word = plain(args[0]).upper()
     if word not in (b"ON", b"OFF", b"SKIP"):
         raise ReplyError(SYNTAX_ERROR)

@@ -22,14 +22,14 @@ _AT_HAND = "noscript loading stale fast no_auth allow_busy"  # always allowed
 
 
 def checked_name(name: bytes) -> bytes:
-    """A client's name, when it is one. Raises ReplyError."""
+    """A valid client name. Raises ReplyError."""
     if not _PRINTABLE.match(name):
         raise ReplyError("ERR Client names cannot contain spaces, newlines or special characters.")
     return name
 
 
 def is_printable(value: bytes) -> bool:
-    """Whether it may stand in a line of CLIENT LIST."""
+    """Whether it can be in a line of CLIENT LIST."""
     return bool(_PRINTABLE.match(value))
 
 
@@ -43,7 +43,7 @@ _command = partial(command, group="connection")
     summary="Returns PONG, or the message.",
 )
 def ping(client: Client, args: list[Argument]) -> Reply:
-    """PONG, or the message; while it listens in RESP2, in the form of a message."""
+    """PONG, or the message; for a RESP2 client that listens to channels, in the form of a message."""
     if len(args) > 1:
         raise ReplyError("ERR wrong number of arguments for 'ping' command")
     if client.protocol == 2 and (client.channels or client.patterns):
@@ -76,7 +76,7 @@ def select(client: Client, args: list[Argument]) -> Reply:
     summary="Ends the connection once the reply is sent.",
 )
 def quit_(client: Client, args: list[Argument]) -> Reply:
-    """OK, the last word."""
+    """OK, then the connection is closed."""
     client.close()
     return OK
 
@@ -111,7 +111,7 @@ def reset(client: Client, args: list[Argument]) -> Reply:
     summary="Authenticates the connection.",
 )
 def auth(client: Client, args: list[Argument]) -> Reply:
-    """OK; a name that is not given is `default`."""
+    """OK; the name is `default` if not given."""
     if len(args) > 2:
         raise ReplyError(SYNTAX_ERROR)
     words = plain_all(args)
@@ -135,7 +135,7 @@ def _authenticate(client: Client, name: bytes, password: bytes) -> None:
 
 
 def _wait_for_its_turn(client: Client) -> None:
-    """Raises Postponed where the client's address has sent too many wrong passwords, ReplyError if it is in a hurry."""
+    """Raises Postponed after many wrong passwords from this address, ReplyError if the wait would be too long."""
     if client.waited_to_authenticate:
         client.waited_to_authenticate = False
         return
@@ -156,7 +156,7 @@ def _wait_for_its_turn(client: Client) -> None:
     summary="Greets the server and chooses RESP2 or RESP3.",
 )
 def hello(client: Client, args: list[Argument]) -> Reply:
-    """A map of who the server is."""
+    """A map that describes the server and the connection."""
     words = plain_all(args)
     protocol = _protocol(words[0]) if words else client.protocol
     name, credentials = client.name, None
@@ -202,7 +202,7 @@ def _protocol(word: bytes) -> int:
 
 @_command("readonly", flags="loading stale fast", since="3.0.0", reply="OK", summary="Has no effect here.")
 def readonly(client: Client, args: list[Argument]) -> Reply:
-    """OK: replicas, which it is meant for, do not exist here."""
+    """OK. It is meant for replicas, which do not exist here."""
     return OK
 
 

@@ -21,7 +21,7 @@ MOST_PATTERNS = 1024  # of a client
 
 
 def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Callable[[Client, bytes], None]) -> Reply:
-    """Act on each name; the replies say how many channels and patterns the client listens to after each."""
+    """Do something for each name. A reply has the number of channels and patterns that the client then listens to."""
     pieces: list[Piece] = []
     for name in names:
         if name is not None:
@@ -35,7 +35,7 @@ def _confirm(client: Client, kind: bytes, names: Iterable[bytes | None], act: Ca
 
 
 def _named_or_all(args: list[Argument], everything: dict[bytes, None]) -> list[bytes] | list[None]:
-    """The names given, or all there are; a None when there are none, as they still need a reply."""
+    """The given names, or all; or one None if there are none, since a reply is still needed."""
     return plain_all(args) or list(everything) or [None]
 
 
@@ -52,7 +52,7 @@ _about = partial(command, flags="pubsub loading stale filtered", group="pubsub",
     summary="Listens to channels.",
 )
 def subscribe(client: Client, args: list[Argument]) -> Reply:
-    """One confirmation a channel."""
+    """One reply for each channel."""
     return _confirm(client, b"subscribe", plain_all(args), client.server.channels.subscribe)
 
 
@@ -64,7 +64,7 @@ def subscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Listens to the channels that match patterns.",
 )
 def psubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One confirmation a pattern, each in a step of its own: a long one takes milliseconds to be made ready."""
+    """One reply for each pattern. Each has its own step, since compiling a long one takes milliseconds."""
     if len(args) == 1:
         return _listen(client, args[0])
     return Stream(None, (_listen(client, pattern) for pattern in args))
@@ -85,7 +85,7 @@ def _listen(client: Client, pattern: Argument) -> Reply:
     summary="Stops listening to some channels, or to all.",
 )
 def unsubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One confirmation a channel, one with null when there was none."""
+    """One reply for each channel, or one with null if there was none."""
     names = _named_or_all(args, client.channels)
     return _confirm(client, b"unsubscribe", names, client.server.channels.unsubscribe)
 
@@ -97,7 +97,7 @@ def unsubscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Stops listening to some patterns, or to all.",
 )
 def punsubscribe(client: Client, args: list[Argument]) -> Reply:
-    """One confirmation a pattern, one with null when there was none."""
+    """One reply for each pattern, or one with null if there was none."""
     names = _named_or_all(args, client.patterns)
     return _confirm(client, b"punsubscribe", names, client.server.channels.punsubscribe)
 
@@ -112,7 +112,7 @@ def punsubscribe(client: Client, args: list[Argument]) -> Reply:
     summary="Sends a message to the listeners of a channel.",
 )
 def publish(client: Client, args: list[Argument]) -> Reply:
-    """How many received it."""
+    """The number of listeners."""
     channel, message = plain_all(args)
     channels = client.server.channels
     count = channels.publish(channel, message)
@@ -135,7 +135,7 @@ container("pubsub", group="pubsub", summary="A container for commands about chan
     summary="Lists the channels that have listeners.",
 )
 def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
-    """Those that the user may listen to, by name; patterns are no channels."""
+    """The channels that the user may listen to. Patterns are not included."""
     channels = list(client.server.channels.by_name)
     matches = channel_glob(plain(args[0])) if args else None
 
@@ -153,7 +153,7 @@ def pubsub_channels(client: Client, args: list[Argument]) -> Reply:
     summary="Counts the listeners of channels.",
 )
 def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
-    """Channels and their counts in turn, patterns not counted; 0 where the user may not listen."""
+    """Each channel and the number of its listeners, without patterns; 0 for channels forbidden to the user."""
     listeners = client.server.channels.by_name
     counts = {name: len(listeners.get(name, ())) if client.hears(name) else 0 for name in plain_all(args)}
     return [item for channel in plain_all(args) for item in (channel, counts[channel])]
@@ -166,5 +166,5 @@ def pubsub_numsub(client: Client, args: list[Argument]) -> Reply:
     summary="Counts the patterns that have listeners.",
 )
 def pubsub_numpat(client: Client, args: list[Argument]) -> Reply:
-    """Each counted once, however many listen; those that the user may listen to."""
+    """The number of different patterns that the user may listen to."""
     return sum(client.hears(pattern) for pattern in client.server.channels.by_pattern)

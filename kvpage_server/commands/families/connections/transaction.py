@@ -26,7 +26,7 @@ _transaction = partial(command, group="transactions")
     "multi", flags="noscript loading stale fast allow_busy unqueued", reply="OK", summary="Starts a transaction."
 )
 def multi(client: Client, args: list[Argument]) -> Reply:
-    """Commands are queued from now on."""
+    """OK; the following commands are queued."""
     if client.transaction is not None:
         raise ReplyError("ERR MULTI calls can not be nested")
     client.transaction = Transaction()
@@ -74,7 +74,7 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     summary="Discards the queued commands.",
 )
 def discard(client: Client, args: list[Argument]) -> Reply:
-    """Watched keys are forgotten too."""
+    """OK; watched keys are forgotten, too."""
     if client.transaction is None:
         raise ReplyError("ERR DISCARD without MULTI")
     client.end_transaction()
@@ -93,7 +93,7 @@ def discard(client: Client, args: list[Argument]) -> Reply:
     summary="Cancels the next transaction if one of these keys changes before it runs.",
 )
 def watch(client: Client, args: list[Argument]) -> Reply:
-    """A key that expires or is evicted changes."""
+    """OK. Expiry and eviction count as changes."""
     if client.transaction is not None:
         raise ReplyError("ERR WATCH inside MULTI is not allowed")
     for key in plain_all(args):
@@ -114,6 +114,6 @@ def watch(client: Client, args: list[Argument]) -> Reply:
     summary="Stops watching keys.",
 )
 def unwatch(client: Client, args: list[Argument]) -> Reply:
-    """What happened to the keys so far is forgiven."""
+    """OK; changes so far do not count."""
     client.server.events.unwatch(client)
     return OK

@@ -15,7 +15,7 @@ from kvpage_server.store.memory.entry import Text
 
 
 def _add(client: Client, key: bytes, amount: int) -> Reply:
-    """The INCR commands. The time to live stays."""
+    """The INCR commands. They keep the time to live."""
     keyspace = client.server.keyspace
     entry = keyspace.find(key)
     old = 0 if entry is None else as_integer(entry.data) if isinstance(entry, Text) else None
@@ -41,25 +41,25 @@ _counter = partial(
 
 @_counter("incr key", summary="Adds one to a number.")
 def incr(client: Client, args: list[Argument]) -> Reply:
-    """The new number; one that does not exist is 0."""
+    """The new number. A missing key counts as 0."""
     return _add(client, plain(args[0]), 1)
 
 
 @_counter("decr key", summary="Subtracts one from a number.")
 def decr(client: Client, args: list[Argument]) -> Reply:
-    """The new number; one that does not exist is 0."""
+    """The new number. A missing key counts as 0."""
     return _add(client, plain(args[0]), -1)
 
 
 @_counter("incrby key increment", summary="Adds to a number.")
 def incrby(client: Client, args: list[Argument]) -> Reply:
-    """The new number; one that does not exist is 0."""
+    """The new number. A missing key counts as 0."""
     return _add(client, plain(args[0]), integer(args[1]))
 
 
 @_counter("decrby key decrement", summary="Subtracts from a number.")
 def decrby(client: Client, args: list[Argument]) -> Reply:
-    """The new number; one that does not exist is 0."""
+    """The new number. A missing key counts as 0."""
     amount = integer(args[1])
     if amount == I64[0]:
         raise ReplyError("ERR decrement would overflow")

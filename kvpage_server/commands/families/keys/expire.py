@@ -31,7 +31,7 @@ def _conditions(words: list[bytes]) -> set[bytes]:
 
 
 def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
-    """Whether the conditions allow it; a key without expiry counts as living for ever."""
+    """Whether the conditions allow the change. A key without expiry counts as infinite."""
     refused = (
         (b"NX" in conditions and old)
         or (b"XX" in conditions and not old)
@@ -42,7 +42,7 @@ def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
 
 
 def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time: str, summary: str) -> None:
-    """An EXPIRE command: `unit` milliseconds a count, counted from `base`."""
+    """Declare an EXPIRE command, which counts in units of `unit` milliseconds from `base`."""
 
     @command(
         f"{name} key {time} [NX | XX | GT | LT]",
@@ -143,7 +143,7 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     group="generic",
 )
 def persist(client: Client, args: list[Argument]) -> Reply:
-    """1 when it had a time to live."""
+    """1 if the key had a time to live, else 0."""
     key, keyspace = plain(args[0]), client.server.keyspace
     entry = keyspace.find(key)
     if entry is None or not entry.expires:

@@ -25,7 +25,7 @@ container("object", group="generic", summary="A container for how values are kep
 
 @_object("object|encoding key", since="2.2.3", reply="bulk | null", summary="Names a value's encoding as Redis would.")
 def object_encoding(client: Client, args: list[Argument]) -> Reply:
-    """int, embstr or raw; null when there is no such key."""
+    """int, embstr or raw; null if there is no such key."""
     entry = client.server.keyspace.find(plain(args[0]))
     if entry is None:
         return None
@@ -36,7 +36,7 @@ def object_encoding(client: Client, args: list[Argument]) -> Reply:
 
 @_object("object|refcount key", since="2.2.3", reply="integer | null", summary="Counts the references to a value.")
 def object_refcount(client: Client, args: list[Argument]) -> Reply:
-    """1: values are not shared. Null when there is no such key."""
+    """1, since values are not shared; null if there is no such key."""
     return None if client.server.keyspace.find(plain(args[0])) is None else 1
 
 
@@ -44,7 +44,7 @@ def object_refcount(client: Client, args: list[Argument]) -> Reply:
     "object|idletime key", since="2.2.3", reply="integer | null", summary="Returns the seconds since a value was used."
 )
 def object_idletime(client: Client, args: list[Argument]) -> Reply:
-    """A page is used when any page of its block is. Null when there is no such key."""
+    """Using one page of a block counts for all of them. Null if there is no such key."""
     key, keyspace = plain(args[0]), client.server.keyspace
     return None if keyspace.find(key) is None else keyspace.idle(key)
 
@@ -53,7 +53,7 @@ def object_idletime(client: Client, args: list[Argument]) -> Reply:
     "object|freq key", since="4.0.0", reply="null", summary="Returns how often a value was used, under an LFU policy."
 )
 def object_freq(client: Client, args: list[Argument]) -> Reply:
-    """There is no LFU policy here. Null when there is no such key."""
+    """An error, as there is no LFU policy; null if there is no such key."""
     if client.server.keyspace.find(plain(args[0])) is None:
         return None
     raise ReplyError(
@@ -79,7 +79,7 @@ def _usage(key: bytes, entry: Entry) -> int:
     summary="Returns the bytes that a key and its value occupy.",
 )
 def memory_usage(client: Client, args: list[Argument]) -> Reply:
-    """Null when there is no such key. A value is one piece here: SAMPLES changes nothing."""
+    """The bytes; null if there is no such key. SAMPLES has no effect, as a value is one piece."""
     options = plain_all(args[1:])
     while options:
         if options[0].upper() != b"SAMPLES" or len(options) < 2:
@@ -93,7 +93,7 @@ def memory_usage(client: Client, args: list[Argument]) -> Reply:
 
 
 def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
-    """How much of the arena is not in use: held a byte used, and the difference in bytes."""
+    """The ratio of held to used bytes of the arena, and their difference."""
     used, held = keyspace.arena.used, keyspace.arena.held
     return (held / used if used else 1.0), held - used
 
@@ -106,7 +106,7 @@ def _fragmentation(keyspace: Keyspace) -> tuple[float, int]:
     summary="Describes what the memory is used for.",
 )
 def memory_stats(client: Client, args: list[Argument]) -> Reply:
-    """Redis's names for what exists here: in bytes, but for the ratios and percentages."""
+    """Redis's names for what exists here. Everything but ratios and percentages is in bytes."""
     keyspace = client.server.keyspace
     keys, dataset, resident = len(keyspace), keyspace.memory.used, resident_memory()
     ratio, unused = _fragmentation(keyspace)

@@ -38,7 +38,7 @@ _generic = partial(command, group="generic")
 
 @_for_each("del key [key ...]", flags="write", needs=extents, summary="Deletes keys.")
 def del_(client: Client, args: list[Argument]) -> Reply:
-    """How many were there."""
+    """The number of deleted keys."""
     delete = client.server.keyspace.delete
     return sum(delete(key) for key in plain_all(args))
 
@@ -51,13 +51,13 @@ def del_(client: Client, args: list[Argument]) -> Reply:
     summary="Deletes keys, as DEL does.",
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
-    """How many were there."""
+    """The number of deleted keys."""
     return del_(client, args)
 
 
 @_for_each("exists key [key ...]", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
 def exists(client: Client, args: list[Argument]) -> Reply:
-    """How many are there, a key named twice counted twice."""
+    """The number of existing keys. A key named twice counts twice."""
     keyspace = client.server.keyspace
     return sum(_is_there(keyspace, key) for key in plain_all(args))
 
@@ -78,7 +78,7 @@ def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     summary="Marks keys as used, and counts those that exist.",
 )
 def touch(client: Client, args: list[Argument]) -> Reply:
-    """How many are there, a key named twice counted twice."""
+    """The number of existing keys. A key named twice counts twice."""
     read = client.server.keyspace.read
     return sum(read(key) is not None for key in plain_all(args))
 
@@ -95,7 +95,7 @@ def type_(client: Client, args: list[Argument]) -> Reply:
 
 
 def matcher(pattern: bytes) -> Matches | None:
-    """What tells whether a key matches, None when every key does. Raises PatternTooLong."""
+    """A test whether a key matches, None if every key does. Raises PatternTooLong."""
     return None if pattern == b"*" else glob(pattern)
 
 
@@ -107,7 +107,7 @@ def matcher(pattern: bytes) -> Matches | None:
     summary="Returns the keys that match a pattern, all at once.",
 )
 def keys(client: Client, args: list[Argument]) -> Reply:
-    """Those that the user may read, in no particular order. Found and encoded in steps: there may be millions."""
+    """The keys that the user may read, in no particular order. It works in steps, as there may be millions."""
     matches = matcher(plain(args[0]))
 
     def steps() -> Iterator[Reply]:
@@ -121,7 +121,7 @@ def keys(client: Client, args: list[Argument]) -> Reply:
 
 
 def _visible_keys(client: Client) -> Iterator[list[bytes]]:
-    """The keys that the client may know of, of those there are now; a step's worth of them looked at at a time."""
+    """The existing keys that the client may know about, found in steps."""
     keyspace = client.server.keyspace
     places, some, step = keyspace.listing.places(), list[bytes](), max(_STEP // client.cost_of_a_key, 1)
     for start in range(0, len(places), _PLACES):
@@ -163,7 +163,7 @@ def scan(client: Client, args: list[Argument]) -> Reply:
 
 
 def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Reply:
-    """A scan that is over with its first reply, of what the user may read."""
+    """A scan that returns everything that the user may read at once."""
 
     def steps() -> Iterator[Reply]:
         found: list[bytes] = []
@@ -182,7 +182,7 @@ def _scan_all(client: Client, matches: Matches | None, wanted_type: bytes) -> Re
 
 
 def _visible_requests(client: Client) -> Iterator[list[bytes]]:
-    """The index keys that the client may know of, a step's worth of them looked at at a time."""
+    """The index keys that the client may know about, found in steps."""
     keyspace, cursor = client.keyspace, 0
     while True:
         cursor, requests = keyspace.listing.scan_requests(cursor, _PLACES)
@@ -192,7 +192,7 @@ def _visible_requests(client: Client) -> Iterator[list[bytes]]:
 
 
 def _spelt(keys: list[bytes]) -> Iterator[Reply]:
-    """An array of keys, in steps."""
+    """An array of keys, encoded in steps."""
     yield Raw(b"*%d\r\n" % len(keys))
     for start in range(0, len(keys), _STEP):
         yield (b"".join(b"$%d\r\n%b\r\n" % (len(key), key) for key in keys[start : start + _STEP]),)
@@ -208,7 +208,7 @@ def scan_cursor(word: bytes) -> int:
 
 
 def scan_options(words: list[bytes]) -> tuple[Matches | None, int, bytes]:
-    """MATCH (None: every key), COUNT and TYPE, or what holds without them. Raises ReplyError."""
+    """MATCH (None: every key), COUNT and TYPE, or their defaults. Raises ReplyError."""
     matches, count, wanted_type = None, 10, b"string"
     for option, value in zip_longest(words[::2], words[1::2]):
         if value is None:
@@ -233,7 +233,7 @@ def _scan_count(word: bytes) -> int:
 
 @_generic("randomkey", flags="readonly filtered", reply="bulk | null", summary="Returns a random key.")
 def randomkey(client: Client, args: list[Argument]) -> Reply:
-    """Null when there is none; of those that the user may read."""
+    """One of the keys that the user may read; null if there are none."""
     if client.sees_all:
         return client.server.keyspace.listing.random_key()
 
@@ -256,7 +256,7 @@ def randomkey(client: Client, args: list[Argument]) -> Reply:
     group="server",
 )
 def dbsize(client: Client, args: list[Argument]) -> Reply:
-    """Those that the user may read; of all, those overdue but not yet swept too."""
+    """The number of keys that the user may read. For a user who may read all, it includes overdue keys."""
     if client.sees_all:
         return len(client.server.keyspace)
 
@@ -273,7 +273,7 @@ def dbsize(client: Client, args: list[Argument]) -> Reply:
 @_flush("flushdb [ASYNC | SYNC]", summary="Removes every key; there is one database.")
 @_flush("flushall [ASYNC | SYNC]", summary="Removes every key.")
 def flushall(client: Client, args: list[Argument]) -> Reply:
-    """Every key is gone at once, for everybody; OK once their memory is free, or before it when ASYNC is given."""
+    """OK when the memory is free, or before that with ASYNC. The keys are gone for everybody at once."""
     options = [word.upper() for word in plain_all(args)]
     if options not in ([], [b"ASYNC"], [b"SYNC"]):
         raise ReplyError(SYNTAX_ERROR)

@@ -20,7 +20,7 @@ from kvpage_server.store.memory.entry import is_page
 
 
 def _request(client: Client, raw: Argument) -> bytes:
-    """The request that an index key lists, empty for another key. Raises ReplyError for a key that holds a string."""
+    """The request of an index key, empty for another key. Raises ReplyError for the key of a string."""
     key = plain(raw)
     req_id = request_of(key)
     if req_id is None and client.keyspace.find(key) is not None:

@@ -39,7 +39,7 @@ class Options:
 
 
 def expiry(name: str, unit: bytes, raw: Argument) -> int:
-    """The unix milliseconds that a time in EX, PX, EXAT or PXAT means. Raises ReplyError naming the command."""
+    """The unix milliseconds for a time in EX, PX, EXAT or PXAT. Raises ReplyError, which names the command."""
     count = integer(raw)
     expires = count * _UNIT[unit] + (0 if unit.endswith(b"AT") else unix_ms())
     if count <= 0 or expires > I64[1]:
@@ -48,7 +48,7 @@ def expiry(name: str, unit: bytes, raw: Argument) -> int:
 
 
 def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
-    """The options, of which `words` are allowed beside those of `_UNIT`. Each may be repeated, no two contradict."""
+    """The options: those of `_UNIT`, and `words`. An option can be repeated, but not contradict another."""
     options, position = Options(), 0
     while position < len(args):
         word = plain(args[position]).upper()
@@ -92,7 +92,7 @@ _strings = partial(command, group="string", complexity="O(N) with N keys")
     summary="Sets the string value of a key; a page blob under its own key becomes that page.",
 )
 def set_(client: Client, args: list[Argument]) -> Reply:
-    """Write a value, under conditions, with an expiry."""
+    """OK, or null if a condition does not hold; with GET the old value."""
     key = plain(args[0])
     if len(args) == 2:
         store(client, key, args[1])
@@ -112,7 +112,7 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 
 @_string("get key", flags="readonly fast", needs=values, reply="bulk | null", summary="Returns the value of a key.")
 def get(client: Client, args: list[Argument]) -> Reply:
-    """A value, a page as its blob."""
+    """The value; for a page its blob. Null if there is no such key."""
     entry = _read(client, args[0])
     return entry.data if type(entry) is Text else string_of(entry)
 
@@ -166,7 +166,7 @@ def psetex(client: Client, args: list[Argument]) -> Reply:
     summary="Sets a value if its key does not exist.",
 )
 def setnx(client: Client, args: list[Argument]) -> Reply:
-    """1 when it was set."""
+    """1 if it was set, else 0."""
     key = plain(args[0])
     if client.server.keyspace.find(key) is not None:
         return 0
@@ -182,7 +182,7 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
     summary="Sets a value and returns the old one.",
 )
 def getset(client: Client, args: list[Argument]) -> Reply:
-    """Null when there was none."""
+    """The old value, or null."""
     key = plain(args[0])
     reply = string_of(client.server.keyspace.read(key))
     store(client, key, args[1])
@@ -198,7 +198,7 @@ def getset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a value and deletes it.",
 )
 def getdel(client: Client, args: list[Argument]) -> Reply:
-    """Null when there was none."""
+    """The value, or null."""
     key = plain(args[0])
     reply = string_of(client.server.keyspace.read(key))
     client.server.keyspace.delete(key)
@@ -214,7 +214,7 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     summary="Returns a value and changes its time to live.",
 )
 def getex(client: Client, args: list[Argument]) -> Reply:
-    """Null when there is none."""
+    """The value, or null."""
     key, options, keyspace = plain(args[0]), _options(args[1:], words=(b"PERSIST",)), client.server.keyspace
     entry = keyspace.read(key)
     if entry is None:
@@ -235,12 +235,12 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the values of keys.",
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
-    """Null for each that does not exist."""
+    """The values, with null for keys that do not exist."""
     return [*map(string_of, client.server.keyspace.read_all(plain_all(args)))]
 
 
 def _mset(client: Client, args: list[Argument]) -> None:
-    """All values or, when one is a damaged page, none."""
+    """Set all values, or none if one is a damaged page."""
     keys, values = plain_all(args[::2]), args[1::2]
     pages = [page_of(client, key, value) for key, value in zip(keys, values, strict=True)]
     admit(client, zip(keys, values, pages, strict=True))
@@ -276,7 +276,7 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     summary="Sets the values of keys if none of them exists.",
 )
 def msetnx(client: Client, args: list[Argument]) -> Reply:
-    """1 when they were set."""
+    """1 if they were set, else 0."""
     if len(args) % 2:
         raise ReplyError("ERR wrong number of arguments for 'msetnx' command")
     if any(client.server.keyspace.find(key) is not None for key in plain_all(args[::2])):
@@ -294,7 +294,7 @@ def msetnx(client: Client, args: list[Argument]) -> Reply:
     summary="Returns the length of a value.",
 )
 def strlen(client: Client, args: list[Argument]) -> Reply:
-    """Bytes; a page's header counts. 0 when there is none."""
+    """The number of bytes, including a page's header; 0 if there is no such key."""
     entry = _read(client, args[0])
     return 0 if entry is None else length_of(entry)
 
@@ -302,7 +302,7 @@ def strlen(client: Client, args: list[Argument]) -> Reply:
 @_range("substr key start end", since="1.0.0", summary="Returns a part of a value; the old name of GETRANGE.")
 @_range("getrange key start end", since="2.4.0", summary="Returns a part of a value.")
 def getrange(client: Client, args: list[Argument]) -> Reply:
-    """Bytes from start to end, both included and counted from the end when negative; empty when there are none."""
+    """The bytes from start to end, both included. Negative numbers count from the end. May be empty."""
     start, end = integer(args[1]), integer(args[2])
     entry = _read(client, args[0])
     if entry is None:

@@ -25,7 +25,7 @@ PageParts = tuple[PageName, bytes, Slot]  # name, header and body: what Keyspace
 
 
 def string_of(entry: Entry | None) -> Reply:
-    """A value as GET replies it: borrowed when it is a long one."""
+    """A value as GET replies it. A long one is borrowed, not copied."""
     if entry is None:
         return None
     if type(entry) is Slot:
@@ -38,12 +38,12 @@ def string_of(entry: Entry | None) -> Reply:
 
 
 def length_of(entry: Entry) -> int:
-    """Bytes of the string that GET would reply."""
+    """The length of the string that GET would reply."""
     return entry.size + (HEADER_SIZE if is_page(entry) else 0)
 
 
 def part_of(entry: Entry, start: int, stop: int) -> Reply:
-    """The bytes from `start` to before `stop`, both within the string, of what GET would reply."""
+    """The bytes from `start` to `stop` of the string that GET would reply. Both must be within it."""
     if isinstance(entry, Text):
         return entry.data[start:stop]
     pieces: list[Piece] = [b"$%d\r\n" % (stop - start)]
@@ -54,12 +54,12 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
-    """SET's write. Raises ReplyError when the value is a page with a body that is not its own."""
+    """Store SET's value. Raises ReplyError if it is a page with a damaged body."""
     put(client, key, value, page_of(client, key, value), expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
-    """Store a value that `page_of` has looked at; `expires` is in unix milliseconds, 0 for never."""
+    """Store a value that `page_of` has checked. `expires` is in unix milliseconds, 0 for never."""
     if page is None:
         client.server.keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
     else:
@@ -67,7 +67,7 @@ def put(client: Client, key: bytes, value: Argument, page: PageParts | None, exp
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:
-    """Have room for values that are to be stored all or none. Raises OverLimit."""
+    """Make room for values, of which all or none will be stored. Raises OverLimit."""
     keyspace = client.server.keyspace
     if keyspace.is_limited:
         keyspace.admit(_coming(key, value, page) for key, value, page in values)

@@ -79,7 +79,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
 
 
 def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_block: int) -> Steps[None]:
-    """Count the first block of a broken run as missed, and those behind it that are there as lost to the hole."""
+    """Count the first incomplete block as missed, and the blocks that exist behind it as lost to the hole."""
     block_missed(client, *names[0])
 
     def lost(some: Sequence[tuple[bytes, int]]) -> list[bool]:

@@ -15,18 +15,18 @@ REASONS = (NEVER_STORED, INCOMPLETE, HOLE, "expired", "evicted", OVER_QUOTA, "de
 
 
 def count_miss(client: Client, reason: str, times: int = 1) -> None:
-    """Something was asked for and is not there."""
+    """Count missed reads."""
     client.server.stats.page_misses[reason] += times
 
 
 def page_missed(client: Client, name: PageName) -> None:
-    """A page was asked for and is not there."""
+    """Count a missed page."""
     ghost = client.keyspace.ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)
     count_miss(client, reason_of(ghost, NEVER_STORED))
 
 
 def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
-    """Some of the pages that were asked for are not there."""
+    """Count the missed pages of a batch."""
     for block, some in names.runs(places):
         if client.keyspace.ghosts.has_block(*block):
             for i in some:
@@ -36,7 +36,7 @@ def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
 
 
 def block_missed(client: Client, req_id: bytes, page: int) -> None:
-    """A whole block was asked for and is not there, or only some of its pages are."""
+    """Count a block that is missing or incomplete."""
     block = client.keyspace.index.block(req_id, page)
     if block is None:
         count_miss(client, reason_of(client.keyspace.ghosts.of_block(req_id, page), NEVER_STORED))
@@ -45,5 +45,5 @@ def block_missed(client: Client, req_id: bytes, page: int) -> None:
 
 
 def reason_of(ghost: Ghost | None, otherwise: str) -> str:
-    """Why something is gone; `otherwise` when nothing is remembered of it."""
+    """Why something is gone; `otherwise` if nothing is remembered about it."""
     return ghost.reason if ghost is not None else otherwise

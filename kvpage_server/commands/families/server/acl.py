@@ -40,14 +40,14 @@ container("acl", group="server", since="6.0.0", summary="A container for access 
 
 @_own("acl|whoami", reply="bulk", summary="Returns the connection's user.")
 def acl_whoami(client: Client, args: list[Argument]) -> Reply:
-    """Its name."""
+    """The user's name."""
     assert client.user is not None
     return client.user.name
 
 
 @_admin("acl|users", complexity="O(N log N) with N users", reply="array of bulk", summary="Lists the users' names.")
 def acl_users(client: Client, args: list[Argument]) -> Reply:
-    """In the order of their names."""
+    """The names, sorted."""
     return sorted(client.server.users.by_name)
 
 
@@ -58,13 +58,13 @@ def acl_users(client: Client, args: list[Argument]) -> Reply:
     summary="Lists users as lines of a configuration.",
 )
 def acl_list(client: Client, args: list[Argument]) -> Reply:
-    """Passwords as they are kept: hashed."""
+    """A line each, with hashed passwords."""
     users = client.server.users.by_name
     return Stream(len(users), map(bytes, [users[name] for name in sorted(users)]))
 
 
 def _lines(client: Client) -> Steps[list[bytes]]:
-    """A line of the configuration for every user."""
+    """A line of the configuration for each user."""
     by_name = client.server.users.by_name
     return (yield from each(sorted(by_name), lambda names: [bytes(by_name[name]) for name in names if name in by_name]))
 
@@ -73,7 +73,7 @@ def _lines(client: Client) -> Steps[list[bytes]]:
     "acl|getuser username", complexity="O(N) with N rules", reply="map | null", summary="Describes a user's rights."
 )
 def acl_getuser(client: Client, args: list[Argument]) -> Reply:
-    """A map; null for nobody of that name."""
+    """A map, or null if there is no such user."""
     user = client.server.users.by_name.get(plain(args[0]))
     return None if user is None else _describe(user)
 
@@ -97,7 +97,7 @@ def _describe(user: User) -> dict[str, Any]:
     summary="Creates or changes a user.",
 )
 def acl_setuser(client: Client, args: list[Argument]) -> Reply:
-    """With all of the rules or none. Connections of the user feel it at once."""
+    """OK. Applies all of the rules or none, at once for all connections of the user."""
     name, *rules = plain_all(args)
 
     def steps() -> Steps[Reply]:
@@ -150,7 +150,7 @@ def _listens_too_much(client: Client) -> bool:
     summary="Removes users and ends their connections.",
 )
 def acl_deluser(client: Client, args: list[Argument]) -> Reply:
-    """How many there were."""
+    """The number of removed users."""
     names = plain_all(args)
     if DEFAULT in names:
         raise ReplyError("ERR The 'default' user cannot be removed")
@@ -211,7 +211,7 @@ def acl_dryrun(client: Client, args: list[Argument]) -> Reply:
     summary="Lists the commands, keys, channels and logins that were refused.",
 )
 def acl_log(client: Client, args: list[Argument]) -> Reply:
-    """The newest first; 10 unless told."""
+    """The newest first, 10 by default."""
     refusals = client.server.refusals
     if args and plain(args[0]).upper() == b"RESET":
         refusals.entries.clear()
@@ -240,7 +240,7 @@ def _entry(refusal: Refusal) -> dict[str, Any]:
 
 @_admin("acl|save", complexity="O(N) with N users", reply="OK", summary="Writes the users into the aclfile.")
 def acl_save(client: Client, args: list[Argument]) -> Reply:
-    """Whole or not at all."""
+    """OK. The file is replaced as a whole."""
     path = _file(client)
 
     def steps() -> Steps[Reply]:
@@ -261,7 +261,7 @@ def acl_save(client: Client, args: list[Argument]) -> Reply:
     summary="Replaces the users with those in the aclfile.",
 )
 def acl_load(client: Client, args: list[Argument]) -> Reply:
-    """All of them or, when a line is wrong, no change. Connections of users that are gone end."""
+    """OK, or an error and no change if a line is wrong. Connections of removed users are closed."""
     path, users = _file(client), client.server.users
 
     def steps() -> Steps[Reply]:
@@ -289,7 +289,7 @@ def _file(client: Client) -> Path:
 
 @_own("acl|genpass [bits]", most=3, reply="bulk", summary="Generates a password.")
 def acl_genpass(client: Client, args: list[Argument]) -> Reply:
-    """Random hexadecimal digits: 256 bits unless told."""
+    """Random hexadecimal digits, 256 bits by default."""
     bits = integer(args[0]) if args else 256
     if not 1 <= bits <= 4096:
         raise ReplyError(

@@ -32,7 +32,7 @@ def _placing(client: Client) -> Placing:
     summary="Returns which server has which slots.",
 )
 def cluster_slots(client: Client, args: list[Argument]) -> Reply:
-    """An array a range, in order: its first and last slot, and its server's host, port and id."""
+    """An array for each range, in order: its first and last slot, and its server's host, port and id."""
     ranges = [(span, node) for node in _placing(client).map.nodes for span in node.ranges]
     ranges.sort(key=lambda pair: pair[0])
     return [[*span, [node.host, node.port, node.id, []]] for span, node in ranges]
@@ -46,7 +46,7 @@ def cluster_slots(client: Client, args: list[Argument]) -> Reply:
     summary="Describes the servers and their slots.",
 )
 def cluster_shards(client: Client, args: list[Argument]) -> Reply:
-    """A map a server: its slots as first, last, first, last, and `nodes`, which is that server alone."""
+    """A map for each server: its slots as first, last, first, last, and `nodes`, which has only this server."""
     return [
         {"slots": [slot for span in node.ranges for slot in span], "nodes": [_described(node)]}
         for node in _placing(client).map.nodes
@@ -72,7 +72,7 @@ def _described(node: MappedNode) -> dict[str, Reply]:
     summary="Describes the servers and their slots, a line each.",
 )
 def cluster_nodes(client: Client, args: list[Argument]) -> Reply:
-    """Lines as those of Redis's nodes.conf. All servers are masters, and none knows whether the others run."""
+    """Lines as in Redis's nodes.conf. All servers are masters. A server does not know whether the others run."""
     return Verbatim("".join(_lines(_placing(client))).encode())
 
 
@@ -85,7 +85,7 @@ def _lines(placing: Placing) -> Iterator[str]:
 
 @_cluster("cluster|info", reply="bulk", summary="Describes the map of slots.")
 def cluster_info(client: Client, args: list[Argument]) -> Reply:
-    """`name:value` lines. The epochs are the map's version; `cluster_map_digest` is equal where maps are."""
+    """`name:value` lines. The epochs are the map's version. `cluster_map_digest` is equal for equal maps."""
     placing = _placing(client)
     told = {
         "cluster_state": "ok",
@@ -105,12 +105,12 @@ def cluster_info(client: Client, args: list[Argument]) -> Reply:
 
 @_cluster("cluster|myid", reply="bulk", summary="Returns this server's id.")
 def cluster_myid(client: Client, args: list[Argument]) -> Reply:
-    """The id that the map gives to it."""
+    """The server's id in the map."""
     return _placing(client).me.id
 
 
 @_cluster("cluster|keyslot key", complexity="O(N) with N bytes", reply="integer", summary="Returns the slot of a key.")
 def cluster_keyslot(client: Client, args: list[Argument]) -> Reply:
-    """From what stands in its first braces, or from all of it."""
+    """The slot, from the part in the first braces, or from the whole key."""
     _placing(client)
     return slot_of(plain(args[0]))

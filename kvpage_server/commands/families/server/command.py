@@ -38,7 +38,7 @@ _KEY_FLAGS = {READ: ["RO", "access"], WRITE: ["OW", "update"], READ | WRITE: ["R
 
 
 def _key_specs(spec: Spec) -> list[Any]:
-    """Where the keys stand, in the form that Redis 7 tells it."""
+    """The positions of the keys, in Redis 7's format."""
     flags = [simple(flag) for flag in _KEY_FLAGS[spec.access]]
     first, last, step = spec.keys
     if not first:
@@ -90,13 +90,13 @@ _about = partial(command, flags="loading stale connection", group="server", sinc
     "command", arity=-1, complexity="O(N) with N commands", reply="array of array", summary="Describes every command."
 )
 def command_(client: Client, args: list[Argument]) -> Reply:
-    """One entry a command."""
+    """An entry for each command."""
     return _all_described(client.protocol)
 
 
 @cache
 def _all_described(protocol: int) -> Raw:
-    """What every redis-cli asks for at its start, encoded once."""
+    """The reply to COMMAND, encoded once, since every redis-cli asks for it."""
     return _encoded([describe(spec) for spec in top_level()], protocol)
 
 
@@ -113,7 +113,7 @@ def _encoded(reply: Reply, protocol: int) -> Raw:
 
 @_about("command|count", reply="integer", summary="Counts the commands.")
 def command_count(client: Client, args: list[Argument]) -> Reply:
-    """Subcommands are not counted."""
+    """The number of commands, without subcommands."""
     return len(top_level())
 
 
@@ -125,7 +125,7 @@ def command_count(client: Client, args: list[Argument]) -> Reply:
     summary="Describes some commands.",
 )
 def command_info(client: Client, args: list[Argument]) -> Reply:
-    """Null for one that does not exist; all of them when none is named."""
+    """An entry for each named command, or null; without names, all commands."""
     if not args:
         return command_(client, args)
     return [describe(spec) if spec else None for spec in _named(args)]
@@ -139,7 +139,7 @@ def command_info(client: Client, args: list[Argument]) -> Reply:
     summary="Documents commands.",
 )
 def command_docs(client: Client, args: list[Argument]) -> Reply:
-    """A map by name, without those that do not exist."""
+    """A map by name, without unknown commands."""
     if not args:
         return _all_documented(client.protocol)
     return {spec.name: document(spec) for spec in dict.fromkeys(_named(args)) if spec}
@@ -153,7 +153,7 @@ def command_docs(client: Client, args: list[Argument]) -> Reply:
     summary="Names the commands.",
 )
 def command_list(client: Client, args: list[Argument]) -> Reply:
-    """Subcommands too when a filter is given, as Redis does."""
+    """The names; with a filter, subcommands too, as in Redis."""
     words = plain_all(args)
     if not words:
         return [spec.name for spec in top_level()]

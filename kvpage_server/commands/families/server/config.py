@@ -28,7 +28,7 @@ _SHORT = 1024  # bytes of patterns that are made ready at once
 
 
 def apply(server: Server, names: Iterable[str]) -> None:
-    """Let changed parameters take effect in the parts of the server that keep a copy of them."""
+    """Apply changed parameters to the parts of the server that keep a copy of them."""
     config = server.config
     for name in names:
         if name == "maxmemory":
@@ -62,7 +62,7 @@ container("config", group="server", since="2.0.0", summary="A container for conf
     summary="Returns parameters.",
 )
 def config_get(client: Client, args: list[Argument]) -> Reply:
-    """A map of those whose name matches one of the patterns. Each of these is made ready in a step of its own."""
+    """A map of the parameters that match one of the patterns. Each pattern is compiled in its own step."""
     config, words = client.server.config, plain_all(args)
     names = [name for name in config.parameters() if not config.is_hidden(name)]
 
@@ -85,7 +85,7 @@ def config_get(client: Client, args: list[Argument]) -> Reply:
     summary="Changes parameters while the server runs.",
 )
 def config_set(client: Client, args: list[Argument]) -> Reply:
-    """All of them or none. Certificates are read by a thread."""
+    """OK. Changes all of them or none. Certificates are read in a thread."""
     words = [word.decode("utf-8", "surrogateescape") for word in plain_all(args)]
     if len(words) % 2:
         raise ReplyError(SYNTAX_ERROR)
@@ -120,7 +120,7 @@ def _check_changeable(config: Config, names: list[str]) -> None:
 
 
 def _change_all(config: Config, changes: Mapping[str, str]) -> None:
-    """Raises ReplyError, and changes nothing, when one of the values is none."""
+    """Change all, or raise ReplyError and change nothing."""
     before = vars(config).copy()
     try:
         for name, value in changes.items():
@@ -131,7 +131,7 @@ def _change_all(config: Config, changes: Mapping[str, str]) -> None:
 
 
 def _certificates(config: Config, changes: Mapping[str, str], name: str) -> Steps[ssl.SSLContext | None]:
-    """What the certificates are after some changes, of which `name` is one. Raises ReplyError."""
+    """The certificates after some changes, among them `name`. Raises ReplyError."""
     while True:
         before = {one: config.words(one) for one in certificates.PARAMETERS}
         asked = copy(config)
@@ -150,7 +150,7 @@ def _refused(name: str, why: str) -> ReplyError:
 
 @_config("config|resetstat", complexity="O(N) with N connections", reply="OK", summary="Resets the statistics.")
 def config_resetstat(client: Client, args: list[Argument]) -> Reply:
-    """What INFO counts; not the slow log."""
+    """OK. Resets what INFO counts, but not the slow log."""
     server = client.server
 
     def steps() -> Steps[Reply]:
@@ -172,7 +172,7 @@ def config_resetstat(client: Client, args: list[Argument]) -> Reply:
     summary="Writes the parameters into the file.",
 )
 def config_rewrite(client: Client, args: list[Argument]) -> Reply:
-    """Whole or not at all; comments and order stay."""
+    """OK. The file is replaced as a whole, and keeps its comments and order."""
     server = client.server
     path = server.config.file
     if path is None:
@@ -195,7 +195,7 @@ def config_rewrite(client: Client, args: list[Argument]) -> Reply:
 
 
 def _users_beside(server: Server) -> list[bytes]:
-    """The lines of the users, without the default user if `requirepass` alone describes it."""
+    """The lines of the users, without the default user if `requirepass` describes it completely."""
     usual = Users()
     usual.require_password(server.config.requirepass)
     return [line for line in server.users.lines() if line != bytes(usual.default)]

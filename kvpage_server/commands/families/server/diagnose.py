@@ -30,7 +30,7 @@ container("slowlog", group="server", since="2.2.12", summary="A container for sl
     summary="Returns the last slow calls.",
 )
 def slowlog_get(client: Client, args: list[Argument]) -> Reply:
-    """Id, unix time, microseconds, words, address and name of the client; 10 unless told, all for -1."""
+    """Id, unix time, microseconds, words, address and name of the client. 10 calls by default, all for -1."""
     count = as_integer(args[0]) if args else 10
     if count is None or count < -1:
         raise ReplyError("ERR count should be greater than or equal to -1")
@@ -45,13 +45,13 @@ def _row(call: SlowCall) -> list[Reply]:
 
 @_slowlog("slowlog|len", reply="integer", summary="Counts the slow calls remembered.")
 def slowlog_len(client: Client, args: list[Argument]) -> Reply:
-    """At most slowlog-max-len."""
+    """The number of calls, at most slowlog-max-len."""
     return len(client.server.slow_log.entries)
 
 
 @_slowlog("slowlog|reset", complexity="O(N) with N entries", reply="OK", summary="Forgets the slow calls.")
 def slowlog_reset(client: Client, args: list[Argument]) -> Reply:
-    """Their ids go on."""
+    """OK. New calls get higher ids."""
     log = client.server.slow_log
     calls = list(log.entries)
     log.entries = deque()
@@ -70,7 +70,7 @@ container("latency", group="server", since="2.8.13", summary="A container for la
     "latency|latest", complexity="O(N) with N events", reply="array of array", summary="Returns the last slow moments."
 )
 def latency_latest(client: Client, args: list[Argument]) -> Reply:
-    """A row an event: name, unix time, milliseconds, the longest ever."""
+    """For each event its name, unix time, milliseconds, and the longest time ever."""
     return [
         [name, *event.samples[-1], event.longest]
         for name, event in client.server.latency.events.items()
@@ -80,7 +80,7 @@ def latency_latest(client: Client, args: list[Argument]) -> Reply:
 
 @_latency("latency|history event", reply="array of array", summary="Returns when an event was slow.")
 def latency_history(client: Client, args: list[Argument]) -> Reply:
-    """Pairs of unix time and milliseconds, the oldest first."""
+    """Pairs of unix time and milliseconds, oldest first."""
     event = client.server.latency.events.get(plain_all(args)[0].decode("ascii", "replace"), LatencyEvent())
     return [list(sample) for sample in event.samples]
 
@@ -92,7 +92,7 @@ def latency_history(client: Client, args: list[Argument]) -> Reply:
     summary="Forgets slow moments.",
 )
 def latency_reset(client: Client, args: list[Argument]) -> Reply:
-    """How many events there were among those named, or at all."""
+    """The number of events that were removed."""
     events = client.server.latency.events
     named = [word.decode("ascii", "replace") for word in plain_all(args)] or list(events)
     return sum(events.pop(name, None) is not None for name in named)
@@ -106,7 +106,7 @@ def latency_reset(client: Client, args: list[Argument]) -> Reply:
     summary="Returns how long calls of commands took.",
 )
 def latency_histogram(client: Client, args: list[Argument]) -> Reply:
-    """By command: how many calls, and how many took no longer than so many microseconds."""
+    """For each command the number of calls, and how many took at most so many microseconds."""
     calls = client.server.stats.calls
     if not args:
         return {name: _histogram(of) for name, of in calls.items() if of.count}
@@ -121,7 +121,7 @@ def _histogram(calls: CallCounts) -> dict[str, Any]:
 
 @_latency("latency|doctor", complexity="O(N) with N events", reply="text", summary="Says in words what was slow.")
 def latency_doctor(client: Client, args: list[Argument]) -> Reply:
-    """A line an event."""
+    """A line for each event."""
     server = client.server
     threshold = server.config.latency_monitor_threshold
     if not threshold:
@@ -143,6 +143,6 @@ def latency_doctor(client: Client, args: list[Argument]) -> Reply:
     summary="Shows every command that the server runs.",
 )
 def monitor(client: Client, args: list[Argument]) -> Reply:
-    """OK, then a line a command until the connection ends or RESET. Passwords and administration are not shown."""
+    """OK, then a line for each command, until RESET. Passwords and administration are not shown."""
     client.server.monitors[client] = None
     return OK

@@ -24,7 +24,7 @@ Fields = dict[str, object]
 
 
 def resident_memory() -> int:
-    """Bytes of the process that lie in memory."""
+    """The resident memory of the process, in bytes."""
     try:
         with open("/proc/self/statm", "rb") as statm:
             return int(statm.read().split()[1]) * resource.getpagesize()
@@ -33,7 +33,7 @@ def resident_memory() -> int:
 
 
 def human(size: float) -> str:
-    """Bytes as Redis shows them to people: 1.50M."""
+    """Bytes in Redis's human format: 1.50M."""
     for unit in "BKMGT":
         if size < 1024 or unit == "T":
             return f"{size:.0f}B" if unit == "B" else f"{size:.2f}{unit}"
@@ -241,7 +241,7 @@ def _commandstats(server: Server) -> Fields:
 
 
 def _familystats(server: Server) -> Fields:
-    """The same by group of commands; `within` as `Durations` tells it."""
+    """The same by group of commands; for `within` see `Durations`."""
     families: defaultdict[str, list[CallCounts]] = defaultdict(list)
     for name, calls in server.stats.calls.items():
         families[TABLE[name].group].append(calls)

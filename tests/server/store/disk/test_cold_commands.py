@@ -41,7 +41,6 @@ NEW_PAGE = [b"8", b"1", b"%d" % PAGE]  # dtype, page_size, head_dim
 
 @st.composite
 def blobs(draw: Any) -> tuple[bytes, bytes]:
-    """A page as a string, under its own key."""
     key = draw(page_keys)
     return key, encode_page(PageKey.parse(key), draw(bodies), dtype=DType.UINT8, page_size=1, head_dim=PAGE)
 
@@ -70,7 +69,6 @@ def some(what: st.SearchStrategy[Any], most: int = 3) -> st.SearchStrategy[Words
 
 
 def counted(what: st.SearchStrategy[Any], most: int = 4) -> st.SearchStrategy[Words]:
-    """How many follow, and they."""
     return st.lists(what, min_size=1, max_size=most).map(lambda found: [b"%d" % len(found), *_listed(found)])
 
 

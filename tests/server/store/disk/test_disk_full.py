@@ -33,7 +33,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
 
 @contextmanager
 def filled(disk: Path) -> Iterator[None]:
-    """Others take all that is left of it."""
     theirs = disk / "others"
     with suppress(OSError), theirs.open("wb", buffering=0) as file:
         while True:

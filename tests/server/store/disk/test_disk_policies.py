@@ -19,7 +19,6 @@ USED_UP = "command not allowed when used disk > 'maxdisk'"
 
 
 def taken(client: redis.Redis, names: range, size: int = MB, **options: Any) -> list[int]:
-    """Set values; those that were not refused."""
     found = []
     for i in names:
         try:

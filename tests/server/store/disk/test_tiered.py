@@ -65,7 +65,6 @@ def disk_info(client: redis.Redis) -> dict[str, Any]:
 
 
 def settle(client: redis.Redis) -> None:
-    """Wait until all is on disk."""
     client.execute_command("SAVE")
 
 

@@ -29,7 +29,6 @@ KINDS: list[type[Queues]] = [LRU, S3FIFO, Prefix]
 
 
 def evict(policy: Policy, count: int = 1) -> list[Unit]:
-    """Let so many go, in the order the policy wants."""
     gone = []
     for unit in islice(policy.victims(), max(count, 0)):
         policy.evicted(unit)
