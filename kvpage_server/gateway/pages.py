@@ -16,6 +16,7 @@ from kvpage_server.commands.families.pages.request import block_names, page_id, 
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.core import Argument, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
+from kvpage_server.gateway.plans import NO_PAGE, Standing, Value
 from kvpage_server.gateway.upstream import MOST, Upstream
 from kvpage_server.gateway.words import set_page, spell
 from kvpage_server.page import MAX_TTL, MAX_U32, PageError, PageKey, unix_ms
@@ -61,7 +62,7 @@ class PagesBehind:
 
     def kvpagemget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         keys = yield from _keys("KVPAGEMGET", args)
-        yield from self.upstream.fetch(keys, self.upstream.plans.pages, spell)
+        yield from self.upstream.fetch(keys, self.upstream.plans.pages, _spell_page)
 
     def kvpageexists(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         [there] = yield from self.upstream.do(self.upstream.plans.calls.mexists([_key(args)]))
@@ -75,8 +76,8 @@ class PagesBehind:
     def kvpagestat(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         """A cluster has no leases and pins."""
         found = yield from self.upstream.do(self.upstream.plans.standing(_key(args)))
-        if found is None:
-            yield None
+        if not isinstance(found, Standing):
+            yield spell(found)
             return
         header = found.header
         yield {
@@ -168,6 +169,11 @@ def _key(args: Sequence[Argument]) -> PageKey:
 def _keys(command: str, args: Sequence[Argument]) -> Steps[list[PageKey]]:
     check_batch(command, args, NAME_WORDS, "page")
     return each(args[1:], lambda some: [_key(some[i:]) for i in range(0, len(some), NAME_WORDS)], NAME_WORDS)
+
+
+def _spell_page(body: Value | None) -> Reply:
+    """One of several: what is no page is as good as none."""
+    return spell(None if body is NO_PAGE else body)
 
 
 def _page_ids(args: Sequence[Argument]) -> list[int]:

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from kvpage_server.client import BlockName
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
-from kvpage_server.client.cluster.calls import ClusterCalls
+from kvpage_server.client.cluster.calls import ClusterCalls, header_of
 from kvpage_server.client.cluster.commands import Command, get_opening, get_range, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.wire.deadline import Deadline
-from kvpage_server.page import HEADER_SIZE, PageError, PageHeader, PageKey, checksum
+from kvpage_server.page import HEADER_SIZE, PageHeader, PageKey, checksum
 
 Value = tuple[memoryview, ...]  # a string in one piece or two
 NO_PAGE: Value = ()  # stands for a string under a page's key that is no page
@@ -67,18 +67,17 @@ class Plans:
         values = yield from self.values(keys)(end)
         found: list[Value | None] = []
         for key, value in zip(keys, values, strict=True):
-            body = None if value is None else value[1] if len(value) > 1 else value[0][HEADER_SIZE:]
-            if value is None or body is None:
+            header = header_of(key, value[0]) if value else None
+            if value is None:
                 found.append(None)
-                continue
-            try:
-                header = PageHeader.parse(value[0][:HEADER_SIZE])
-            except PageError:
-                found.append(NO_PAGE)
-                continue
-            reason = self._amiss(key, header, body)
-            self.calls.misses[reason] += bool(reason)
-            found.append(None if reason else (body,))
+            elif header is None:
+                self.calls.misses["header"] += 1
+                found.append(None if len(value) > 1 else NO_PAGE)
+            else:
+                body = value[1] if len(value) > 1 else value[0][HEADER_SIZE:]
+                reason = self._amiss(header, body)
+                self.calls.misses[reason] += bool(reason)
+                found.append(None if reason else (body,))
         return found
 
     @timed
@@ -89,8 +88,8 @@ class Plans:
         return [self._body(name, answer) for name, answer in zip(names, answers, strict=True)]
 
     @timed
-    def standing(self, end: Deadline, key: PageKey) -> Plan[Standing | None]:
-        """What is known of a page; None when it is not there. Raises PageError for a string that is none."""
+    def standing(self, end: Deadline, key: PageKey) -> Plan[Standing | Value | None]:
+        """What is known of a page; None when it is not there."""
         name = key.req_id, key.page
         keys = bytes(key), block_key(name)
         asked = [get_opening(name), get_range(keys[0], 0, HEADER_SIZE - 1), *(simple(b"PTTL", one) for one in keys)]
@@ -101,7 +100,14 @@ class Plans:
         ttl_left = in_block if ranges else alone
         if not header or isinstance(header, Failed) or isinstance(ttl_left, Failed):
             return None
-        return Standing(PageHeader.parse(header), ttl_left)
+        known = header_of(key, header)
+        return Standing(known, ttl_left) if known else NO_PAGE
+
+    @timed
+    def in_block(self, end: Deadline, key: PageKey) -> Plan[bool]:
+        """Whether a page lies in a block."""
+        [opening] = yield from self.calls.router.ask([get_opening((key.req_id, key.page))], end)
+        return _ranges(key, opening) is not None
 
     def _body(self, name: BlockName, value: Answer | Failed) -> Value | None:
         if not isinstance(value, memoryview):
@@ -117,9 +123,9 @@ class Plans:
             return None
         return (value[before:],)
 
-    def _amiss(self, key: PageKey, header: PageHeader, body: memoryview) -> str:
+    def _amiss(self, header: PageHeader, body: memoryview) -> str:
         """What is wrong with a page, if anything is."""
-        if not header.names(key) or header.body_size != len(body):
+        if header.body_size != len(body):
             return "header"
         wrong = self.calls.verify and header.checksum and checksum(body) != header.checksum
         return "checksum" if wrong else ""

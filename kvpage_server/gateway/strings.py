@@ -13,6 +13,7 @@ from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import simple
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.keys.value import checked_page
 from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Argument
@@ -65,12 +66,14 @@ class StringsBehind:
         pages = [page for key in keys if (page := page_of(key))]
         others = [key for key in keys if not page_of(key)]
         count = 0
-        if pages and word == b"TOUCH":
-            raise _of_page(spec)
         if pages and word == b"UNLINK":
             count += yield from self.upstream.do(self._plans.calls.delete(pages))
         elif pages:
-            count += sum((yield from self.upstream.do(self._plans.calls.mexists(pages))))
+            count += sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
+        if word == b"TOUCH":
+            blocks = dict.fromkeys(block_key((page.req_id, page.page)) for page in pages)
+            touched = [simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
+            yield from self.upstream.each(touched, self._plans.ask)
         asked = [simple(word, key, writes=spec.writes) for key in others]
         answers = yield from self.upstream.each(asked, self._plans.ask)
         yield count + sum(answer for answer in answers if isinstance(answer, int))
@@ -83,6 +86,7 @@ class StringsBehind:
             )
         page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
+            checked_page(client, bytes(page), args[1 if spec.name == "set" else 2])
             written = [passed(words, writes=True)]
             yield from self.upstream.do(self._plans.calls.put_pages(written, [(page.req_id, page.page)]))
             yield OK
@@ -91,8 +95,10 @@ class StringsBehind:
             asked = [passed(some, writes=False) for some in (words, block)]
             alone, in_block = yield from self.upstream.do(self._plans.ask(asked))
             yield told(in_block if alone in (-2, b"none") else alone)
-        elif page:
-            raise _of_page(spec)
+        elif page and (yield from self.upstream.do(self._plans.in_block(page))):
+            raise ReplyError(
+                f"ERR '{spec.name}' of a page that lies in a block can't be done before a cluster: a block lives as one"
+            )
         else:
             [answer] = yield from self.upstream.do(self._plans.ask([passed(words, writes=spec.writes)]))
             yield told(answer)
@@ -109,9 +115,3 @@ class StringsBehind:
             key: (one,) if isinstance(one, memoryview) else None for key, one in zip(others, answers, strict=True)
         }
         return [spell(found[key]) for key in keys]
-
-
-def _of_page(spec: Spec) -> ReplyError:
-    return ReplyError(
-        f"ERR a gateway does not support '{spec.name}' of a page: it may be part of a block, which is one value"
-    )

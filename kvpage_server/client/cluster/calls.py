@@ -109,19 +109,23 @@ class ClusterCalls:
 
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
-        single = [simple(b"EXISTS", bytes(key)) for key in keys]
-        answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
-        shapes = _shapes(names, answers[len(keys) :])
+        """Which pages are there."""
+        alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
+        found = yield from self._beside_blocks(keys, alone, end)
         return [
-            answer == 1 or _ranges(key, shapes) is not None
-            for key, answer in zip(keys, answers[: len(keys)], strict=True)
+            in_block or header_of(key, answer) is not None for key, (answer, in_block) in zip(keys, found, strict=True)
         ]
+
+    @timed
+    def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
+        """Under which keys of pages there is something, be it a page or not."""
+        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
+        return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
         """Delete pages; how many there were. A block that one of them belongs to goes as a whole."""
-        there = yield from self.mexists(keys)(end)
+        there = yield from self.taken(keys)(end)
         gone = [simple(b"UNLINK", bytes(key), writes=True) for key in keys]
         blocks = dict.fromkeys(block_key((key.req_id, key.page)) for key in keys)
         yield from self._integers([*gone, *(simple(b"UNLINK", key, writes=True) for key in blocks)], end)
@@ -270,6 +274,15 @@ class ClusterCalls:
         for (i, _, _), reason in zip(wanted, found, strict=True):
             missed[i] = missed[i] or reason
 
+    def _beside_blocks(
+        self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
+    ) -> Plan[list[tuple[Answer | Failed, bool]]]:
+        """What is answered to a command for each page, and whether the page lies in a block."""
+        names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
+        answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
+        shapes = _shapes(names, answers[len(keys) :])
+        return [(answer, _ranges(key, shapes) is not None) for key, answer in zip(keys, answers, strict=False)]
+
     def _shapes(self, names: Any, end: Deadline) -> Plan[dict[BlockName, BlockShape]]:
         names = list(names)
         return _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
@@ -326,12 +339,18 @@ def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[in
     return block_value.ranges_of_page(key, shape) if shape else None
 
 
+def header_of(key: PageKey, blob: Answer | Failed) -> PageHeader | None:
+    """The header that a string begins with, if the string is that page."""
+    try:
+        header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, memoryview) else None
+    except PageError:
+        return None
+    return header if header and header.names(key) else None
+
+
 def _amiss(key: PageKey, room: Place, verify: bool) -> str | None:
     """What is wrong with the blob that was found under a page's key."""
-    try:
-        header = PageHeader.parse(room.head)
-    except PageError:
-        return "header"
-    if not header.names(key) or header.body_size != len(room.body):
+    header = header_of(key, room.head)
+    if header is None or header.body_size != len(room.body):
         return "header"
     return "checksum" if verify and header.checksum and checksum(room.body) != header.checksum else None

@@ -26,7 +26,7 @@ from waiting import until
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.client import PageClient
-from kvpage_server.page import decode_page
+from kvpage_server.page import PageKey, decode_page
 
 PAGE = (0, 0, 7, 0, 1, 2, 1, 0)  # what stands between the request and the body in KVPAGESET
 
@@ -201,6 +201,26 @@ def test_a_string_under_a_page_s_key_is_no_page(client: Any) -> None:
     with pytest.raises(redis.ResponseError, match="wrong kind of value"):
         client.execute_command("KVPAGEGET", "{s}", 0, 0, 0, 0)
     assert client.get("kv:{s}:0:0:0:0") == b"plain"
+
+
+def test_a_part_of_a_block_is_not_treated_as_a_string_of_its_own(client: Any, pages: PageClient) -> None:
+    pages.mset_blocks([(b"{b}", 0)], SHAPE, [block_body(0)], ttl=100)
+    client.execute_command("KVPAGESET", "{b}", 0, 0, 1, 0, 1, 2, 1, 100, "alone")
+    of_block, alone = "kv:{b}:0:0:0:0", "kv:{b}:0:0:1:0"
+    for words in (("EXPIRE", 5), ("PERSIST",), ("STRLEN",), ("GETRANGE", 0, 3)):
+        with pytest.raises(redis.ResponseError, match="of a page that lies in a block can't be done before a cluster"):
+            client.execute_command(words[0], of_block, *words[1:])
+    assert (client.strlen(alone), client.getrange(alone, 0, 3), client.persist(alone)) == (69, b"KVPG", True)
+    assert client.touch(of_block, alone, "kv:{b}:0:0:2:0") == 2
+    assert (client.ttl(of_block), client.ttl(alone)) == (pytest.approx(100, abs=60), -1)
+
+
+def test_a_string_under_a_page_s_key_is_no_page_for_a_client_of_the_cluster(cluster: Cluster, client: Any) -> None:
+    key = PageKey(b"{s}", 0, 0, 0, 0)
+    client.set(bytes(key), b"plain" * 100)
+    with PageClient(cluster.url) as pages:
+        assert pages.mexists([key]) == [False]
+        assert pages.delete([key]) == 1
 
 
 def test_the_rights_of_a_user_hold_here(cluster: Cluster) -> None:

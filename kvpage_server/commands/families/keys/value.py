@@ -81,6 +81,17 @@ def _coming(key: bytes, value: Argument, page: PageParts | None) -> Coming:
 
 
 def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
+    """The page that `value` is, if it is the one that `key` names, in a slot. Raises as `checked_page`."""
+    checked = checked_page(client, key, value)
+    if checked is None:
+        return None
+    name, header, body = checked
+    slot = client.server.keyspace.arena.allocate(len(body))
+    slot.body[:] = body
+    return PageName(key, name.req_id, name.layer, name.head, name.page, name.kv_type), bytes(header), slot
+
+
+def checked_page(client: Client, key: bytes, value: Argument) -> tuple[PageKey, PageHeader, memoryview] | None:
     """The page that `value` is, if it is the one that `key` names.
 
     Raises ReplyError for a damaged body, and where shapes are strict for one that has not its shape.
@@ -105,6 +116,4 @@ def page_of(client: Client, key: bytes, value: Argument) -> PageParts | None:
         raise ReplyError(
             f"ERR body must be page_size x head_dim x itemsize = {header.tensor_size} bytes, got {len(body)}"
         )
-    slot = client.server.keyspace.arena.allocate(len(body))
-    slot.body[:] = body
-    return PageName(key, name.req_id, name.layer, name.head, name.page, name.kv_type), bytes(header), slot
+    return name, header, body

@@ -81,8 +81,14 @@ def test_a_block_set_whole_is_read_page_by_page(client: redis.Redis, shape: Bloc
         assert header.checksum
         assert header.ttl == 100
         assert 0 < client.ttl(bytes(key)) <= 100
-    assert client.dbsize() == shape.pages
     assert get_block(client, "r", 7) == body
+
+
+def test_each_page_of_a_block_is_a_key(client: redis.Redis) -> None:
+    set_block(client, "r", 7, SHAPE, noise(SHAPE.nbytes))
+    keys = {bytes(PageKey(b"r", layer, head, 7, plane.kv_type)) for layer, plane, head in places(SHAPE)}
+    assert set(client.scan_iter()) == keys
+    assert client.dbsize() == SHAPE.pages
 
 
 @pytest.mark.parametrize("shape", [SHAPE, QUANTISED], ids=["float16", "quantised"])
@@ -256,7 +262,7 @@ def test_a_reader_gets_the_version_it_asked_for_whatever_is_written_meanwhile(
         slow.sendall(b"KVBLOCKGET r 0\r\n")
         first = slow.recv(1024)
         set_block(client, "r", 0, shape, new)
-        client.execute_command("KVPAGEDEL", "r")
+        client.execute_command("KVPAGEDEL", "r", 0)
         set_block(client, "s", 0, shape, new)  # into the memory that is free again, were it not still borrowed
         expected = b"$%d\r\n%b\r\n" % (len(old), old)
         received = bytearray(first)
@@ -270,7 +276,7 @@ def test_a_reader_gets_the_version_it_asked_for_whatever_is_written_meanwhile(
 GOOD = ("r", 0, 1, 2, 3, 0, 1, 0, 3, 4, bytes(24))
 
 
-@pytest.mark.parametrize(
+BAD_BLOCKS = (
     ("place", "value", "message"),
     [
         (0, "a:b", "req_id must be 1 to 256 bytes"),
@@ -290,6 +296,9 @@ GOOD = ("r", 0, 1, 2, 3, 0, 1, 0, 3, 4, bytes(24))
         (10, bytes(5000), "body must be 24 bytes for this shape, got 5000"),
     ],
 )
+
+
+@pytest.mark.parametrize(*BAD_BLOCKS)
 def test_a_bad_block_is_refused_by_name_and_changes_nothing(
     client: redis.Redis, place: int, value: object, message: str
 ) -> None:
@@ -299,7 +308,13 @@ def test_a_bad_block_is_refused_by_name_and_changes_nothing(
     with pytest.raises(redis.ResponseError, match=message):
         client.execute_command("KVBLOCKSET", *words)
     assert get_block(client, "r", 0) == bytes(24)
-    assert client.dbsize() == 2
+
+
+def test_bad_blocks_leave_no_keys(client: redis.Redis) -> None:
+    for place, value, message in BAD_BLOCKS[1]:
+        with pytest.raises(redis.ResponseError, match=message):
+            client.execute_command("KVBLOCKSET", *GOOD[:place], value, *GOOD[place + 1 :])
+    assert client.dbsize() == 0
 
 
 @pytest.mark.parametrize("types", [(0, 0), (1, 0)])

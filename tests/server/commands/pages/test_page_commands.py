@@ -50,10 +50,17 @@ class PageCommandsTest(unittest.TestCase):
     """A connection and a request id that no other test has."""
 
     def setUp(self) -> None:
-        self.redis = redis.Redis(port=port, single_connection_client=True, **CLIENT_OPTIONS)
+        self.redis = redis.Redis(port=self.port(), single_connection_client=True, **CLIENT_OPTIONS)
         self.addCleanup(self.redis.close)
         self.req = f"test-{os.getpid()}-{next(_numbers)}"
-        self.addCleanup(self.redis.execute_command, "KVPAGEDEL", self.req)
+        self.addCleanup(self.forget, self.req)
+
+    def port(self) -> int:
+        return port
+
+    def forget(self, req: Any) -> None:
+        """Leave nothing of a request behind."""
+        self.call("KVPAGEDEL", req)
 
     def call(self, *words: Any) -> Any:
         return self.redis.execute_command(*words)
@@ -143,7 +150,7 @@ class SetAndGetTest(PageCommandsTest):
     def test_a_req_id_may_hold_any_printable_and_any_high_byte(self) -> None:
         for req in (b"a", b"x" * 256, b"model@v1/chunk%20{tag}", b"\xff\xfe\x80", "vår".encode()):
             with self.subTest(req=req):
-                self.addCleanup(self.call, "KVPAGEDEL", req)
+                self.addCleanup(self.forget, req)
                 self.set_page(req, req=req)
                 self.assertEqual(self.get_page(req=req), req)
 
@@ -276,7 +283,7 @@ class OneKeyspaceTest(PageCommandsTest):
     def test_a_blob_moves_between_keys_of_the_same_page(self) -> None:
         self.set_page(b"travels", layer=3)
         blob = self.call("GET", bytes(self.key(layer=3)))
-        self.addCleanup(self.call, "KVPAGEDEL", self.req + "-copy")
+        self.addCleanup(self.forget, self.req + "-copy")
         self.redis.set(f"kv:{self.req}-copy:3:0:0:0", blob)
         self.assertEqual(self.get_page(req=self.req + "-copy", layer=3), b"travels")
 

@@ -51,7 +51,7 @@ def test_a_bad_batch_is_refused_by_name(client: redis.Redis, words: tuple[Any, .
         client.execute_command("KVPAGEMEXISTS", *words)
 
 
-def test_a_page_tells_its_header_and_its_life(client: redis.Redis) -> None:
+def test_a_page_tells_its_header_and_its_life(client: redis.Redis, tier: str) -> None:
     before = unix_ms()
     client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 1, 1, 128, 64, 3600, "BLOB_DATA")
     page = ask(client, "KVPAGESTAT", "test_req_001", 5, 8, 42, 1)
@@ -71,7 +71,7 @@ def test_a_page_tells_its_header_and_its_life(client: redis.Redis) -> None:
         "ttl": 3600,
         "lease_left_ms": 0,
         "pinned": 0,
-        "tier": "memory",
+        "tier": tier,
     }
     client.persist("kv:test_req_001:5:8:42:1")
     assert ask(client, "KVPAGESTAT", "test_req_001", 5, 8, 42, 1)["ttl_left_ms"] == -1
