@@ -23,6 +23,7 @@ KINDS = {
     "lmcache": "LMCache's own benchmark; the variable LMCACHE says where its command is",
     "default_store": "memory and disk beside memory alone",
     "clients": "the page clients beside redis-py, and beside bare sockets",
+    "watched": "a server that is scraped, with open dashboards, beside one that nobody watches",
     "growth": "a million pages: bytes beside their own, and speed",
     "processes": "two servers beside one",
     "twin": "the core's Python twin beside an older checkout, which --against names",

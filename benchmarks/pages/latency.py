@@ -16,6 +16,8 @@ from benchmarks.servers import Server, start_kvpage, start_redis
 _SIZE = 16 * 1024
 _CALLS = 500  # a round
 _AT_MOST = 1.15
+STORED = ("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0)  # and a body
+ASKED = b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n"
 
 
 def findings(plan: Plan) -> list[Finding]:
@@ -41,15 +43,16 @@ def findings(plan: Plan) -> list[Finding]:
 def _rounds(ours: Server, redis: Server, count: int) -> list[tuple[float, float]]:
     """Seconds of KVPAGEGET and of GET, each the median of a round."""
     body = Random(0).randbytes(_SIZE)
-    ours.admin.execute_command("KVPAGESET", "latency", 0, 0, 0, 0, 8, 128, 128, 0, body)
+    ours.admin.execute_command(*STORED, body)
     redis.admin.set("latency", body)
     with ours.connect() as our_sock, redis.connect() as their_sock:
-        our_get = _get(our_sock, b"*6\r\n$9\r\nKVPAGEGET\r\n$7\r\nlatency\r\n" + 4 * b"$1\r\n0\r\n", body)
-        their_get = _get(their_sock, b"*2\r\n$3\r\nGET\r\n$7\r\nlatency\r\n", body)
+        our_get = getter(our_sock, ASKED, body)
+        their_get = getter(their_sock, b"*2\r\n$3\r\nGET\r\n$7\r\nlatency\r\n", body)
         return [(_round(our_get), _round(their_get)) for _ in range(count + 1)][1:]
 
 
-def _get(sock: socket.socket, question: bytes, body: bytes) -> Callable[[], None]:
+def getter(sock: socket.socket, question: bytes, body: bytes) -> Callable[[], None]:
+    """Asks, and receives the answer, which is right the first time."""
     answer = b"$%d\r\n%b\r\n" % (len(body), body)
     view = memoryview(bytearray(len(answer)))
 

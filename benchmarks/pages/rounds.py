@@ -79,13 +79,13 @@ def compare(
     for turn in range(-1, plan.rounds):  # the first round warms up
         shift = turn % len(names)
         for name in names[shift:] + names[:shift]:
-            found = _pass(contestants[name], op, nbytes, 0 if turn < 0 else least)
+            found = one_pass(contestants[name], op, nbytes, 0 if turn < 0 else least)
             if turn >= 0:
                 passes[name].append(found)
     return passes
 
 
-def _pass(contestant: Contestant, op: str, nbytes: int, least: int) -> Pass:
+def one_pass(contestant: Contestant, op: str, nbytes: int, least: int) -> Pass:
     """At least so many bytes; for none every generation is moved once, and all that is read is looked at."""
     server, way = contestant.server, contestant.way
     steps = way.writes if op == "write" else way.reads

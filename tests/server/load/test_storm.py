@@ -11,16 +11,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from statistics import median
 
 import pytest
 from health import MIB
-from servers import RunningServer, start_server
+from servers import RunningServer, free_port, start_server
 from storm import PAGE
 from waiting import until
 from wire import spell
 
+from benchmarks.watchers import watching
 from kvpage_server.core.regions import SPARE_FOR
 
 pytestmark = pytest.mark.alone
@@ -28,6 +30,7 @@ pytestmark = pytest.mark.alone
 WARM_UP = 4.0
 HONEST = 66
 WAIT = 250  # milliseconds: 99 of 100 requests are answered within, on a machine that does nothing else
+PAIRS, PAIR_SECONDS = 5, 12.0  # of storms, one of them watched
 PAGES = 2000  # that lie in the server all the while, of 128 KiB
 
 
@@ -55,6 +58,24 @@ def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float,
     assert len(waited) > 20 * seconds
     assert share(waited, part) < WAIT + 3 * share(late, 0.99)
     assert after < growth * before
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(900)
+def test_a_scrape_and_three_dashboards_slow_no_honest_client_of_a_storm() -> None:
+    http = free_port()
+    ratios = []
+    with start_server("--maxmemory", "1gb", "--metrics-port", str(http)) as server:
+        _fill(server)
+        for turn in range(PAIRS):
+            slowest = {}
+            for watched in (turn % 2 == 0, turn % 2 == 1):
+                with watching(http) if watched else nullcontext(), _storm(server, PAIR_SECONDS):
+                    waited, _ = asyncio.run(_be_honest(server, PAIR_SECONDS))
+                slowest[watched] = share(waited, 0.99)
+            ratios.append(slowest[True] / slowest[False])
+            print(f"\np99 {slowest[True]:.1f} ms watched, {slowest[False]:.1f} ms not: {ratios[-1]:.2f} times")
+    assert median(ratios) < 1.1, ratios
 
 
 def share(seconds: list[float], part: float) -> float:

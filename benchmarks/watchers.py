@@ -1,0 +1,89 @@
+"""Who watches a server: Prometheus, which asks for its figures every second, and browsers that have its page open.
+
+``python -m benchmarks.watchers PORT DASHBOARDS`` says "watching" when each of them was told something, and watches
+until its input ends; then it says how many scrapes and events there were.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+
+DASHBOARDS = 3
+EVERY_SECONDS = 1.0
+
+
+@contextmanager
+def watching(port: int, dashboards: int = DASHBOARDS) -> Iterator[None]:
+    """Meanwhile they watch what answers HTTP on that port, from a process of their own."""
+    command = [sys.executable, "-m", "benchmarks.watchers", str(port), str(dashboards)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        if process.stdout.readline() != "watching\n":
+            raise RuntimeError("the server tells nothing to who watches it")
+        yield
+        told, _ = process.communicate()
+    scrapes, events = map(int, told.split())
+    if process.returncode or scrapes < 1 or events < dashboards:
+        raise RuntimeError(f"they saw {scrapes} scrapes and {events} events, and ended with {process.returncode}")
+
+
+async def _watch(port: int, dashboards: int) -> Counter[str]:
+    seen: Counter[str] = Counter()
+    told = [asyncio.Event() for _ in range(1 + dashboards)]
+    watchers = [_scrape(port, seen, told[0]), *(_keep_open(port, seen, event) for event in told[1:])]
+
+    async def until_told_to_end() -> None:
+        for event in told:
+            await event.wait()
+        print("watching", flush=True)
+        await asyncio.to_thread(sys.stdin.read)
+
+    ended = asyncio.create_task(until_told_to_end())
+    tasks = [ended, *map(asyncio.create_task, watchers)]
+    done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in done:
+        task.result()
+    for task in tasks:
+        task.cancel()
+    return seen
+
+
+@asynccontextmanager
+async def _asked(port: int, path: str) -> AsyncIterator[asyncio.StreamReader]:
+    """The answer, from the line after its status on."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+    try:
+        status = await reader.readline()
+        if b" 200 " not in status:
+            raise RuntimeError(f"{path}: {status!r}")
+        yield reader
+    finally:
+        writer.close()
+
+
+async def _scrape(port: int, seen: Counter[str], told: asyncio.Event) -> None:
+    while True:
+        again = asyncio.create_task(asyncio.sleep(EVERY_SECONDS))
+        async with _asked(port, "/metrics") as answer:
+            seen["scrapes"] += b"kvpage_blocks" in await answer.read()
+        told.set()
+        await again
+
+
+async def _keep_open(port: int, seen: Counter[str], told: asyncio.Event) -> None:
+    async with _asked(port, "/page/events") as events:
+        while part := await events.read(1 << 16):
+            seen["events"] += part.count(b"event: overview")
+            told.set()
+    raise EOFError("the server has closed a dashboard")
+
+
+if __name__ == "__main__":
+    found = asyncio.run(_watch(*map(int, sys.argv[1:])))
+    print(found["scrapes"], found["events"])
