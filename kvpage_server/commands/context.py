@@ -28,6 +28,8 @@ from kvpage_server.resp.reply import Reply
 from kvpage_server.store.keyspace import Keyspace
 
 NEVER = 1 << 62  # nanoseconds: longer than any call
+MANY_BYTES = 16 << 20  # of values, that are found before they are sent
+_FEW_BYTES = 1 << 20  # where there is little room
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +112,16 @@ class Server:
     def mode(self) -> str:
         """The server's mode, as Redis calls it."""
         return "cluster" if self.placing is not None else "standalone"
+
+    @property
+    def is_tight(self) -> bool:
+        """Whether connections hold so much together that none should hold more than it must."""
+        return self.in_flight > self.config.client_memory // 2 > 0
+
+    @property
+    def found_at_once(self) -> int:
+        """Bytes of values that a long reply finds before they are sent."""
+        return _FEW_BYTES if self.is_tight else MANY_BYTES
 
     def forget(self, client: Client) -> None:
         """Remove a client that is gone."""

@@ -5,6 +5,7 @@ A value is sent with its frame before it and `END` behind it, as a slot holds it
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Protocol
 
 END = b"\r\n"
@@ -23,6 +24,11 @@ class Span(Protocol):
 
 
 Piece = bytes | Span
+
+
+def lent(pieces: Iterable[Piece]) -> int:
+    """Bytes of values that they borrow."""
+    return sum([piece.size for piece in pieces if not isinstance(piece, bytes)])
 
 
 def frame(size: int) -> bytes:

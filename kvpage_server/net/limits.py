@@ -62,11 +62,6 @@ def keep(client: Client) -> None:
         make_room(client.server)
 
 
-def is_tight(server: Server) -> bool:
-    """Whether connections hold so much together that none should hold more than it must."""
-    return server.in_flight > server.config.client_memory // 2 > 0
-
-
 def output_limit(client: Client) -> OutputLimit:
     """How much may wait to be read by a client."""
     return client.server.config.client_output_buffer_limit["pubsub" if client.listens else "normal"]
@@ -84,7 +79,13 @@ def make_room(server: Server) -> None:
     for client in holders:
         if server.in_flight <= server.config.client_memory:
             return
-        log.warning("clients hold %d bytes: %s with %d is closed", server.in_flight, client.address, client.held)
+        log.warning(
+            "client %s held %d bytes, all together %d, and maxmemory-clients allows %d: closed",
+            client.address,
+            client.held,
+            server.in_flight,
+            server.config.client_memory,
+        )
         server.stats.evicted_clients += 1
         client.connection.abort()
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import Piece, lent
 from kvpage_server.net.transport import HIGH_WATER
 from kvpage_server.resp.reply import Raw, Reply, Stream, Wait, encode
 
@@ -48,7 +48,11 @@ class Replies:
                     self._borrowed += piece.size
             much = self._borrowed > HIGH_WATER or len(reply) > _FEW
         elif type(reply) is not Stream:
+            before = len(self.pieces)
             encode(reply, self._client.protocol, self.pieces)
+            if len(self.pieces) > before + 1:
+                self._borrowed += lent(self.pieces[before:])
+                much = self._borrowed > HIGH_WATER
         if self._pushed and self._steps is None:
             self._spell_pushed()
         return much

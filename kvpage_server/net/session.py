@@ -391,7 +391,7 @@ class Session:
         all connections together do not hold much.
         """
         waiting = self._transport.queued
-        return waiting > HIGH_WATER and (waiting > GENEROUS or limits.is_tight(self._server))
+        return waiting > HIGH_WATER and (waiting > GENEROUS or self._server.is_tight)
 
     def _flush(self) -> None:
         if self._events.tracking.is_due:

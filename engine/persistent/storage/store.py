@@ -35,7 +35,8 @@ from engine.persistent.errors import ConflictError, DamagedError, StoreError, Wr
 from engine.persistent.state.memory import Memory
 from engine.persistent.state.table import Entry, Layout, Shape, Table
 from engine.persistent.storage.manifest import Manifest, StoredLane, StoredTable
-from kvpage_server.client import Page, PageClient, names_several
+from kvpage_server.client import Disconnected, Page, PageClient, Unsupported
+from kvpage_server.client.cluster.plan import GONE
 from kvpage_server.client.questions import Question, ok, text, up_to
 from kvpage_server.page import MAX_HEAD, PageKey
 
@@ -66,12 +67,11 @@ class _Version:
 
 
 class PersistentStore:
-    """A page server that holds instances. Can be shared by the simulators of one thread."""
+    """A page server that holds instances, several of them side by side, or a cluster. Can be shared by the simulators
+    of one thread."""
 
     def __init__(self, url: str, *, deadline: float = 30.0) -> None:
-        """`url` as redis-py takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
-        if names_several(url):
-            raise ValueError("instances are held by one server, the URL names several")
+        """`url` as PageClient takes it; `deadline` in seconds, for every call. Raises ValueError for no URL."""
         self.server = PageClient(url, deadline=deadline)
 
     def close(self) -> None:
@@ -99,8 +99,20 @@ class PersistentStore:
             manifest = None
         (there,) = self.server.ask([Question(["DEL", _key(instance)], up_to(1))])
         if manifest is not None:
-            self.server.delete_request(_request(instance, manifest.fingerprint))
+            request = _request(instance, manifest.fingerprint)
+            try:
+                self.server.delete_request(request)
+            except Unsupported:  # a Redis or a cluster, which does not know what pages a request has
+                self.server.delete(list(_every_page(request, manifest)))
         return bool(there)
+
+    def receive(self, keys: Sequence[PageKey], into: Sequence[Any]) -> list[bool]:
+        """Receive pages; which ones are there. Raises Disconnected when a server that has some does not answer."""
+        before = self.server.misses[GONE]
+        found = self.server.mget_into(keys, into)
+        if self.server.misses[GONE] > before:
+            raise Disconnected("a server that has pages of the instance does not answer")
+        return found
 
 
 class StoredInstance:
@@ -232,7 +244,8 @@ class StoredInstance:
         self._attempt = manifest
 
         def replace(raw: bytes | None) -> list[Question]:
-            if (Manifest.parse(raw, self.name).token if raw is not None else "") != self._known.token:
+            token = Manifest.parse(raw, self.name).token if raw is not None else ""
+            if token not in (self._known.token, manifest.token):  # the last: it is tried again, and was done
                 raise ConflictError(f"instance {self.name} was saved by somebody else")
             return [Question(["SET", _key(self.name), manifest.dump()], ok)]
 
@@ -271,7 +284,7 @@ class StoredInstance:
         for start in range(0, len(run), step):
             indices = run[start : start + step]
             keys = [self._page_key(lane.number, index, lane.slots[index]) for index in indices]
-            found = self._store.server.mget_into(keys, list(rows[start : start + step]))
+            found = self._store.receive(keys, list(rows[start : start + step]))
             if not all(found):
                 lost = [*prefix, indices[found.index(False)]]
                 raise DamagedError(f"instance {self.name}: the page of {name}{lost} is gone, or not what was written")
@@ -286,8 +299,7 @@ class StoredInstance:
             scalar.load(value if isinstance(value, int) else _float(value, scalar.layout))
 
     def _page_key(self, lane: int, index: int, slot: int) -> PageKey:
-        layer, head = divmod(lane, MAX_HEAD + 1)
-        return PageKey(self._request, layer, head, index, slot)
+        return _page_key(self._request, lane, index, slot)
 
 
 def _read(instance: str) -> Question:
@@ -300,6 +312,19 @@ def _key(instance: str) -> str:
 
 def _request(instance: str, fingerprint: int) -> bytes:
     return f"{fingerprint:016x}.{instance}".encode()
+
+
+def _page_key(request: bytes, lane: int, index: int, slot: int) -> PageKey:
+    layer, head = divmod(lane, MAX_HEAD + 1)
+    return PageKey(request, layer, head, index, slot)
+
+
+def _every_page(request: bytes, manifest: Manifest) -> Iterator[PageKey]:
+    """Both slots of every entry: what a save that broke off has left may be in the other one."""
+    for table in manifest.tables.values():
+        for lane in table.lanes.values():
+            for index in lane.slots:
+                yield from (_page_key(request, lane.number, index, slot) for slot in (0, 1))
 
 
 def _place(entry: Entry) -> tuple[Entry, int]:

@@ -9,6 +9,7 @@ stay done.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.dispatch.admission import (
@@ -158,7 +159,9 @@ def _joined(client: Client, spec: Spec, parts: Parts, words: Command) -> Iterato
         hold = yield from _ready(client, spec, part)
         reply = run_as_asked(client, spec, part)
         del hold
-        if parts.joined == "array":
+        if parts.joined == "array" and isinstance(reply, Stream):
+            yield from islice(reply.items, 1, None)  # without its header
+        elif parts.joined == "array":
             yield _items(client, reply, parts.items * (len(part) - spec.words - parts.first))
         elif isinstance(reply, ReplyError):
             yield reply

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import re
 import socket
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
+from typing import BinaryIO
 
+import numpy as np
 import pytest
 import redis
 from servers import RunningServer, start_server
 from stored_pages import held, set_block, set_page
 from waiting import until
 from wire import spell
+
+from kvpage_server.client import Page, PageClient
+from kvpage_server.page import DType, PageKey
 
 MIB = 1024**2
 
@@ -35,6 +42,103 @@ def half_sent(server: RunningServer, size: int) -> socket.socket:
     sock.sendall(b"AUTH a a\r\n*3\r\n$3\r\nSET\r\n$6\r\nkv:a.v\r\n$%d\r\nx" % size)
     assert sock.recv(5) == b"+OK\r\n"
     return sock
+
+
+READERS_LIMIT = 65 * MIB  # what clients of a small server may hold: one great page
+
+
+@pytest.fixture(scope="module")
+def full() -> Iterator[RunningServer]:
+    """A store of 100 MiB, more than clients may hold together."""
+    with start_server("--maxmemory", "160mb") as server, server.client() as client:
+        for i in range(100):
+            client.set(f"k{i}", bytes([i]) * MIB)
+        yield server
+
+
+def asking(server: RunningServer, *commands: list[bytes]) -> socket.socket:
+    """A connection that has asked, and does not read yet."""
+    sock = server.connect()
+    sock.sendall(b"".join(map(spell, commands)))
+    return sock
+
+
+def mget(count: int) -> list[bytes]:
+    return [b"MGET", *(b"k%d" % i for i in range(count))]
+
+
+def answered(stream: BinaryIO, count: int) -> bool:
+    """Whether the whole answer to an `mget` comes, and is right."""
+    wanted = b"*%d\r\n" % count + b"".join(b"$%d\r\n%b\r\n" % (MIB, bytes([i]) * MIB) for i in range(count))
+    return stream.read(len(wanted)) == wanted
+
+
+@pytest.mark.parametrize(("count", "times"), [(10, 30), (100, 3)], ids=["short replies", "long replies"])
+def test_who_asks_for_much_and_reads_later_waits_and_is_not_closed(full: RunningServer, count: int, times: int) -> None:
+    with full.client() as admin, ExitStack() as stack:
+        socks = [stack.enter_context(asking(full, *[mget(count)] * times)) for _ in range(2)]
+        until(lambda: admin.info("memory")["mem_clients_normal"] > 5 * MIB)
+        for _ in range(20):
+            assert admin.info("memory")["mem_clients_normal"] < READERS_LIMIT
+        for sock in socks:
+            with sock.makefile("rb") as stream:
+                assert all(answered(stream, count) for _ in range(times))
+        assert admin.info("stats")["evicted_clients"] == 0
+
+
+def test_page_clients_read_more_at_once_than_clients_may_hold() -> None:
+    pages = [
+        Page(PageKey(b"r", 0, 0, i, 0), np.full(MIB // 2, i, np.uint8), DType.UINT8, 1, MIB // 2) for i in range(150)
+    ]
+    keys = [page.key for page in pages]
+    with start_server("--maxmemory", "160mb") as server, PageClient(server.url, deadline=60) as writer:
+        for start in range(0, len(pages), 50):
+            writer.mset(pages[start : start + 50])
+
+        def read(number: int) -> bool:
+            rooms = [np.zeros(MIB // 2, np.uint8) for _ in keys]
+            with PageClient(server.url, deadline=60, verify=number % 2 == 0) as reader:
+                found = all(reader.mget_into(keys, rooms))
+            return found and all((a == page.body).all() for a, page in zip(rooms, pages, strict=True))
+
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(read, range(8)))
+        with server.client() as admin:
+            assert admin.info("stats")["evicted_clients"] == 0
+
+
+def test_what_a_transaction_reads_beyond_what_clients_may_hold_is_refused(full: RunningServer) -> None:
+    with full.client() as client:
+        with client.pipeline() as pipe:
+            replies = (
+                pipe.set("a", 1)
+                .mget([f"k{i}" for i in range(40)])
+                .mget([f"k{i}" for i in range(40)])
+                .incr("a")
+                .execute(raise_on_error=False)
+            )
+        first, read, refused, last = replies
+        assert (first, len(read), last) == (True, 40, 2)
+        assert isinstance(refused, redis.exceptions.OutOfMemoryError)
+        assert str(refused).startswith(
+            f"with the reply of 'mget' this transaction has {80 * MIB} bytes to be read, "
+            f"maxmemory-clients allows {READERS_LIMIT}"
+        )
+        assert client.info("stats")["evicted_clients"] == 0
+
+
+def test_the_log_says_who_was_closed_and_what_the_limit_is() -> None:
+    with start_server("--maxmemory", "64mb") as server, server.client() as client:
+        socks = [asking(server, [b"PING"]) for _ in range(2)]
+        for sock in socks:
+            sock.sendall(b"*3\r\n$3\r\nSET\r\n$1\r\nv\r\n$50000000\r\nx")
+        until(lambda: client.info("stats")["evicted_clients"])
+        assert re.search(
+            rf"client \S+ held 5\d+ bytes, all together 10\d+, and maxmemory-clients allows {READERS_LIMIT}: closed",
+            server.log,
+        )
+        for sock in socks:
+            sock.close()
 
 
 def test_values_that_are_half_sent_evict_nothing() -> None:

@@ -11,9 +11,9 @@ from kvpage_server.commands.index_key import refuse_to_watch
 from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.needs import nothing
-from kvpage_server.commands.table.spec import Parts
+from kvpage_server.commands.table.spec import Parts, Spec
 from kvpage_server.core import Argument
-from kvpage_server.core.piece import Piece
+from kvpage_server.core.piece import Piece, lent
 from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 
 MOST_WATCHED = 8192  # keys of a client
@@ -46,7 +46,8 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     """The replies, in order; a null array when a watched key changed. One command's error does not stop the others.
 
     Each reply is encoded as its command ends: HELLO may change the protocol under way, and a streamed reply must be
-    complete before the next command changes what it tells.
+    complete before the next command changes what it tells. All of them wait in memory together to be read: what is read
+    beyond what clients may hold is refused, since the client would be closed for it.
     """
     transaction = client.transaction
     if transaction is None:
@@ -60,9 +61,23 @@ def exec_(client: Client, args: list[Argument]) -> Reply:
     if changed:
         return NULL_ARRAY
     pieces: list[Piece] = [b"*%d\r\n" % len(transaction.commands)]
+    most, held = client.server.config.client_memory, 0
     for spec, words in transaction.commands:
-        pieces += run_queued(client, spec, words)
+        reply = run_queued(client, spec, words)
+        size = lent(reply)
+        if held + size > most > 0 and not spec.writes:
+            reply = [_too_long(spec, held + size, most).line]
+        else:
+            held += size
+        pieces += reply
     return tuple(pieces)
+
+
+def _too_long(spec: Spec, size: int, most: int) -> ReplyError:
+    return ReplyError(
+        f"OOM with the reply of '{spec.name}' this transaction has {size} bytes to be read, maxmemory-clients allows "
+        f"{most}: ask for less at a time"
+    )
 
 
 @_transaction(

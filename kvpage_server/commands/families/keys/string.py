@@ -5,11 +5,13 @@ No command here changes a value in its middle: a page's bytes and its header alw
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from kvpage_server.commands.arguments import I64, SYNTAX_ERROR, integer, plain, plain_all
-from kvpage_server.commands.context import Client
+from kvpage_server.commands.context import MANY_BYTES, Client
+from kvpage_server.commands.dispatch.disk import fetched
 from kvpage_server.commands.families.keys.value import admit, length_of, page_of, part_of, put, store, string_of
 from kvpage_server.commands.index_key import refuse_as_string
 from kvpage_server.commands.registry import command
@@ -17,8 +19,11 @@ from kvpage_server.commands.table.keys import READ, WRITE, key_of_set
 from kvpage_server.commands.table.needs import as_used, extents, nothing, values
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
+from kvpage_server.core.piece import Piece
 from kvpage_server.page import unix_ms
-from kvpage_server.resp.reply import OK, Reply, ReplyError
+from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, encode
+from kvpage_server.store.disk.needed import Needed
+from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.entry import Entry, Text
 
 _UNIT = {b"EX": 1000, b"PX": 1, b"EXAT": 1000, b"PXAT": 1}  # milliseconds
@@ -230,13 +235,47 @@ def getex(client: Client, args: list[Argument]) -> Reply:
     flags="readonly fast",
     keys=(1, -1, 1),
     needs=values,
+    fetches=True,
     parts=Parts(joined="array"),
     reply="array of bulk or null",
     summary="Returns the values of keys.",
 )
 def mget(client: Client, args: list[Argument]) -> Reply:
-    """The values, with null for keys that do not exist."""
-    return [*map(string_of, client.server.keyspace.read_all(plain_all(args)))]
+    """The values, with null for keys that do not exist. Long ones are looked up while the reply is sent."""
+    keys, tiered = plain_all(args), client.server.tiered
+    found = client.server.keyspace.read_all(keys)
+    cold = tiered is not None and tiered.any_cold and tiered.needs.cold_of(keys)
+    if cold or sum([entry.size for entry in found if entry is not None]) > MANY_BYTES:
+        return Stream(None, _in_parts(client, keys))
+    return [*map(string_of, found)]
+
+
+def _in_parts(client: Client, keys: list[bytes]) -> Iterator[Reply]:
+    """An array of values, some of them at a time. Raises ReplyError when the first ones cannot be read from disk."""
+    at, find = 0, client.server.keyspace.find
+    while at < len(keys):
+        start, size, most = at, 0, client.server.found_at_once
+        while at < len(keys) and (at == start or size < most):
+            entry = find(keys[at])
+            size += entry.size if entry is not None else 0
+            at += 1
+        some, failed = keys[start:at], None
+        try:
+            yield from fetched(client, partial(_values_of, some))
+        except ReplyError as error:
+            if not start:
+                raise
+            failed = error
+        pieces: list[Piece] = []
+        for key in some:
+            encode(failed or string_of(find(key)), client.protocol, pieces)
+        if not start:
+            yield Raw(b"*%d\r\n" % len(keys))
+        yield (*pieces,)
+
+
+def _values_of(keys: list[bytes], tiered: DiskTier) -> Iterable[Needed]:
+    return tiered.needs.values_of(keys)
 
 
 def _mset(client: Client, args: list[Argument]) -> None:

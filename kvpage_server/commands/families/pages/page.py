@@ -35,7 +35,6 @@ from kvpage_server.store.reading import Found
 AT_ONCE = 512 if NAME == "native" else 128  # pages that are read, stored or found before others may have their turn
 _AT_ONCE_EACH = 128  # where each of them takes decisions: somebody is told of it, or it counts against a quota
 FROM_DISK = 16  # pages that are sent from disk before other clients may have their turn
-_MOST_BYTES = 16 * 1024 * 1024  # of pages that are found at once, in memory
 
 
 def page_name(args: Sequence[Argument]) -> PageName:
@@ -218,7 +217,7 @@ def kvpagemget(client: Client, args: list[Argument]) -> Reply:
                     rest = [_Step(names, at, len(names)), *(_Step(some, 0, len(some)) for some in batches[i + 1 :])]
                     yield from _from_disk(client, rest)
                     return
-                found = client.keyspace.read_pages(names, at, len(names), _MOST_BYTES)
+                found = client.keyspace.read_pages(names, at, len(names), client.server.found_at_once)
                 pages_missed(client, names, found.missing)
                 yield _spelt(client, found, None)
                 at += len(found.entries)
