@@ -145,6 +145,14 @@ def _pages(many: int) -> Iterator[Scene]:
         yield Scene("pages", [command, *keys], [stored])
         yield Scene("pages in blocks", [command, *keys], blocks)
         yield Scene("cold pages", [command, *keys], [large], cold=True)
+    layers = [[b"r", b"%d" % layer, b"0", b"0", b"0"] for layer in range(many // 2)]
+    tall = [b"KVPAGEMSET", b"%d" % len(layers), *_with_bodies(layers, b"b" * 64)]
+    index = b"kv:r:index"
+    for words in (
+        *([b"SMEMBERS", index], [b"SSCAN", index, b"0"], [b"KVPAGEINDEX", b"r"]),
+        *([b"KVPAGEVERIFY", b"r"], [b"KVBLOCKEXISTS", b"r", b"0"]),
+    ):
+        yield Scene("a block of very many layers", words, [tall])
     due = [b"KVPAGEMSET", count, *_with_bodies(names, b"b" * 64, ttl=1)]
     yield Scene("that expire at once", due, rest=3.0)
 

@@ -113,9 +113,10 @@ def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | Non
         return None
     if block.pages > MAX_BLOCK_PAGES:
         return None
+    layers, heads, _ = block.measure()
     shape = BlockShape(
-        layers=block.layers,
-        heads=block.heads,
+        layers=layers,
+        heads=heads,
         page_size=next(iter(planes.values()))[1],
         planes=tuple(Plane(kind, DType(dtype), columns) for kind, (dtype, _, columns, _) in sorted(planes.items())),
     )

@@ -6,7 +6,7 @@ policy, quotas, leases, the expirer, ghosts, those who listen, and the tier belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -20,6 +20,7 @@ from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.quotas import Quota
 from kvpage_server.store.memory.catalogue import Catalogue
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Page, Text, is_page
+from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 
 OVER_QUOTA = "over quota"
@@ -39,8 +40,8 @@ class Tier(Protocol):
     def splits(self, block: Block) -> None:
         """A block that was stored whole is about to be split."""
 
-    def was_split(self, block: Block) -> None:
-        """The pages of a block have entries now."""
+    def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
+        """The pages of a block have entries now, by their keys."""
 
     def retimed(self, key: bytes) -> None:
         """A key expires at another time."""
@@ -128,11 +129,11 @@ class Contents:
         """Give each page of a block that was stored whole an entry."""
         if self.tier is not None:
             self.tier.splits(block)
-        for key in self.catalogue.split(block):
-            if expires := self.expires_of(key):
-                self.expirer.note(key, expires)
+        pages = self.catalogue.split(block)
+        if block.soonest:
+            self.expirer.note_all([*pages], block.soonest)
         if self.tier is not None:
-            self.tier.was_split(block)
+            self.tier.was_split(block, pages)
 
     def grow(self, block: Block, size: int) -> None:
         """A block takes so many bytes of memory more, or less."""

@@ -30,7 +30,7 @@ from typing import Any
 
 from kvpage_server.core import NewPages, Slot
 from kvpage_server.core.arguments import PageName
-from kvpage_server.page import HEADER_SIZE
+from kvpage_server.page import HEADER_SIZE, BlockShape
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.tier import DiskTier
@@ -216,7 +216,7 @@ class Keyspace:
         for key in self._catalogue.strays_in(req_id, page, extent):
             self.contents.remove(key, "del")
         before = block.extent.shape if block.extent is not None else None
-        had = self._drop_pages(block, rows_of(extent.shape))
+        had = self._drop_pages(block, extent.shape)
         self._catalogue.fill(block, extent)
         self.contents.grow(block, extent.slot.footprint)
         if self.evictor.quotas is not None:
@@ -234,8 +234,8 @@ class Keyspace:
         if self.tier is not None:
             self.tier.stored_block(block, known=known)
 
-    def _drop_pages(self, block: Block, stay: Mapping[int, int]) -> dict[bytes, int]:
-        """Take all pages from a block that gets others, which are those in the rows `stay`.
+    def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
+        """Take all pages from a block that gets those of a shape.
 
         When somebody listens to events: the keys there were, and when each was to expire.
         """
@@ -243,9 +243,11 @@ class Keyspace:
             return {}
         if self.tier is not None:
             self.tier.pages_dropped(block)
-        gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
-        if gone:
-            self.ghosts.pages_went(block, gone, "overwritten")
+        if block.extent is None or block.extent.shape != coming:
+            stay = rows_of(coming)
+            gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
+            if gone:
+                self.ghosts.pages_went(block, gone, "overwritten")
         had = self._expiries(block) if self.contents.on_block is not None else {}
         self.contents.expirer.keys -= self._catalogue.take_pages(block)
         self.contents.grow(block, -block.footprint)

@@ -112,12 +112,12 @@ cdef class Parser:
         cdef int rooms = 1
         cdef Py_ssize_t count, straight = 0
         self.make_room(room)
-        if self.word.slot is None:
-            room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, self.ahead)
-        elif self.end == 0 and self.word.missing() >= DIRECT:
-            straight = self.word.missing()
-            rooms = 2 if straight <= PIECE else 1
-            straight = min(straight, PIECE)
+        cdef Py_ssize_t missing = 0 if self.word.slot is None else self.word.missing()
+        if self.end or missing < DIRECT:
+            room[0].iov_len = min(<Py_ssize_t>room[0].iov_len, missing + self.ahead)
+        else:
+            rooms = 2 if missing <= PIECE else 1
+            straight = min(missing, PIECE)
             room[1].iov_base, room[1].iov_len = room[0].iov_base, AHEAD
             room[0].iov_base, room[0].iov_len = self.word.place(), straight
         most[0] = room[0].iov_len + (room[1].iov_len if rooms == 2 else 0)
@@ -132,7 +132,8 @@ cdef class Parser:
             self.word.arrived(straight)
         if count > straight:
             self.end += count - straight
-            self.ahead = SCRATCH_SIZE
+            if self.word.slot is None:
+                self.ahead = SCRATCH_SIZE
         return count
 
     cdef bint completes(self) except -1:

@@ -2,8 +2,8 @@ from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 
 
 cdef struct Row:  # of a block's pages
-    uint64_t heads  # a bit each
     uint32_t number  # one more than the row's, 0 for none
+    uint64_t heads  # a bit each
 
 
 cdef class PageSet:
@@ -22,6 +22,7 @@ cdef class PageSet:
     cdef Row *row(self, uint32_t number) noexcept
     cdef int grow(self) except -1
     cdef Row *row_to_fill(self, uint32_t number) except NULL
+    cdef bytes sorted_rows(self)
     cdef void change(self) noexcept
     cdef int add_page(self, uint32_t layer, uint32_t head, uint32_t kv_type) except -1
 

@@ -5,14 +5,15 @@ from cpython.dict cimport PyDict_SetItem
 from cpython.list cimport PyList_GET_ITEM
 from cpython.object cimport PyObject
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
-from libc.stdlib cimport calloc, free, malloc, qsort
-from libc.string cimport memcmp, memcpy
+from libc.stdlib cimport calloc, free, malloc
+from libc.string cimport memcmp, memcpy, memset
 
 from kvpage_server.core.native.hashing cimport digest_of
 from kvpage_server.core.native.slots cimport Arena, Slot, header_of
 from kvpage_server.core.native.words cimport word_at
 
 import secrets
+import struct
 
 from kvpage_server import page as contract
 from kvpage_server.core import arguments, rows
@@ -20,6 +21,7 @@ from kvpage_server.core.python.pages import Put
 
 cdef extern from *:
     int popcount "__builtin_popcountll"(unsigned long long) nogil
+    int __builtin_clzll(unsigned long long) nogil
 
 cdef extern from "Python.h":
     PyObject *PyDict_GetItemWithError(object, object) except? NULL
@@ -91,6 +93,7 @@ check_contract()
 
 # -- which pages a block has -------------------------------------------------------------------------------------------
 
+EACH_ROW = struct.Struct("I4xQ").iter_unpack  # a `Row`
 cdef uint64_t SCATTER = secrets.randbits(64) | 1  # so that nobody can choose rows that meet
 
 
@@ -187,24 +190,41 @@ cdef class PageSet:
         cdef Row *row = self.row(number_of(layer, head, kv_type))
         return row != NULL and row.heads >> head % ROW_HEADS & 1 == 1
 
+    def each_row(self):
+        return EACH_ROW(self.sorted_rows())
+
+    cdef bytes sorted_rows(self):
+        """The rows that have heads, by their numbers."""
+        cdef size_t i, count = 0, room = <size_t>1 << self.bits_of_room
+        for i in range(room):
+            count += self.rows[i].heads != 0
+        found = PyBytes_FromStringAndSize(NULL, count * sizeof(Row))
+        cdef Row *rows = <Row *>PyBytes_AS_STRING(found)
+        count = 0
+        for i in range(room):
+            if self.rows[i].heads:
+                rows[count] = self.rows[i]
+                rows[count].number -= 1
+                count += 1
+        sort(rows, count)
+        return found
+
+    def outline(self):
+        cdef size_t i
+        cdef uint32_t plane, group, layers = 0, heads = 0, planes = 0
+        cdef Row *row
+        for i in range(<size_t>1 << self.bits_of_room):
+            row = &self.rows[i]
+            if row.heads:
+                plane, group = (row.number - 1) // GROUPS, (row.number - 1) % GROUPS
+                layers = max(layers, plane // TYPES + 1)
+                heads = max(heads, group * ROW_HEADS + 64 - __builtin_clzll(row.heads))
+                planes |= <uint32_t>1 << plane % TYPES
+        return layers, heads, planes
+
     @property
     def bits(self):
-        cdef size_t i, count = 0, room = <size_t>1 << self.bits_of_room
-        cdef dict found = {}
-        cdef Row *sorted = <Row *>malloc(room * sizeof(Row))
-        if sorted == NULL:
-            raise MemoryError("the system has no memory for the index of a block")
-        try:
-            for i in range(room):
-                if self.rows[i].heads:
-                    sorted[count] = self.rows[i]
-                    count += 1
-            qsort(sorted, count, sizeof(Row), by_number)
-            for i in range(count):
-                found[sorted[i].number - 1] = sorted[i].heads
-        finally:
-            free(sorted)
-        return found
+        return dict(self.each_row())
 
     @bits.setter
     def bits(self, rows):
@@ -219,9 +239,30 @@ cdef class PageSet:
             self.pages += popcount(heads)
 
 
-cdef int by_number(const void *one, const void *other) noexcept nogil:
-    cdef uint32_t first = (<const Row *>one).number, second = (<const Row *>other).number
-    return (first > second) - (first < second)
+cdef int sort(Row *rows, size_t count) except -1:
+    """Put rows in the order of their numbers, a byte of these after the other: there may be very many."""
+    cdef size_t[256] starts
+    cdef size_t i, start, size
+    cdef int shift
+    cdef Row *other = <Row *>malloc(max(count, <size_t>1) * sizeof(Row))
+    if other == NULL:
+        raise MemoryError("the system has no memory for the index of a block")
+    cdef Row *source = rows
+    cdef Row *target = other
+    for shift in range(0, 32, 8):
+        memset(starts, 0, sizeof(starts))
+        for i in range(count):
+            starts[source[i].number >> shift & 255] += 1
+        start = 0
+        for i in range(256):
+            size, starts[i] = starts[i], start
+            start += size
+        for i in range(count):
+            target[starts[source[i].number >> shift & 255]] = source[i]
+            starts[source[i].number >> shift & 255] += 1
+        source, target = target, source
+    free(other)  # after an even number of rounds all is back in its place
+    return 0
 
 
 cdef inline uint32_t number_of(uint32_t layer, uint32_t head, uint32_t kv_type) noexcept:

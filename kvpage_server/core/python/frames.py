@@ -143,12 +143,9 @@ class Parser:
         What is not known yet is taken to be as what came before: behind a body of which much can be received into its
         slot, little is received elsewhere, so that of the next one much is still to come, too.
         """
-        scratch = self._scratch.memory
-        if self._slot is None:
-            return [scratch[: self._ahead]]
-        rest = self._place[self._filled :]
+        scratch, rest = self._scratch.memory, self._place[self._filled :]
         if len(rest) < DIRECT:
-            return [scratch]
+            return [scratch[: len(rest) + self._ahead]]
         return [rest[:RECEIVE_TURN], scratch[: AHEAD if len(rest) <= RECEIVE_TURN else 0]]
 
     def _put(self, room: list[memoryview], count: int) -> None:
@@ -159,7 +156,8 @@ class Parser:
             count = max(count - len(rest), 0)
         if count:
             self._keep(scratch[:count])
-            self._ahead = SCRATCH_SIZE
+            if self._slot is None:
+                self._ahead = SCRATCH_SIZE
 
     def _completes(self) -> bool:
         """Whether a command is whole, or something is wrong with it: `next` tells of either."""

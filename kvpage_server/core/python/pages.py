@@ -7,13 +7,13 @@ of the same block, what is absent) is left to the owner of the entries.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from typing import Any, NamedTuple
 
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName, Word, page_name, page_shape
 from kvpage_server.core.python.slots import Arena, Slot
-from kvpage_server.core.rows import bit_of, row_of
+from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageError, checksum
 
 MOST_HASHED = 4 * 1024 * 1024  # bytes that are hashed or copied at once: some 0.5 ms
@@ -40,7 +40,7 @@ class Put(NamedTuple):
 class PageSet:
     """The pages of one block, as rows of bits (see `rows`), and what their owner keeps with them.
 
-    Costs: add, discard and `in` O(1); `rows` O(rows).
+    Costs: add, discard and `has` O(1); all else O(rows).
     """
 
     __slots__ = (
@@ -95,10 +95,25 @@ class PageSet:
         """Whether there is a page."""
         return bool(self._rows.get(row_of(layer, head, kv_type), 0) & bit_of(head))
 
+    def each_row(self) -> Iterator[tuple[int, int]]:
+        """Every row that has heads, and these, in the order of a block's body, as they are now."""
+        return iter([(row, heads) for row, heads in sorted(self._rows.items()) if heads])
+
+    def outline(self) -> tuple[int, int, int]:
+        """One more than the last layer, one more than the last head, and the planes, a bit each."""
+        layers = heads_end = planes = 0
+        for row, heads in self._rows.items():
+            if heads:
+                plane, group = divmod(row, GROUPS)
+                layers = max(layers, plane // TYPES + 1)
+                heads_end = max(heads_end, group * ROW_HEADS + heads.bit_length())
+                planes |= 1 << plane % TYPES
+        return layers, heads_end, planes
+
     @property
     def bits(self) -> dict[int, int]:
         """The heads of every row that has any, in the order of a block's body."""
-        return {row: heads for row, heads in sorted(self._rows.items()) if heads}
+        return dict(self.each_row())
 
     @bits.setter
     def bits(self, rows: Mapping[int, int]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policy import Unit
@@ -18,13 +18,19 @@ def name_of_unit(unit: Unit) -> bytes:
     return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)
 
 
-def names_in(unit: Unit) -> Sequence[bytes]:
-    """What the values of a unit are called."""
+def each_name_in(unit: Unit) -> Iterator[bytes]:
+    """What the values of a unit are called, one by one: it may have very many."""
     if isinstance(unit, bytes):
-        return (name_of_key(unit),)
-    if unit.extent is not None:
-        return (name_of_block(unit.req_id, unit.page),)
-    return list(map(name_of_key, unit.page_keys()))
+        yield name_of_key(unit)
+    elif unit.extent is not None:
+        yield name_of_block(unit.req_id, unit.page)
+    else:
+        yield from map(name_of_key, unit.page_keys())
+
+
+def names_in(unit: Unit) -> Sequence[bytes]:
+    """The same, all of them."""
+    return [*each_name_in(unit)]
 
 
 def unit_of_cold(value: Cold) -> Unit:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvpage_server.core import NewPages, Slot
+from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.encoding import ShortText, Value
 from kvpage_server.store.disk.file.write_behind import WriteBehind
@@ -66,13 +66,13 @@ class Stored:
         else:
             self.behind.note(name, value, value.footprint)
 
-    def store_pages(self, pages: NewPages) -> None:
+    def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot] | Sequence[ExtentPage]) -> None:
         """The same for pages."""
-        names: Sequence[bytes] = list(map(name_of_key, pages.keys))
+        names = [*map(name_of_key, keys)]
         if self.maxdisk:
-            for name, slot in zip(names, pages.slots, strict=True):
-                self.usage.expect(name, takes(name, slot))
-        self.behind.note_all(names, pages.slots, [slot.footprint for slot in pages.slots])
+            for name, page in zip(names, pages, strict=True):
+                self.usage.expect(name, takes(name, page))
+        self.behind.note_all(names, pages, [page.footprint for page in pages])
 
     def remove(self, name: bytes) -> None:
         """A value is to leave the disk, if it is there."""

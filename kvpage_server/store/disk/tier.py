@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from kvpage_server.core import NewPages
@@ -31,6 +31,7 @@ from kvpage_server.store.disk.file.write_behind import WriteBehind
 from kvpage_server.store.disk.limit import DiskLimit
 from kvpage_server.store.disk.loading import Loader
 from kvpage_server.store.disk.naming import (
+    each_name_in,
     is_cold_named,
     name_of_unit,
     names_in,
@@ -43,7 +44,7 @@ from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Page, Text
-from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import sheet
@@ -160,7 +161,7 @@ class DiskTier:
     def stored_pages(self, pages: NewPages, known: Sequence[bool]) -> None:
         """Pages were stored, some of which were `known`."""
         if self.stored.keeps_all:
-            self.stored.store_pages(pages)
+            self.stored.store_pages(pages.keys, pages.slots)
             return
         for key, slot, was_known in zip(pages.keys, pages.slots, known, strict=True):
             self._offer(cast(Block, slot.unit), name_of_key(key), slot, known=was_known)
@@ -191,10 +192,9 @@ class DiskTier:
         if isinstance(block.extent.slot, Cold):
             _ = block.extent.slot.body
 
-    def was_split(self, block: Block) -> None:
+    def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         self.stored.remove(name_of_block(block.req_id, block.page))
-        for key in block.page_keys():
-            self.stored.store(name_of_key(key), self._contents.catalogue.entries[key])
+        self.stored.store_pages([*pages], [*pages.values()])
 
     def retimed(self, key: bytes) -> None:
         entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
@@ -266,10 +266,8 @@ class DiskTier:
 
         To drop a short string would gain nothing. They are evicted when they take too much of memory together.
         """
-        names = names_in(unit)
         is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
-        settled = self.behind.settled or not any(map(self.behind.waits, names))
-        if settled and self.stored.usage.has_all(names):
+        if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
             if not is_text:
                 self._drop(unit, names)
                 return True
@@ -281,13 +279,16 @@ class DiskTier:
 
     def evict(self, unit: Unit) -> bool:
         """Evict a unit; False when it waits to be written, or memory would gain nothing."""
-        names = names_in(unit)
-        if all(is_cold_named(self._contents, name) for name in names):
+        if all(is_cold_named(self._contents, name) for name in each_name_in(unit)):
             return False
-        if not self.behind.failing and any(map(self.behind.waits, names)):
+        if not self.behind.failing and self._waits(unit):
             return False
         self._contents.evict(unit)
         return True
+
+    def _waits(self, unit: Unit) -> bool:
+        """Whether some of a unit waits to be written. Nearly always all of it does, or nothing."""
+        return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
     def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
         """Let go of a unit's bytes in memory."""

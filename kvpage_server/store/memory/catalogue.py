@@ -141,18 +141,21 @@ class Catalogue:
         self._in_extents += block.pages
         self._list(block)
 
-    def split(self, block: Block) -> list[bytes]:
-        """Make entries of the pages of an extent; their keys."""
-        keys, extent = [], block.extent
+    def split(self, block: Block) -> dict[bytes, ExtentPage]:
+        """Make entries of the pages of an extent; what these are."""
+        extent = block.extent
         assert extent is not None
-        for key, layer, head, kv_type in block.page_names():
-            page = extent.page(block, block.page, layer, head, kv_type)
-            assert page is not None
-            self.put(key, page)
-            keys.append(key)
-        self._in_extents -= len(keys)
+        spans = extent.shape.page_spans()
+        pages = {
+            key: ExtentPage(extent, span, block, block.page, spot)
+            for (key, *spot), span in zip(block.page_names(), spans, strict=True)
+        }
+        self.entries.update(pages)
+        if self._scans.current is not None:
+            self.list_all(pages)
+        self._in_extents -= len(pages)
         block.split()
-        return keys
+        return pages
 
     def take_pages(self, block: Block) -> int:
         """Take a block's pages out; how many of them have an expiry."""

@@ -8,6 +8,7 @@ asked for, from a body that was found to be what was stored.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence
 
 from kvpage_server.core import Part, Slot
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
@@ -63,7 +64,7 @@ class ExtentPage:
 
     __slots__ = ("expires", "extent", "head", "kv_type", "layer", "page", "size", "start", "unit")
 
-    def __init__(self, extent: Extent, span: slice, unit: object, page: int, spot: tuple[int, int, int]) -> None:
+    def __init__(self, extent: Extent, span: slice, unit: object, page: int, spot: Sequence[int]) -> None:
         self.extent = extent
         self.start: int = span.start
         self.size: int = span.stop - span.start

@@ -23,16 +23,19 @@ from kvpage_server.store.memory.scan import ScanOrder
 from kvpage_server.store.records.sheet import ROW
 
 
-@lru_cache(maxsize=64)
-def rows_of(shape: BlockShape) -> Mapping[int, int]:
-    """The rows of a block that has every page of a shape."""
-    rows = {}
+def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
+    """The rows of a block that has every page of a shape, in order, each with its heads."""
     for layer in range(shape.layers):
         for plane in shape.planes:
             for first in range(0, shape.heads, ROW_HEADS):
                 heads = min(shape.heads - first, ROW_HEADS)
-                rows[row_of(layer, first, plane.kv_type)] = (1 << heads) - 1
-    return MappingProxyType(rows)
+                yield row_of(layer, first, plane.kv_type), (1 << heads) - 1
+
+
+@lru_cache(maxsize=64)
+def rows_of(shape: BlockShape) -> Mapping[int, int]:
+    """The same as a mapping."""
+    return MappingProxyType(dict(rows_in(shape)))
 
 
 class Block(PageSet):
@@ -67,7 +70,7 @@ class Block(PageSet):
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
         """The keys of its pages in that order, each with its layer, head and plane."""
-        for row, heads in self.rows.items():
+        for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
             plane, group = divmod(row, GROUPS)
             layer, kv_type = divmod(plane, TYPES)
             prefix = b"kv:%b:%d:" % (self.req_id, layer)
@@ -83,25 +86,19 @@ class Block(PageSet):
         if expires and (not self.soonest or expires < self.soonest):
             self.soonest = expires
 
-    @property
-    def layers(self) -> int:
-        """One more than its last layer."""
-        return max(self.rows) // (TYPES * GROUPS) + 1
-
-    @property
-    def heads(self) -> int:
-        """One more than its last head."""
-        return max(row % GROUPS * ROW_HEADS + heads.bit_length() for row, heads in self.rows.items())
-
-    @property
-    def planes(self) -> list[int]:
-        """The kv_types it has pages of."""
-        return sorted({row // GROUPS % TYPES for row in self.rows})
+    def measure(self) -> tuple[int, int, list[int]]:
+        """One more than its last layer, one more than its last head, and the kv_types it has pages of."""
+        if self.extent is not None:
+            shape = self.extent.shape
+            return shape.layers, shape.heads, [plane.kv_type for plane in shape.planes]
+        layers, heads, planes = self.outline()
+        return layers, heads, [kind for kind in range(TYPES) if planes >> kind & 1]
 
     @property
     def is_full(self) -> bool:
         """Whether every layer up to the last has every plane and head up to the last."""
-        return self.pages == self.layers * self.heads * len(self.planes)
+        layers, heads, planes = self.measure()
+        return self.pages == layers * heads * len(planes)
 
 
 class PageIndex:

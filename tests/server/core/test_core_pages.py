@@ -178,7 +178,10 @@ def test_both_cores_know_the_same_pages_of_a_block(changes: list[tuple[bool, Any
     for one in sets:
         assert one.pages == len(model)
         assert [one.has(*page) for page in asked] == [page in model for page in asked]
-    assert list(sets[0].bits.items()) == list(sets[1].bits.items())
+    assert list(sets[0].each_row()) == list(sets[1].each_row()) == list(sets[0].bits.items())
+    ends = [1 + max((page[axis] for page in model), default=-1) for axis in (0, 1)]
+    outline = (*ends, sum(1 << kind for kind in {kind for _, _, kind in model}))
+    assert sets[0].outline() == sets[1].outline() == outline
     for one in sets:
         one.bits = sets[0].bits
     assert sets[0].bits == sets[1].bits

@@ -241,6 +241,24 @@ class TestReceiving:
                 assert plain(parser.next()) == words
                 assert parser.next() is None
 
+    def test_of_what_stands_behind_a_long_word_little_is_received_with_its_end(self, core: ModuleType) -> None:
+        """The next one may be as long: what came with the end of this one would have to be copied to its place."""
+        parser = core.Parser(core.Arena())
+        data = spell([b"PAGE", b"key", bytes(2 * DIRECT)])
+        one, other = socket.socketpair()
+        with one, other:
+            other.setblocking(False)
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+            rest = DIRECT // 2
+            one.sendall(data[:-rest])
+            assert parser.receive(other.fileno()) == len(data) - rest
+            one.sendall(data[-rest:] + data)
+            assert parser.receive(other.fileno()) == rest + AHEAD
+            assert plain(parser.next())[2] == bytes(2 * DIRECT)
+            assert parser.next() is None
+            assert parser.receive(other.fileno()) == len(data) - AHEAD
+            assert plain(parser.next())[2] == bytes(2 * DIRECT)
+
     def test_a_call_receives_no_more_than_others_may_wait_for(self, core: ModuleType) -> None:
         parser = core.Parser(core.Arena())
         data = spell([b"PAGE", b"key", bytes(8 * RECEIVE_TURN)])

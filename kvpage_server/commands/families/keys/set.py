@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import partial
-from itertools import islice
 
 from kvpage_server.commands.arguments import SYNTAX_ERROR, WRONG_TYPE, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.keyspace import MOST_SCANNED, scan_cursor, scan_options
-from kvpage_server.commands.families.pages.request import are_few, blocks_of
+from kvpage_server.commands.families.pages.request import are_few, blocks_of, keys_in
 from kvpage_server.commands.index_key import request_of
 from kvpage_server.commands.registry import command
-from kvpage_server.commands.steps import STEP, Steps, stepwise
+from kvpage_server.commands.steps import Steps, stepwise
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.core import Argument
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
@@ -45,8 +44,7 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     def steps() -> Iterator[Reply]:
         keys: list[bytes] = []
         for block in (yield from blocks_of(client, req_id)):
-            names = block.page_keys()  # as they are now, whatever happens to the block meanwhile
-            while some := list(islice(names, STEP)):
+            for some in keys_in(block):
                 keys += some
                 yield ()
         yield Raw(b"%b%d\r\n" % (b"~" if client.protocol == 3 else b"*", len(keys)))
@@ -105,12 +103,21 @@ def sscan(client: Client, args: list[Argument]) -> Reply:
     matches, wanted, _ = scan_options(options)
     if b"TYPE" in (word.upper() for word in options[::2]):
         raise ReplyError(SYNTAX_ERROR)
-    cursor = 0
-    found: list[bytes] = []
-    for page in keyspace.index.pages_from(req_id, start - 1):
-        if len(found) >= min(wanted, MOST_SCANNED):
-            cursor = page + 1
-            break
-        if block := keyspace.block(req_id, page):
-            found += block.page_keys()
-    return [b"%d" % cursor, found if matches is None else [key for key in found if matches(key)]]
+
+    def steps() -> Iterator[Reply]:
+        cursor, seen, found = 0, 0, list[bytes]()
+        for page in keyspace.index.pages_from(req_id, start - 1):
+            if seen >= min(wanted, MOST_SCANNED):
+                cursor = page + 1
+                break
+            block = keyspace.block(req_id, page)
+            for some in keys_in(block) if block is not None else ():
+                seen += len(some)
+                found += some if matches is None else filter(matches, some)
+                yield ()
+        yield Raw(b"*2\r\n")
+        yield b"%d" % cursor
+        yield Raw(b"*%d\r\n" % len(found))
+        yield from found
+
+    return Stream(None, steps())

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from functools import partial
 from heapq import merge
+from itertools import chain, islice
 
 import xxhash
 
@@ -32,6 +33,7 @@ from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 
 _SORTED = 4096  # page ids that are sorted in a step
+_KEYS = 256  # keys of pages that are spelt in a step
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
 
@@ -93,6 +95,13 @@ def blocks_of(client: Client, req_id: bytes) -> Steps[list[Block]]:
         if at % STEP == STEP - 1:
             yield ()
     return found
+
+
+def keys_in(block: Block) -> Iterator[list[bytes]]:
+    """The keys of a block's pages, some at a time: those it has when the first are asked for."""
+    keys = block.page_keys()
+    while some := [*islice(keys, _KEYS)]:
+        yield some
 
 
 def _still_there(keyspace: Keyspace, blocks: list[Block]) -> Iterator[Block]:
@@ -158,12 +167,13 @@ def kvpageindex(client: Client, args: list[Argument]) -> Reply:
 
 def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[str, Reply]]:
     pages, shape = yield from gathered(keyspace, block)
+    layers, heads, planes = block.measure()
     described: dict[str, Reply] = {
         "page": block.page,
         "pages": block.pages,
-        "layers": block.layers,
-        "heads": block.heads,
-        "planes": block.planes,
+        "layers": layers,
+        "heads": heads,
+        "planes": planes,
         "complete": int(shape is not None),
     }
     if with_sizes:
@@ -203,7 +213,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                     keyspace.remove_block(block, "del", "corrupt")
                 yield ()
                 continue
-            for key in list(block.page_keys()):
+            for key in chain.from_iterable(keys_in(block)):
                 yield from fetched(client, partial(_value_of, key))
                 page = keyspace.find(key)
                 if not is_page(page):
@@ -225,9 +235,14 @@ def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
     """Have a block in memory, in steps; the keys of its pages that are not on disk what was stored."""
     if client.server.tiered is None:
         return []
-    keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
+    ghosts, parts, gone = client.keyspace.ghosts, list[list[bytes]](), list[PageKey]()
+    for some in keys_in(block):
+        parts.append(some)
+        yield ()
     yield from fetched(client, lambda tiered: tiered.needs.blocks_at([(block.req_id, block.page)]))
-    gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
+    for some in parts:
+        gone += [PageKey.parse(key) for key in some if client.keyspace.find(key) is None]
+        yield ()
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
 

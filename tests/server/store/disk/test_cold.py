@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -16,7 +17,11 @@ from test_tiered import damage, disk_info, settle
 from waiting import until
 from wire import Wire, parse, spell
 
+from kvpage_server.core import NewPages
+from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.holds import Holds
+from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.index import Block
 
 MB = 1024**2
 UNREADABLE = Path(__file__).parents[3] / "support" / "unreadable.py"
@@ -352,3 +357,37 @@ def test_a_string_under_the_key_of_a_page_is_scanned_after_a_restart_as_before(t
         assert set(first) == there
         assert set(client.scan_iter(_type="string")) >= {b"kv:r:0:0:0:0", b"kv:s:0:0:0:0"}
         assert {client.randomkey() for _ in range(200)} == there
+
+
+# -- what has to stay in memory ----------------------------------------------------------------------------------------
+
+
+def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_they_have(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They cannot leave memory yet. Whoever makes room looks at very many of them, and others wait meanwhile."""
+    spelt = 0
+    each = Block.page_names
+
+    def counted(block: Block) -> Iterator[tuple[bytes, int, int, int]]:
+        nonlocal spelt
+        for name in each(block):
+            spelt += 1
+            yield name
+
+    async def make_room() -> None:
+        keyspace = Keyspace(maxmemory=64 * 1024, disk=Disk(tmp_path))
+        tier = keyspace.tier
+        assert tier is not None
+        tier.connect(mode="everysec", limit=64 * MB, scrub_rate=0, moved=lambda: None)
+        for block in range(20):
+            names = [(b"r", b"%d" % layer, b"0", b"%d" % block, b"0") for layer in range(500)]
+            words = [word for name in names for word in (*name, b"8", b"1", b"64", b"0", bytes(64))]
+            keyspace.set_pages(NewPages(words, 0, 500, keyspace.arena, 1, False, True))
+        monkeypatch.setattr(Block, "page_names", counted)
+        assert keyspace.memory.make_room()
+        assert keyspace.memory.is_full
+        await tier.close()
+
+    asyncio.run(make_room())
+    assert spelt < 20 * 10
