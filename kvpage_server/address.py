@@ -1,7 +1,7 @@
-"""Where a store is and who asks: a URL, and what the environment says of both.
+"""The URL, user and password of a store, from options and the environment.
 
-A password on a command line is seen by everybody who lists the machine's processes. So it can come from the environment
-or be typed in.
+Everybody who lists the machine's processes can see a password on a command line. So it can also come from the
+environment, or be typed in.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ PASSWORDS = ("KVPAGE_PASSWORD", "REDISCLI_AUTH")  # the first that is set; redis
 
 
 def urls_of(servers: str) -> list[str]:
-    """Those of servers side by side, which have commas between them; of one server its only one."""
+    """The URLs in a list with commas, for servers side by side; or the only one."""
     return _BETWEEN.split(servers)
 
 
 def with_credentials(urls: str, user: str = "", password: str = "") -> str:
-    """The URL, or each of a list, with a user's name and password in it. What is not given stays as it stands in the
-    URL; where no password stands there either, it is the environment's.
+    """The URL, or each of a list, with user and password in it. If one is not given, the URL's stays. If the URL has
+    no password either, it is taken from the environment.
 
-    Raises ValueError for a URL that is none.
+    Raises ValueError for an invalid URL.
     """
     return ",".join(_with_credentials(url, user, password) for url in urls_of(urls))
 
@@ -45,5 +45,5 @@ def _with_credentials(url: str, user: str, password: str) -> str:
 
 
 def shown(url: str) -> str:
-    """A URL as it may be shown: without the password it may hold."""
+    """A URL without its password."""
     return re.sub(r"//[^/]*@", "//", url)

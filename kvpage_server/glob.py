@@ -30,7 +30,7 @@ class PatternTooLong(ValueError):
 
 @lru_cache(maxsize=512)
 def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
-    """What tells whether bytes match `pattern` as a whole. Raises PatternTooLong."""
+    """A test whether bytes match the whole `pattern`. Raises PatternTooLong."""
     if len(pattern) > LONGEST:
         raise PatternTooLong(f"a pattern has at most {LONGEST} bytes, got {len(pattern)}")
     if pattern == b"*":
@@ -54,7 +54,7 @@ def glob(pattern: bytes, *, ignore_case: bool = False) -> Matches:
 
 
 def opening_of(pattern: bytes) -> bytes | None:
-    """What a name has to begin with to match, where that is all that is asked: a pattern with one star, at its end."""
+    """The prefix that a matching name must have, if the pattern is a prefix and a star."""
     opening = pattern[:-1]
     return opening if pattern[-1:] == b"*" and opening and not _SPECIAL.search(opening) else None
 

@@ -1,7 +1,7 @@
-"""Very many glob patterns, and which of them a name matches: rights to keys and channels, listeners to patterns.
+"""Very many glob patterns, and which of them match a name. Used for rights to keys and channels, and for listeners.
 
-Most patterns are a beginning and a star. These are looked up by the beginnings that a name has; a name is held against
-each of the others. Cost of a name: O(different lengths of beginnings + other patterns).
+Most patterns are a prefix and a star. These are looked up by the prefixes of a name. All other patterns are tried one
+by one. Cost for a name: O(different lengths of prefixes + other patterns).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Patterns(Generic[T]):
-    """Patterns in the order in which they came, each with something that it stands for."""
+    """Patterns in the order of adding, each with a value."""
 
     def __init__(self) -> None:
         self._all: dict[bytes, T] = {}
@@ -34,11 +34,11 @@ class Patterns(Generic[T]):
         return pattern in self._all
 
     def get(self, pattern: bytes) -> T | None:
-        """What a pattern stands for, if it is one of these."""
+        """The value of a pattern, or None."""
         return self._all.get(pattern)
 
     def add(self, pattern: bytes, value: T, matches: Matches) -> None:
-        """Have a pattern stand for something, and no longer for what it did. `matches` is what `glob` makes of it."""
+        """Set the value of a pattern. `matches` is the compiled pattern."""
         if pattern in self._all:
             self._forget(pattern)
         opening = opening_of(pattern)
@@ -50,7 +50,6 @@ class Patterns(Generic[T]):
         self._all[pattern] = value
 
     def remove(self, pattern: bytes) -> None:
-        """A pattern is no longer one of these."""
         del self._all[pattern]
         self._forget(pattern)
 
@@ -63,7 +62,7 @@ class Patterns(Generic[T]):
                 del self._lengths[len(opening)]
 
     def matching(self, name: bytes) -> Iterator[T]:
-        """What those patterns stand for that match a name."""
+        """The values of the patterns that match a name."""
         for length in self._lengths:
             found = self._openings.get(name[:length])
             if found is not None and length <= len(name):
@@ -74,11 +73,10 @@ class Patterns(Generic[T]):
 
     @property
     def cost(self) -> int:
-        """How many patterns a name is held against."""
+        """The number of patterns that a name is compared with."""
         return len(self._lengths) + len(self._others)
 
     def copy(self) -> Patterns[T]:
-        """The same patterns, to be changed by themselves."""
         new = Patterns[T]()
         new._all, new._openings = self._all.copy(), self._openings.copy()
         new._lengths, new._others = self._lengths.copy(), self._others.copy()

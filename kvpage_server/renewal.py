@@ -1,4 +1,4 @@
-"""SIGHUP to a service: its log file, its certificates and its map of slots are new ones."""
+"""SIGHUP to a service: it reloads its log file, its certificates and its map of slots."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ async def _renew_log(server: Server) -> None:
 
 
 async def _renew_certificates(server: Server) -> None:
-    """For connections to come; those that are there live on. Others are served while the certificates are read."""
+    """Renew them for new connections; open ones go on. Clients are served while the certificates are read."""
     if not server.config.tls_port:
         return
     asked = copy(server.config)
@@ -53,7 +53,7 @@ async def _renew_certificates(server: Server) -> None:
 
 
 async def _renew_map(server: Server) -> None:
-    """For commands to come. Keys that are another server's by now stay until they are evicted."""
+    """Renew it for further commands. Keys that now belong to another server stay until they are evicted."""
     placing = server.placing
     if placing is None:
         return

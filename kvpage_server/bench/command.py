@@ -29,7 +29,7 @@ _DELETED_AT_ONCE = 10_000
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """Work, and over which connections."""
+    """Work and its connections."""
 
     make: Callable[[int], Work]  # for so many generations
     total: int  # bytes of a batch
@@ -80,12 +80,12 @@ class Target:
         self.name = next(f"{kind} {info[field]}" for kind, field in kinds.items() if field in info)
 
     def cpu_seconds(self) -> float:
-        """What the server has used so far, by its own account."""
+        """The CPU seconds that the server has used, from INFO."""
         info = self._admin.info("cpu")
         return float(info["used_cpu_user"]) + float(info["used_cpu_sys"])
 
     def room(self) -> int:
-        """Bytes of pages that it can be asked to hold."""
+        """The bytes of pages that it can hold."""
         limit = int(self._admin.info("memory").get("maxmemory", 0))
         return min(_HELD, limit // 2) if limit else _HELD
 

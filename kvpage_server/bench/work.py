@@ -29,7 +29,7 @@ class BatchMemory:
         self.read[:, -1] = ~self.written[:, -1]
 
     def check(self) -> None:
-        """Raises AssertionError when what was read is not what was written."""
+        """Raises AssertionError if the bytes read differ from those written."""
         if not np.array_equal(self.written, self.read):
             raise AssertionError("the bytes that were read are not those that were written")
 

@@ -1,7 +1,7 @@
-"""AsyncPageClient: the same for an event loop, asyncio's or uvloop's.
+"""AsyncPageClient: PageClient for an event loop, asyncio's or uvloop's.
 
-It drives the same conversations on the same connections as its twin, and lets the loop wait for their sockets. Only
-connecting, which redis-py's connections do by blocking, is left to a thread.
+It has the same conversations on the same connections as PageClient, but the loop waits for the sockets. Only connecting
+is done in a thread, since redis-py's connections block while they connect.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvpage_server.page import BlockShape, PageKey
 from kvpage_server.tracing import span
 
 T = TypeVar("T")
-CONNECTING_AT_ONCE = 128  # connections that are made at once; a call that waited for a thread would waste its deadline
+CONNECTING_AT_ONCE = 128  # threads that connect; a call that has to wait for one would waste its deadline
 
 
 class AsyncPageClient:
-    """What `PageClient` is, with methods to be awaited. To be used in one event loop.
+    """`PageClient` with methods to be awaited, which are described there. To be used in one event loop.
 
-    A call that is cancelled gives up its connection, and writes into no buffer any more.
+    A cancelled call closes its connection, and does not write into buffers any more.
     """
 
     def __init__(
@@ -67,18 +67,17 @@ class AsyncPageClient:
 
     @property
     def misses(self) -> Counter[str]:
-        """How many pages and blocks were missed, by reason."""
         return self._calls.misses
 
     @property
     def cluster(self) -> ClusterCalls:
-        """What a cluster's nodes can be asked: plans for `carry_out`. Raises Unsupported where there is no cluster."""
+        """Plans for `carry_out`, which ask a cluster's nodes. Raises Unsupported if there is no cluster."""
         if not isinstance(self._calls, ClusterCalls):
             raise Unsupported("this is no cluster")
         return self._calls
 
     async def carry_out(self, plan: Timed[T], *, deadline: float | None = None) -> T:
-        """Do what a plan says, at all nodes that it asks at once."""
+        """Carry out a plan, asking several nodes at the same time."""
         return await self._do(plan, deadline)
 
     async def close(self) -> None:
@@ -94,45 +93,35 @@ class AsyncPageClient:
     # -- pages -----------------------------------------------------------------------------------------------------
 
     async def set_page(self, page: Page, *, ttl: int = 0, deadline: float | None = None) -> None:
-        """Store a page. See `mset`."""
         await self.mset([page], ttl=ttl, deadline=deadline)
 
     async def mset(self, pages: Sequence[Page], *, ttl: int = 0, deadline: float | None = None) -> None:
-        """Store pages; `ttl` in seconds, 0 for none."""
         await self._do(self._calls.mset(pages, ttl), deadline)
 
     async def get_page(self, key: PageKey, *, deadline: float | None = None) -> Page | None:
-        """A page in memory of its own, or None."""
         return (await self.mget([key], deadline=deadline))[0]
 
     async def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
-        """Pages in memory of their own, None for each that was missed."""
         return await self._do(self._calls.mget(keys), deadline)
 
     async def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
-        """Receive a page into a buffer of its size; whether it is there."""
         return (await self.mget_into([key], [buffer], deadline=deadline))[0]
 
     async def mget_into(
         self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
     ) -> list[bool]:
-        """Receive each page into the buffer at its place; which ones are there."""
         return await self._do(self._calls.mget_into(keys, buffers), deadline)
 
     async def exists(self, key: PageKey, *, deadline: float | None = None) -> bool:
-        """Whether a page is there."""
         return (await self.mexists([key], deadline=deadline))[0]
 
     async def mexists(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[bool]:
-        """Which pages are there."""
         return await self._do(self._calls.mexists(keys), deadline)
 
     async def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
-        """Delete pages; how many there were."""
         return await self._do(self._calls.delete(keys), deadline)
 
     async def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
-        """Delete a request, or the blocks of it with these page ids; how many pages there were."""
         return await self._do(self._calls.delete_request(req_id, pages), deadline)
 
     # -- blocks ----------------------------------------------------------------------------------------------------
@@ -140,7 +129,6 @@ class AsyncPageClient:
     async def set_block(
         self, name: BlockName, shape: BlockShape, body: BlockBody, *, ttl: int = 0, deadline: float | None = None
     ) -> None:
-        """Store a block. See `mset_blocks`."""
         await self.mset_blocks([name], shape, [body], ttl=ttl, deadline=deadline)
 
     async def mset_blocks(
@@ -161,7 +149,6 @@ class AsyncPageClient:
     async def get_block_into(
         self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
     ) -> bool:
-        """Receive a block into a buffer of its size; whether it is there and complete."""
         return (await self.mget_blocks_into([name], shape, [buffer], deadline=deadline))[0]
 
     async def mget_blocks_into(
@@ -172,7 +159,6 @@ class AsyncPageClient:
         *,
         deadline: float | None = None,
     ) -> list[bool]:
-        """Receive each block into the buffer at its place; which ones are there and complete."""
         return [why is None for why in await self.fetch_blocks_into(names, shape, buffers, deadline=deadline)]
 
     async def fetch_blocks_into(
@@ -183,19 +169,16 @@ class AsyncPageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """The same; why each was missed, as in `misses`, and None for those that are there."""
         return await self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     async def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
-        """How many of the blocks are complete, from the first one on; exactly those are leased."""
         return await self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
     async def lease(
         self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None
     ) -> int:
-        """Protect a request, or the blocks of it with these page ids, from eviction for a while; how many blocks."""
         return await self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
     # -- anything else ---------------------------------------------------------------------------------------------
@@ -206,7 +189,7 @@ class AsyncPageClient:
         return self._several.calls.words if self._several else BlockWords
 
     async def nodes(self, *, deadline: float | None = None) -> list[Hashable]:
-        """Who has keys, each to be asked by `ask`; of a single server None."""
+        """The nodes that have keys, for `ask`; None for a single server."""
         return list(await self._do(self._several.calls.nodes(), deadline)) if self._several else [None]
 
     async def ask(
@@ -217,11 +200,7 @@ class AsyncPageClient:
         of: Hashable = None,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
-        when the connection broke may have been done. Raises what the first refusal is.
-
-        Of several servers each is asked of the one that has its key, which is its second word; or all `of` one. Where
-        `gone` is given it stands for the answers of those that give none."""
+        """As `PageClient.ask`. With `of`, all questions go to that node."""
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._several and of is None:
             again = gone is not RAISES
@@ -321,7 +300,7 @@ class AsyncPageClient:
                     await asyncio.sleep(pause_before_retry(connection, failures, end, error))
 
     async def _carry_out(self, plan: Plan[T], end: Deadline) -> T:
-        """Do what a plan asks of several servers, what it asks at once at once."""
+        """Carry out a plan on several servers. Errands of a round are done at the same time."""
         assert self._several
         silence = self._several.peers.silence(end)
         try:
@@ -351,8 +330,8 @@ class AsyncPageClient:
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
-        """A connection of the pool. One that a thread is still connecting goes back when the thread is done with it:
-        it can't be interrupted, and nobody is to wait for it."""
+        """A connection of the pool. If a thread is still connecting it, it goes back to the pool when the thread is
+        done: the thread can't be interrupted, and nobody should wait for it."""
         pool = pool or self._pool
         assert pool
         connection = pool.lend()

@@ -1,4 +1,4 @@
-"""Memory of the caller's as bytes: numpy arrays, mx.arrays, bytearrays, memoryviews, never copied."""
+"""The caller's memory as bytes, without a copy: numpy arrays, mx.arrays, bytearrays, memoryviews."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def readable(buffer: Buffer) -> memoryview:
 
 
 def places(buffers: Sequence[Buffer], count: int) -> Memory:
-    """Writable memory for `count` values. Raises BadBuffer naming the one that can't be used."""
+    """Writable memory for `count` values. Raises BadBuffer, which names the buffer that can't be used."""
     if len(buffers) != count:
         raise BadBuffer(f"{count} values need {count} buffers, got {len(buffers)}")
     try:

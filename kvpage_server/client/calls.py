@@ -1,6 +1,6 @@
-"""What each method of a client does, without doing it: checks its arguments, says what to ask, and reads the answers.
+"""The methods of a client, without I/O: each checks its arguments, says what to ask, and reads the answers.
 
-The clients, one for threads and one for an event loop, differ in how they wait and in nothing else.
+So the two clients, for threads and for an event loop, differ only in how they wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _WHOLE = [slice(None)]
 
 @dataclass(frozen=True, slots=True)
 class Call(Generic[T]):
-    """A batch in parts, each to be asked on a connection of its own, and what their answers together mean."""
+    """A batch in parts, each for its own connection, and the meaning of all answers together."""
 
     what: str  # the method of the client
     parts: Sequence[slice]
@@ -36,7 +36,7 @@ class Call(Generic[T]):
     read: Callable[[list[Any]], T]
 
 
-Sizes = Callable[[], Sequence[int]]  # bytes of each body; nobody asks who does not need them
+Sizes = Callable[[], Sequence[int]]  # bytes of each body, computed only if needed
 
 
 def count_sent(sizes: Sizes) -> None:
@@ -129,7 +129,7 @@ class Calls:
         )
 
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Call[int]:
-        """How many blocks from the first on are complete."""
+        """The number of complete blocks, from the first one."""
         check_names(names)
         asked = _WHOLE if names else []
         return Call("prefix", asked, lambda to, _: to.prefix(names, pages_per_block, lease_ms), sum)
@@ -139,7 +139,7 @@ class Calls:
         return Call("lease", _WHOLE, lambda to, _: to.lease(req_id, lease_ms, pages), sum)
 
     def _parts(self, count: int, sizes: Sizes) -> list[slice]:
-        """One for each connection that a batch may use; with one connection nobody asks for sizes."""
+        """A part for each connection that a batch may use. With one connection the sizes are not needed."""
         if self._connections > 1:
             return cut(sizes(), self._connections)
         return [slice(0, count)] if count else []

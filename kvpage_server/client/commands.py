@@ -1,4 +1,4 @@
-"""What is asked in which words: GET, SET and the like of any Redis, or the page family of kvpage-server."""
+"""The commands for a server: GET, SET and the like for any Redis, or the page family for kvpage-server."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvpage_server.core import Bodies, Chunk, Memory, PageKeys, SentPages
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
 
 Missed = dict[int, str]  # which of a batch, and why
-_NAMES_AT_ONCE = 4096  # names that are spelt before others have their turn
+_NAMES_AT_ONCE = 4096  # names that are encoded before other tasks have their turn
 
 
 # -- words -------------------------------------------------------------------------------------------------------------
@@ -37,12 +37,12 @@ def _chunks(count: int, spell: Callable[[int], Chunk]) -> Iterator[Chunk]:
 
 
 def _opening(one: bytes, several: bytes, count: int) -> bytes:
-    """What precedes the keys of a command that has another name for several of them."""
+    """The words before the keys of a command that has another name for several keys."""
     return b"*%d\r\n%b" % (1 + count, word(one if count == 1 else several))
 
 
 def _page_opening(name: bytes, count: int, width: int) -> bytes:
-    """What precedes the arguments, `width` a page, of a page command; of its batch when there is more than one page."""
+    """The words before the arguments of a page command, or of its batch if there are several pages."""
     if count == 1:
         return b"*%d\r\n%b" % (1 + width, word(b"KVPAGE" + name))
     return b"*%d\r\n%b%b" % (2 + count * width, word(b"KVPAGEM" + name), word(count))
@@ -92,7 +92,7 @@ class BlobCommands:
     """What any Redis or Valkey can do: a page is a string whose value is its blob."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
-        """Write pages: together, or with a `ttl`, in seconds, each for itself."""
+        """Write pages: all with one command, or, if there is a `ttl`, each with its own."""
         created, count = unix_ms(), len(pages)
         before, after = (b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)) if ttl else (b"", b"\r\n")
 
@@ -175,7 +175,7 @@ class BlobCommands:
 
 
 def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) -> Page | None:
-    """The page that a blob holds; None, and the reason in `missed`, when it holds none."""
+    """The page in a blob. If there is none, returns None and adds the reason to `missed`."""
     if blob is None:
         missed[item] = "absent"
         return None
@@ -194,7 +194,7 @@ def _decode(item: int, key: PageKey, blob: Any, verify: bool, missed: Missed) ->
 
 
 class PageCommands(BlobCommands):
-    """What kvpage-server does better. It knows blobs as well: they are how a reader gets at the checksums."""
+    """The commands of kvpage-server. It knows blobs as well, and reads with checksums use them."""
 
     def set_pages(self, pages: SentPages, ttl: int) -> Request[None]:
         """Write pages, all or none."""
@@ -207,7 +207,7 @@ class PageCommands(BlobCommands):
         return Request(pieces, Values, _all_ok)
 
     def read_pages(self, names: PageKeys, places: Memory, verify: bool) -> Request[Missed]:
-        """Receive pages into their places: with `verify` as blobs."""
+        """Receive pages into their places; with `verify` as blobs."""
         if verify:
             return super().read_pages(names, places, verify)
         return Request(
@@ -227,7 +227,7 @@ class PageCommands(BlobCommands):
     def set_blocks(
         self, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[Sequence[memoryview]], ttl: int
     ) -> Request[None]:
-        """Write whole blocks, each for itself."""
+        """Write whole blocks, each with its own command."""
         planes = [(int(plane.kv_type), int(plane.dtype), plane.head_dim) for plane in shape.planes]
         numbers = shape.layers, shape.heads, shape.page_size, ttl, len(planes), *chain.from_iterable(planes)
         opening = b"*%d\r\n%b" % (4 + len(numbers), word(b"KVBLOCKSET"))

@@ -1,4 +1,4 @@
-"""Conversations with servers driven by an event loop, which waits for their sockets."""
+"""Drives conversations with an event loop, which waits for their sockets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 async def converse(connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf) -> T:
-    """What the server answers, unless no byte moves for so many seconds of `silence`."""
+    """The server's answer. Raises DeadlineExceeded after `silence` seconds without a byte."""
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
     try:
         over = loop.time() + end.left()
@@ -45,7 +45,7 @@ async def _pass_through(conversation: Conversation[Any], moved: Callable[[], Non
 
 
 class _Drive:
-    """A conversation that the loop goes on with when its socket is ready. The task that waits is woken at the end."""
+    """A conversation that the loop continues when its socket is ready. It wakes the waiting task at the end."""
 
     def __init__(self, conversation: Conversation[Any], moved: Callable[[], None] | None) -> None:
         self._moved = moved
@@ -77,7 +77,7 @@ class _Drive:
             self._watch_for(events)
 
     def _watch_for(self, events: int) -> None:
-        """Watch for these events, mostly those that are watched for already."""
+        """Watch for these events; usually they are watched for already."""
         changed = events ^ self._watched
         self._watched = events
         if changed & READ:

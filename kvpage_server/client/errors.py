@@ -1,4 +1,4 @@
-"""What can go wrong between a page client and its server. Each error is also the redis-py error that means the same."""
+"""The errors of a page client. Each is also the redis-py error that means the same."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ class PageClientError(Exception):
 
 
 class DeadlineExceeded(PageClientError, redis.TimeoutError):
-    """The call was not over in time. Its connection is closed; what was sent may have been done."""
+    """The call took too long. Its connection is closed. The server may have done what was sent."""
 
 
 class Disconnected(PageClientError, redis.ConnectionError):
-    """No connection, or none any more. What was sent may have been done."""
+    """There is no connection, or it broke. The server may have done what was sent."""
 
 
 class Closed(Disconnected):
@@ -25,7 +25,7 @@ class Closed(Disconnected):
 
 
 class WrongReply(PageClientError, redis.InvalidResponse):
-    """The server's answer is not RESP, or not an answer to what was asked. Its connection is closed."""
+    """The server's answer is not RESP, or does not fit the question. Its connection is closed."""
 
 
 class Refused(PageClientError, redis.ResponseError):
@@ -37,7 +37,7 @@ class Refused(PageClientError, redis.ResponseError):
 
 
 class BadBuffer(PageClientError, ValueError):
-    """Memory given by the caller can't be sent or received into: wrong size, read-only, not contiguous."""
+    """The caller's memory can't be used: it has the wrong size, is read-only, or is not contiguous."""
 
 
 class Unsupported(PageClientError):

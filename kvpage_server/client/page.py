@@ -1,4 +1,4 @@
-"""Pages and blocks as the client's callers give them."""
+"""Pages and blocks as callers pass them to the client."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BlockBody = Buffer | Sequence[Buffer]  # memory in one piece, or in several, one
 
 
 class Page(NamedTuple):
-    """A page: its body is the memory of a C-contiguous ``[page_size, head_dim]`` of `dtype`."""
+    """A page. Its body is C-contiguous memory, ``[page_size, head_dim]`` of `dtype`."""
 
     key: PageKey
     body: Buffer
@@ -55,7 +55,7 @@ def sized(pages: Sequence[Page], ttl: int) -> SentPages:
 
 
 def _misfit(index: int, page: Page) -> Exception:
-    """What is wrong with a page that can't be written."""
+    """The error for a page that can't be written."""
     try:
         check_range("page_size", page.page_size, 1, MAX_U32)
         check_range("head_dim", page.head_dim, 1, MAX_U32)
@@ -68,7 +68,7 @@ def _misfit(index: int, page: Page) -> Exception:
 
 
 def check_names(names: Sequence[BlockName]) -> None:
-    """Raises PageError for a name that no block can have."""
+    """Raises PageError for a name that is not allowed."""
     for req_id, page in names:
         check_req_id(req_id)
         check_range("page_id", page, 0, MAX_PAGE)
@@ -88,14 +88,14 @@ def sized_blocks(
 
 
 def check_block_sizes(sizes: Iterable[int], shape: BlockShape) -> None:
-    """Raises BadBuffer naming the first that is not as long as the block."""
+    """Raises BadBuffer, which names the first that is not as long as the block."""
     for i, size in enumerate(sizes):
         if size != shape.nbytes:
             raise BadBuffer(f"block {i}: a block of this shape has {shape.nbytes} bytes, its memory has {size}")
 
 
 def pages_of_block(name: BlockName, shape: BlockShape) -> Iterator[tuple[PageKey, Plane, slice]]:
-    """Every page of a block and where in the body it lies, in the body's order."""
+    """Every page of a block and its place in the body, in the body's order."""
     req_id, page = name
     pages = product(range(shape.layers), shape.planes, range(shape.heads))
     for (layer, plane, head), span in zip(pages, shape.page_spans(), strict=True):

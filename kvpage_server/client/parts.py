@@ -10,7 +10,7 @@ _LEAST_BYTES = 1024 * 1024  # bytes that are worth a connection of their own
 
 
 def cut(sizes: Sequence[int], connections: int) -> list[slice]:
-    """Neighbours, of `sizes` bytes each, stay together; each part has about as many bytes. None for an empty batch."""
+    """Parts of neighbours with about the same number of bytes. `sizes` has the bytes of each item."""
     ends = list(accumulate(sizes))
     total = ends[-1] if ends else 0
     parts = max(1, min(connections, total // _LEAST_BYTES))

@@ -1,7 +1,7 @@
-"""Any command at all, as a question: its words, and what its answer may be.
+"""Any command as a question: its words, and a reader for its answer.
 
-What comes over the wire may be anything: an answer is read before anybody works with it, and where it is not of the
-kind that the question has, WrongReply is raised and the connection closed, as the next answer may be another's, too.
+A server may answer anything, so every answer is checked. If it does not fit the question, WrongReply is raised, and the
+connection is closed, since the next answer may belong to another question, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Question(NamedTuple):
 
 
 def key_of(question: Question) -> bytes:
-    """Its second word, which decides who of several servers is asked. Raises Unsupported where there is none."""
+    """The second word, which decides which of several servers is asked. Raises Unsupported if there is none."""
     if len(question.words) < 2:
         raise Unsupported(f"several servers can't be asked for anything without a key, got {question.words[0]!r}")
     return encoded(question.words[1])
@@ -45,7 +45,7 @@ class BlockWords:
 
 
 def ask(questions: Sequence[Question]) -> Request[list[Any]]:
-    """Several questions at once; the answers as they were read. Raises what the first refusal of them is."""
+    """Ask several questions at once. Returns what their readers make of the answers, or raises the first refusal."""
     return _request([question.words for question in questions], lambda values: _read(questions, values))
 
 
@@ -55,7 +55,7 @@ def watch(keys: Sequence[Word], question: Question) -> Request[Any]:
 
 
 def commit(questions: Sequence[Question]) -> Request[list[Any] | None]:
-    """Do all of it together; the answers, None when a watched key was changed and nothing was done."""
+    """Run all questions as a transaction. Returns the answers, or None if a watched key was changed."""
 
     def read(values: list[Any]) -> list[Any] | None:
         opened, *queued, answers = values
@@ -118,7 +118,7 @@ def up_to(most: int) -> Callable[[Any], int]:
 
 
 def text(value: Any) -> bytes | None:
-    """A string, or None where there is none."""
+    """A string or None."""
     _expect(value is None or isinstance(value, bytes | memoryview), "a string", value)
     return None if value is None else bytes(value)
 
@@ -134,7 +134,7 @@ def array(length: int) -> Callable[[Any], list[Any]]:
 
 
 def texts(length: int) -> Callable[[Any], list[bytes | None]]:
-    """So many strings, None for each that is not there."""
+    """That many strings, with None for missing ones."""
     several = array(length)
     return lambda value: [text(one) for one in several(value)]
 

@@ -34,27 +34,27 @@ class PageClient:
     Bodies are sent from and received into the caller's own memory: numpy arrays, mx.arrays, anything C-contiguous
     that has the buffer protocol. No byte of a body is copied on the way.
 
-    What is not there, or is not what was asked for, is a miss, counted in `misses` by reason: ``absent``; ``size`` it
-    is longer or shorter than its buffer; ``header`` its header names another page; ``checksum`` its bytes are not
-    those that were written. The buffer of a page that was missed holds anything.
+    A page that is missing or wrong is a miss. `misses` counts them by reason: ``absent``; ``size``, it is longer or
+    shorter than its buffer; ``header``, its header names another page; ``checksum``, its bytes are not those that were
+    written. After a miss, the content of the buffer is undefined.
 
-    Every call has a deadline in seconds, for all that it does. It raises one of the errors of
-    `kvpage_server.client.errors`, after which its connection is not used again. Can be shared between threads.
+    Every call has a deadline in seconds for everything it does. Calls raise the errors of
+    `kvpage_server.client.errors`; the connection is then not used again. Can be shared between threads.
     """
 
     def __init__(
         self, url: str, *, connections: int = 1, deadline: float = 5.0, verify: bool = True, **redis_options: Any
     ) -> None:
-        """`url` is a redis://, rediss:// or unix:// URL and `redis_options` more options, both as redis-py's
-        ConnectionPool takes them. Large batches use up to `connections` connections at once. `deadline` is for calls
-        that name none. `verify` checks the checksum of every page that is received; pages then travel with their
-        headers. Blocks have no checksum of their own.
+        """`url` is a redis://, rediss:// or unix:// URL. `redis_options` are more options of redis-py's ConnectionPool.
+        Large batches use up to `connections` connections at once. `deadline` is the default for calls without one.
+        `verify` checks the checksum of every page received; pages are then sent with their headers. Blocks have no
+        checksum of their own.
 
         A valkey-cluster://, redis-cluster:// or rediss-cluster:// URL names some nodes of a cluster: `docs/scaling.md`.
-        Several URLs with commas between them name servers side by side. More options of these are `node_deadline`, the
-        seconds for which a node may be silent, and of a cluster `read_from_replicas`; a cluster's URL may have both.
+        Several URLs separated by commas name servers side by side. Both have the option `node_deadline`, the seconds
+        for which a node may be silent. Clusters also have `read_from_replicas`. A cluster's URL may have both options.
 
-        Raises ValueError for a URL or an option that isn't one.
+        Raises ValueError for an invalid URL or option.
         """
         if connections < 1:
             raise ValueError(f"connections must be at least 1, got {connections}")
@@ -94,10 +94,10 @@ class PageClient:
         self.mset([page], ttl=ttl, deadline=deadline)
 
     def mset(self, pages: Sequence[Page], *, ttl: int = 0, deadline: float | None = None) -> None:
-        """Store pages; `ttl` in seconds, 0 for none.
+        """Store pages; `ttl` is in seconds, 0 for none.
 
-        All or none of those that share a connection. On a plain Redis pages with a ttl are stored one by one.
-        Raises BadBuffer for a body that is not as long as its page's shape says, PageError for one out of range.
+        Of the pages that share a connection, all or none are stored. On a plain Redis, pages with a ttl are stored one
+        by one. Raises BadBuffer if a body does not have the length of its shape, PageError for a value out of range.
         """
         self._do(self._calls.mset(pages, ttl), deadline)
 
@@ -106,19 +106,19 @@ class PageClient:
         return self.mget([key], deadline=deadline)[0]
 
     def mget(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> list[Page | None]:
-        """Pages in memory of their own, None for each that was missed."""
+        """Pages in their own memory, with None for misses."""
         return self._do(self._calls.mget(keys), deadline)
 
     def get_page_into(self, key: PageKey, buffer: Buffer, *, deadline: float | None = None) -> bool:
-        """Receive a page into a buffer of its size; whether it is there."""
+        """Receive a page into a buffer of its size. Returns whether it was found."""
         return self.mget_into([key], [buffer], deadline=deadline)[0]
 
     def mget_into(
         self, keys: Sequence[PageKey], buffers: Sequence[Buffer], *, deadline: float | None = None
     ) -> list[bool]:
-        """Receive each page into the buffer at its place; which ones are there.
+        """Receive each page into its buffer. Returns which ones were found.
 
-        Raises BadBuffer when a buffer is read-only or not contiguous.
+        Raises BadBuffer if a buffer is read-only or not contiguous.
         """
         return self._do(self._calls.mget_into(keys, buffers), deadline)
 
@@ -131,11 +131,11 @@ class PageClient:
         return self._do(self._calls.mexists(keys), deadline)
 
     def delete(self, keys: Sequence[PageKey], *, deadline: float | None = None) -> int:
-        """Delete pages; how many there were."""
+        """Delete pages. Returns how many existed."""
         return self._do(self._calls.delete(keys), deadline)
 
     def delete_request(self, req_id: bytes, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
-        """Delete a request, or the blocks of it with these page ids; how many pages there were.
+        """Delete a request, or its blocks with these page ids. Returns the number of deleted pages.
 
         Raises Unsupported on a plain Redis.
         """
@@ -158,18 +158,17 @@ class PageClient:
         ttl: int = 0,
         deadline: float | None = None,
     ) -> None:
-        """Store blocks, named ``(req_id, page_id)``; a body's order is layer, plane, head, token, dim.
+        """Store blocks, named ``(req_id, page_id)``. The order of a body is layer, plane, head, token, dim.
 
-        It may be in several pieces: a list of memory that lies one after the other.
-
-        `ttl` in seconds, 0 for none. Raises BadBuffer for a body that is not `shape.nbytes` long.
+        A body may be in several pieces: a list of buffers that follow each other. `ttl` is in seconds, 0 for none.
+        Raises BadBuffer for a body that is not `shape.nbytes` long.
         """
         self._do(self._calls.mset_blocks(names, shape, bodies, ttl), deadline)
 
     def get_block_into(
         self, name: BlockName, shape: BlockShape, buffer: Buffer, *, deadline: float | None = None
     ) -> bool:
-        """Receive a block into a buffer of its size; whether it is there and complete."""
+        """Receive a block into a buffer of its size. Returns whether it was found complete."""
         return self.mget_blocks_into([name], shape, [buffer], deadline=deadline)[0]
 
     def mget_blocks_into(
@@ -180,7 +179,7 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[bool]:
-        """Receive each block into the buffer at its place; which ones are there and complete.
+        """Receive each block into its buffer. Returns which ones were found complete.
 
         Raises BadBuffer for a buffer that is read-only or not `shape.nbytes` long.
         """
@@ -194,20 +193,20 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[str | None]:
-        """The same; why each was missed, as in `misses`, and None for those that are there."""
+        """The same, but returns the reason for each miss, as in `misses`, and None for blocks that were found."""
         return self._do(self._calls.fetch_blocks_into(names, shape, buffers), deadline)
 
     def prefix(
         self, names: Sequence[BlockName], *, pages_per_block: int, lease_ms: int = 0, deadline: float | None = None
     ) -> int:
-        """How many of the blocks are complete, from the first one on; exactly those are leased.
+        """The number of complete blocks, from the first one. Exactly these are leased.
 
         Raises Unsupported on a plain Redis.
         """
         return self._do(self._calls.prefix(names, pages_per_block, lease_ms), deadline)
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
-        """Protect a request, or the blocks of it with these page ids, from eviction for a while; how many blocks.
+        """Protect a request, or its blocks with these page ids, from eviction. Returns the number of leased blocks.
 
         Raises Unsupported on a plain Redis.
         """
@@ -216,11 +215,11 @@ class PageClient:
     # -- anything else ---------------------------------------------------------------------------------------------
 
     def ask(self, questions: Sequence[Question], *, gone: Any = RAISES, deadline: float | None = None) -> list[Any]:
-        """Ask several things at once; the answers, as each question reads its own. It is asked once: what was sent
-        when the connection broke may have been done. Raises what the first refusal is.
+        """Ask several questions at once. Returns what their readers make of the answers, or raises the first refusal.
+        Questions are sent once: if the connection breaks, the server may have done what was sent.
 
-        Of several servers each is asked of the one that has its key, which is its second word. Where `gone` is given
-        it stands for the answers of those that give none."""
+        With several servers, a question goes to the one that has its key, which is its second word. If `gone` is given,
+        it stands for answers that could not be had."""
         if self._several:
             return present(self._do(self._several.calls.ask(questions, gone is not RAISES), deadline), gone)
         assert self._pool
@@ -235,10 +234,10 @@ class PageClient:
         *,
         deadline: float | None = None,
     ) -> list[Any]:
-        """Ask `question`, and do what `change` makes of the answer, all of it together; its answers. Asks anew whenever
-        somebody else has changed one of the `keys` in between.
+        """Ask `question`, and run the questions that `change` makes of the answer as a transaction. Returns their
+        answers. Starts again if one of the `keys` was changed in between.
 
-        Of several servers one has all the keys. While a cluster changes it is tried again, whatever came of it before.
+        All keys must be on the same server. While a cluster is changing, the transaction is tried again.
         """
         end = Deadline(self._deadline if deadline is None else deadline)
         if self._pool:

@@ -1,4 +1,4 @@
-"""Every parameter, declared once, and what is made of parameters alone: defaults, the log, TLS's certificates.
+"""Every parameter, declared once, and what depends only on parameters: defaults, the log, TLS certificates.
 
-Knows no server: what a changed parameter does to a running one is said where CONFIG SET is.
+Knows no server: CONFIG SET applies changed parameters to a running one.
 """

@@ -1,4 +1,4 @@
-"""The certificates of the configuration, as what TLS connections begin with."""
+"""Loads the configured certificates for TLS connections."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ PARAMETERS = ("tls-cert-file", "tls-key-file", "tls-key-file-pass", "tls-ca-cert
 
 
 class CertificateError(ValueError):
-    """The configuration's certificates do not serve; the message says which, and why."""
+    """The configured certificates can't be used; the message says which, and why."""
 
 
 def load(config: Config) -> ssl.SSLContext | None:
-    """What the configuration's certificates allow; None where there is no TLS. Raises CertificateError."""
+    """The TLS context for the configured certificates; None without TLS. Raises CertificateError."""
     if not config.tls_port:
         return None
     if not config.tls_cert_file or not config.tls_key_file:
@@ -56,7 +56,7 @@ def _load_own(made: ssl.SSLContext, config: Config) -> None:
 
 
 def _read(path: str, label: str) -> bytes:
-    """A PEM file. Raises OSError or ValueError for what OpenSSL would wait for, or refuse without a reason."""
+    """A PEM file. Raises OSError or ValueError for files that OpenSSL would wait for, or refuse without a reason."""
     if not os.path.exists(path):
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), path)
     if not os.path.isfile(path):

@@ -125,7 +125,7 @@ def _read_memory_or_share(words: list[str]) -> int | str:
 
 
 class OutputLimit(NamedTuple):
-    """How many bytes of replies may wait: never `hard`; `soft` for no longer than `seconds`. 0 is no limit."""
+    """The bytes of unread replies: never above `hard`, and above `soft` only for `seconds`. 0 is no limit."""
 
     hard: int
     soft: int
@@ -367,7 +367,7 @@ class Config:
 
     @property
     def client_memory(self) -> int:
-        """Bytes that all connections may hold at once; 0 is no limit. A share is never less than one great page."""
+        """The bytes that all connections together may hold; 0 is no limit. A share is at least one large page."""
         if isinstance(self.maxmemory_clients, str):
             share = int(self.maxmemory_clients.rstrip("%"))
             return max((self.maxmemory or _NO_LIMIT_COUNTS_AS) * share // 100, _GREAT_PAGE)
@@ -375,12 +375,12 @@ class Config:
 
     @property
     def largest_command(self) -> int:
-        """Bytes that one command may have so that a client is not ended for it."""
+        """The most bytes of a command for which a client is not closed."""
         of_all = [self.client_memory] if self.client_memory else []
         return min(self.proto_max_bulk_len, self.client_query_buffer_limit, *of_all)
 
     def load(self, path: Path) -> None:
-        """Take every line of a file. Raises ConfigError naming file and line, OSError when it cannot be read."""
+        """Take every line of a file. Raises ConfigError, which names file and line, and OSError."""
         self.file = path.absolute()
         for number, name, values in read_lines(path):
             try:
@@ -390,7 +390,7 @@ class Config:
 
 
 def read_lines(path: Path) -> Iterator[tuple[int, str, list[str]]]:
-    """The lines of a configuration file that say something: number, name, values."""
+    """The lines of a configuration file, without comments: number, name, values."""
     for number, line in enumerate(path.read_bytes().splitlines(), start=1):
         if not line.strip() or line.lstrip().startswith(b"#"):
             continue

@@ -1,7 +1,7 @@
-"""What a server chooses by itself that was started without a configuration file.
+"""Defaults of a server that was started without a configuration file.
 
-Memory: a quarter of the machine's, or of what its control group may have. Disk: the directory that the platform has for
-the data of a user's programs. With a configuration file none of this happens, and a word on the command line wins.
+Memory: a quarter of the machine's, or of the control group's limit. Disk: the platform's directory for a user's data.
+The command line overrides both, and with a configuration file they are not used.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _MIB = 1 << 20
 
 
 def choose(config: Config) -> None:
-    """Choose what was not given; `config.chosen` says what that is.
+    """Choose the parameters that were not given, and list them in `config.chosen`.
 
-    A file's name that was given means the file where the server was started, as it did when that was its directory.
+    Relative file names on the command line refer to the directory in which the server was started.
     """
     if config.file is not None:
         return
@@ -46,9 +46,9 @@ def choose(config: Config) -> None:
 
 
 def enter(config: Config) -> None:
-    """Work in the directory that was chosen, if one was; it is made. Raises ConfigError.
+    """Create the chosen directory, if there is one, and change to it. Raises ConfigError.
 
-    A store that lies where the server was started was its own, when that was its directory: it must not seem lost.
+    A store in the directory where the server was started may be an older version's, and must not seem lost.
     """
     if "dir" not in config.chosen:
         return
@@ -67,18 +67,18 @@ def enter(config: Config) -> None:
 
 
 def data_directory() -> Path:
-    """Where the data of this user's programs belong: XDG_DATA_HOME on Linux, Application Support on macOS."""
+    """The user's directory for data of programs: XDG_DATA_HOME on Linux, Application Support on macOS."""
     return user_data_path("kvpage", appauthor=False).absolute()
 
 
 def memory(own: Path = _OWN_CGROUPS, groups: Path = _CGROUPS) -> int:
-    """Bytes that this process may have: the machine's, or less where a control group around it has a limit."""
+    """The memory that this process may use: the machine's, or the limit of a control group if that is less."""
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *_limits(own, groups)])
 
 
 def _limits(own: Path, groups: Path) -> Iterator[int]:
-    """The limits of the control groups that the process is in, and of those around them."""
+    """The limits of the process's control groups and their parents."""
     try:
         lines = own.read_text().splitlines()
     except OSError:  # there are none on macOS

@@ -24,7 +24,7 @@ def start(config: Config) -> None:
 
 
 def reopen(config: Config) -> None:
-    """Go on in a new file where somebody has moved the old one. Raises OSError, and then goes on in the old one."""
+    """Switch to a new file if the old one was moved. If that fails, keeps the old one and raises OSError."""
     handler, root = _handler(config), logging.getLogger()
     old = list(root.handlers)
     root.handlers[:] = [handler]
@@ -43,7 +43,7 @@ def _handler(config: Config) -> logging.Handler:
 
 
 class _File(logging.FileHandler):
-    """A file that its owner alone may read, and whatever group it has been given to."""
+    """A file that only its owner, and a group that it was given to, may read."""
 
     def _open(self) -> TextIOWrapper:
         file = open(self.baseFilename, "a", encoding="utf-8", errors="backslashreplace", opener=private)  # noqa: SIM115
@@ -52,10 +52,10 @@ class _File(logging.FileHandler):
 
 
 class _StandardError(logging.StreamHandler[TextIO]):
-    """Standard error, while somebody reads it. A terminal that was closed, or the end of a pipe, stops no server."""
+    """Standard error. A closed terminal or pipe does not stop the server."""
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Send what is said from now on, and what could not be said, nowhere."""
+        """Drop this record and all further ones."""
         error = sys.exception()
         if not isinstance(error, OSError) or error.errno not in _NOBODY_READS:
             super().handleError(record)
@@ -70,7 +70,7 @@ def _for_people() -> logging.Formatter:
 
 
 class JSONLines(logging.Formatter):
-    """One object a line: time, level, message, and what a record carries as `extra={"facts": {...}}`."""
+    """One object a line: time, level, message, and the fields in `extra={"facts": {...}}`."""
 
     def format(self, record: logging.LogRecord) -> str:
         told: dict[str, object] = {

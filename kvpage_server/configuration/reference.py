@@ -74,7 +74,7 @@ def _spelled(word: str) -> str:
 
 
 def _allowed(kind: Kind) -> str:
-    """What a parameter says to a value that hardly one allows; empty for one that takes any text."""
+    """The allowed values, from the error for a value that is wrong for nearly every parameter; empty for any text."""
     try:
         kind.read(["?"])
     except ValueError as error:

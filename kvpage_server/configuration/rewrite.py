@@ -1,7 +1,7 @@
-"""CONFIG REWRITE: the configuration file as if the living configuration stood in it.
+"""CONFIG REWRITE: writes the current configuration to the file.
 
-Comments, order and lines that still hold are kept; a line whose value changed is replaced where it stands; what differs
-from its default and has no line yet comes last.
+Comments, order and unchanged lines are kept. A line with a changed value is replaced in its place. Parameters that
+differ from their default and have no line yet come last.
 """
 
 from __future__ import annotations

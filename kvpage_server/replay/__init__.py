@@ -1,1 +1,2 @@
-"""`kvpage replay`: recorded requests through the policies of the store, to see which keeps what will be asked for."""
+"""`kvpage replay`: replays recorded requests with the store's policies, to see which policy keeps what is requested
+again."""

@@ -18,7 +18,7 @@ _NEVER = -1
 
 
 def clairvoyant(trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """What hindsight makes of a trace with room for `capacity` blocks. O(n log n) in the blocks asked for."""
+    """The best possible outcome of a trace with room for `capacity` blocks. O(n log n) in the requested blocks."""
     outcome = Outcome()
     due = _next_uses(trace)
     there: dict[bytes, int] = {}  # and the request that asks for it next

@@ -85,7 +85,7 @@ def run_nodes(trace: Path, *, policy: str, capacity: int, nodes: int, to: Destin
 
 
 def _read(trace: Path, to: Destination) -> list[TracedPrompt]:
-    """The requests, of which is told how many they are. Raises as `run`."""
+    """The requests. Prints how many there are. Raises as `run`."""
     if to.plot:
         importlib.import_module("matplotlib")
     requests = read_trace(trace)

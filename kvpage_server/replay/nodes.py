@@ -29,7 +29,7 @@ class NodeLoad:
 
 @dataclass(slots=True)
 class Spread:
-    """What became of a trace on several nodes, in blocks."""
+    """The outcome of a trace on several nodes, in blocks."""
 
     segment: int
     loads: list[NodeLoad]
@@ -38,12 +38,12 @@ class Spread:
 
     @property
     def nodes_a_prompt(self) -> float:
-        """How many nodes a prompt asks: its round trips."""
+        """The mean number of nodes that a prompt asks."""
         return sum(load.prompts for load in self.loads) / self.prompts
 
     @property
     def busiest_by_blocks(self) -> float:
-        """How many times as many blocks as the mean of all nodes the busiest one moves."""
+        """The blocks that the busiest node moves, divided by the mean of all nodes."""
         return _over_mean([load.blocks for load in self.loads])
 
     @property

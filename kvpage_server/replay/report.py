@@ -16,7 +16,7 @@ from kvpage_server.replay.simulate import Outcome
 
 @dataclass(frozen=True, slots=True)
 class Destination:
-    """Where the figures go: a table always, files where they are asked for."""
+    """Where the figures go: always to a table, and to files if asked for."""
 
     terminal: Console
     json: Path | None = None
@@ -48,7 +48,7 @@ def table(replays: list[Replay], block_bytes: int) -> Table:
 
 
 def write_json(trace: Path, replays: list[Replay], block_bytes: int, path: Path) -> None:
-    """Every figure, in blocks; `ratio` is hits of all that was asked for."""
+    """All figures, in blocks. `ratio` is the share of requested blocks that were found."""
     rows = [
         {"policy": replay.policy, "capacity": replay.capacity, "ratio": replay.outcome.ratio, **asdict(replay.outcome)}
         for replay in replays

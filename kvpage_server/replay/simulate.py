@@ -1,6 +1,6 @@
-"""A trace through a policy, as an engine would: read the prefix that is there, compute the rest and write it.
+"""Replays a trace with a policy, as an engine would: it reads the stored prefix, computes the rest and writes it.
 
-A write makes room for all its blocks before it enters any, as KVPAGEMSET does.
+A write makes room for all its blocks before it stores the first, as KVPAGEMSET does.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from kvpage_server.store.eviction.policy import Policy
 
 @dataclass(slots=True)
 class Outcome:
-    """What became of a trace, in blocks."""
+    """The outcome of a trace, in blocks."""
 
     asked: int = 0
     hits: int = 0  # blocks of prompts up to the first that was not there
@@ -23,7 +23,7 @@ class Outcome:
 
     @property
     def ratio(self) -> float:
-        """The share of all blocks asked for that need not be computed."""
+        """The share of requested blocks that need not be computed."""
         return self.hits / self.asked if self.asked else 0.0
 
 
@@ -31,7 +31,7 @@ Simulation = Callable[[Sequence[TracedPrompt], int], Outcome]  # of a trace with
 
 
 def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity: int) -> Outcome:
-    """What a policy makes of a trace with room for `capacity` blocks."""
+    """The outcome of a trace under a policy, with room for `capacity` blocks."""
     policy, outcome = make(), Outcome()
     there: set[bytes] = set()
     for request in trace:
@@ -41,7 +41,7 @@ def simulate(make: Callable[[], Policy], trace: Sequence[TracedPrompt], capacity
 
 
 def enter(policy: Policy, there: set[bytes], blocks: list[bytes], second: int, capacity: int, outcome: Outcome) -> None:
-    """Have the blocks of a prompt there, in place of others if need be."""
+    """Store the blocks of a prompt, evicting others if necessary."""
     policy.now = second
     new = [block for block in blocks if block not in there]
     for block in blocks:
@@ -56,7 +56,7 @@ def enter(policy: Policy, there: set[bytes], blocks: list[bytes], second: int, c
 
 
 def _evict(policy: Policy, there: set[bytes], most: int) -> int:
-    """Let blocks go until no more than `most` are there; how many went."""
+    """Evict blocks until at most `most` are left. Returns how many were evicted."""
     before = len(there)
     if before > most:
         for victim in policy.victims():
@@ -84,7 +84,7 @@ def simulate_noeviction(trace: Sequence[TracedPrompt], capacity: int) -> Outcome
 
 
 def count_hits(outcome: Outcome, request: TracedPrompt, there: set[bytes]) -> None:
-    """Count what was asked for, and what of it need not be computed."""
+    """Count the requested blocks, and those that need not be computed."""
     outcome.asked += len(request.blocks)
     for block in request.blocks:
         if block not in there:

@@ -13,7 +13,7 @@ from typing import Any
 
 
 class TraceError(ValueError):
-    """A line is not what the format says; the message tells which, and why."""
+    """A line does not have the format; the message says which line, and why."""
 
 
 @dataclass(frozen=True, slots=True)

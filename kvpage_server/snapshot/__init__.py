@@ -1,4 +1,4 @@
-"""A store's keys in safetensors files: dumped from a running server, restored to one, inspected without.
+"""A store's keys in safetensors files: dumped from a running server, restored to one, or inspected without one.
 
-Knows the server by its commands alone, through `kvpage_server.client`; nothing of the server's own may come in.
+Uses only the server's commands, through `kvpage_server.client`, and none of the server's code.
 """

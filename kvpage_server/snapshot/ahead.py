@@ -1,4 +1,4 @@
-"""Reading and writing at once: a thread makes the next item while this one is being used."""
+"""Reads ahead: a thread makes the next item while the current one is used."""
 
 from __future__ import annotations
 

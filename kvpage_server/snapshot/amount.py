@@ -14,7 +14,7 @@ class Amount:
     nbytes: int = 0
 
     def add(self, nbytes: int, count: int, *, are_pages: bool) -> None:
-        """So many pages or strings more, of so many bytes together."""
+        """Add a number of pages or strings, and their bytes together."""
         self.nbytes += nbytes
         if are_pages:
             self.pages += count

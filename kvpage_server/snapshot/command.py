@@ -89,7 +89,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
 
 
 def run_inspect(args: argparse.Namespace) -> bool:
-    """Whether all of it can be read and, with --verify, is intact."""
+    """Returns whether everything can be read and, with --verify, is intact."""
     with _bar("hashing", None, in_bytes=True) as done:
         found = inspect(args.path, requests := _requests(args), verify=args.verify, done=done)
     if requests and not found.planes and not found.corrupt:
@@ -173,7 +173,7 @@ def _counted(what: Amount) -> str:
 
 
 def _none(fate: str, names: list[str]) -> bool:
-    """Whether there are none of that fate. Those that are, are listed."""
+    """List what had this fate. Returns whether there was nothing."""
     if names:
         out.print(f"[red]{len(names):,} {fate}:[/]")
         for name in names[:_MOST_LISTED]:

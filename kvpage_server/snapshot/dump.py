@@ -1,11 +1,11 @@
 """A running server's keys into a directory.
 
-Strings are read before pages: what refers to pages (a seal, a manifest) is written after them, so that of what is
-changing meanwhile rather a page too many than one too few is in the dump. A file is filled in memory and then written
-whole, while the next one is being filled.
+Strings are read before pages. Strings that refer to pages (a seal, a manifest) are written after the pages, so if the
+store changes meanwhile, the dump has rather a page too many than one too few. A file is filled in memory and then
+written as a whole, while the next one is being filled.
 
-A directory that holds files of a dump is brought up to date: a file stays if the server still has everything in it,
-unchanged; what is in no file that stays is written into new ones.
+A directory that has files of a dump is brought up to date. A file stays if the server still has everything in it,
+unchanged. Everything else is written to new files.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Done = Callable[[int], None]  # told how many keys more are done
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which keys: the pages of some requests, or what matches a pattern, or all of them."""
+    """Which keys to dump: the pages of some requests, the keys that match a pattern, or all."""
 
     requests: tuple[bytes, ...] = ()
     match: bytes = b"*"
@@ -142,7 +142,7 @@ class _Dump:
     # -- what is to be written -----------------------------------------------------------------------------------------
 
     def _full(self, kind: str, groups: Iterator[list[Tensor]]) -> Iterator[tuple[str, list[Tensor]]]:
-        """Tensors for a file each; those of one block stay together."""
+        """The tensors of each file. Those of a block stay together."""
         tensors: dict[str, Tensor] = {}  # by name: a scan may show a key twice
         nbytes = 0
         for group in groups:
@@ -179,7 +179,7 @@ class _Dump:
             self._done(len(keys))
 
     def _wanted(self, blocks: Iterable[Listed]) -> Iterator[tuple[list[PageKey], int]]:
-        """Of each block the pages that are in no file yet, and about how many bytes they have."""
+        """The pages of each block that are in no file yet, and about how many bytes they have."""
         for keys, nbytes in blocks:
             wanted = [key for key in keys if not self._is_kept(key)] if self._kept else keys
             self._done(len(keys) - len(wanted))
@@ -201,5 +201,5 @@ class _Dump:
         return list(tensors_of(pages))
 
     def _left(self, expires_ms: int) -> int:
-        """The time that a key had to live when the dump began."""
+        """The time to live that a key had when the dump began."""
         return expires_ms if expires_ms == FOREVER else max(expires_ms - self._began_ms, 0)

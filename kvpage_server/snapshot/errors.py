@@ -10,4 +10,4 @@ class DumpError(ValueError):
 
 
 class BadFile(DumpError):
-    """A file is torn, corrupt, or not of `kvpage dump`; the message says which, without the file's name."""
+    """A file is incomplete, corrupt, or not from `kvpage dump`; the message says which, without the file's name."""

@@ -17,7 +17,7 @@ from kvpage_server.snapshot.format.names import text_of
 
 @dataclass(slots=True)
 class Holding:
-    """What there is of a request, or of plain strings."""
+    """The pages of a request in a dump, or the plain strings."""
 
     blocks: set[int] = field(default_factory=set)
     count: int = 0  # pages or strings
@@ -89,7 +89,7 @@ def _add(found: Inspected, contents: FileContents, requests: frozenset[bytes]) -
 
 
 def _corrupt(contents: FileContents) -> Iterator[str]:
-    """The keys of what does not hash to its checksum."""
+    """The keys of pages and strings that do not match their checksum."""
     data = read_data(contents)
     for span in contents.spans:
         entry = span.entry

@@ -1,4 +1,4 @@
-"""What is to be sent of a file: whole blocks where all of a block is there and intact, pages and strings elsewhere."""
+"""What to send of a file: a block as a whole if it is complete and intact, else its pages; and strings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class PlannedBlock(NamedTuple):
 
 @dataclass(slots=True)
 class Plan:
-    """What is to be sent, and what is not."""
+    """What to send, and what not."""
 
     blocks: list[PlannedBlock] = field(default_factory=list)
     items: list[Item] = field(default_factory=list)
@@ -73,7 +73,7 @@ def plan(spans: Iterable[EntrySpan], data: memoryview, age_ms: int) -> Plan:
 
 
 def _sound(made: Plan, span: EntrySpan, data: memoryview) -> Iterator[Item]:
-    """The pages of a tensor, or the string, that hash to their checksums."""
+    """The pages of a tensor, or the string, that match their checksums."""
     for item, is_intact in zip(_items(span, data), intact(span, data), strict=True):
         if is_intact:
             yield item
@@ -92,7 +92,7 @@ def _items(span: EntrySpan, data: memoryview) -> Iterator[Item]:
 
 
 def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
-    """Those whose time is not over, with the time they have left now."""
+    """The items that have not expired, with the time that they have left."""
     for item in items:
         left = item.ttl_left_ms
         if left == FOREVER:
@@ -104,7 +104,7 @@ def _alive(made: Plan, items: Iterable[Item], age_ms: int) -> Iterator[Item]:
 
 
 def _shape(planes: list[PageTensor]) -> BlockShape | None:
-    """The shape of the block that consists of these, by kv_type; None when they are of no one block."""
+    """The shape of the block that these planes make; None if they do not make one."""
     first = planes[0]
     page_size = first.geometry.page_size
     if any((plane.is_plane, plane.grid, plane.geometry.page_size) != (True, first.grid, page_size) for plane in planes):

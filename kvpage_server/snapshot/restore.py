@@ -1,8 +1,8 @@
 """A dump back into a running server.
 
-A file is read, hashed and planned while the one before is being sent. What does not hash to its checksum is not sent.
-Blocks go whole, with KVBLOCKSET; everything else as the string it is, with SET. Strings come last: when what refers to
-pages (a seal, a manifest) is there, so are they.
+A file is read, hashed and planned while the one before is sent. Values that do not match their checksum are not sent.
+Whole blocks are sent with KVBLOCKSET, everything else with SET. Strings come last, so that the pages are there when a
+string refers to them (a seal, a manifest).
 """
 
 from __future__ import annotations

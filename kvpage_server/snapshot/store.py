@@ -37,7 +37,7 @@ T = TypeVar("T")
 
 
 class Value(NamedTuple):
-    """A key's value, or the beginning of it, and when it expires: unix milliseconds of the server, -1 for never."""
+    """A key's value, or its beginning, and its expiry in the server's unix milliseconds, -1 for never."""
 
     key: bytes
     data: memoryview
@@ -52,7 +52,7 @@ class Listed(NamedTuple):
 
 
 class Written(Enum):
-    """What became of a write."""
+    """The outcome of a write."""
 
     DONE = auto()
     THERE = auto()  # the key was to be new and is not: it is left
@@ -60,7 +60,7 @@ class Written(Enum):
 
 
 class Writes:
-    """Writes to be sent in one go. Values are not copied."""
+    """Writes to be sent together. Values are not copied."""
 
     def __init__(self) -> None:
         self.pieces: list[Piece] = []
@@ -197,13 +197,13 @@ class RunningStore:
     # -- reading and writing -------------------------------------------------------------------------------------------
 
     def values(self, keys: Sequence[bytes]) -> list[Value]:
-        """The values of those of the keys that exist."""
+        """The values of the keys that exist."""
         some = [keys[start : start + _READ_AT_ONCE] for start in range(0, len(keys), _READ_AT_ONCE)]
         replies = self.ask([command(b"MGET", *part) for part in some] + [command(b"PEXPIRETIME", key) for key in keys])
         return _living(keys, list(chain.from_iterable(replies[: len(some)])), replies[len(some) :])
 
     def heads(self, keys: Sequence[bytes], size: int) -> list[Value]:
-        """The first `size` bytes of the values of those of the keys that exist."""
+        """The first `size` bytes of the values of the keys that exist."""
         asked = [command(b"GETRANGE", key, 0, size - 1) + command(b"PEXPIRETIME", key) for key in keys]
         replies = self._ask([b"".join(asked)], 2 * len(keys))
         return _living(keys, replies[::2], replies[1::2])
@@ -212,7 +212,7 @@ class RunningStore:
         return [kind != b"none" for kind in self.ask([command(b"TYPE", key) for key in keys])]
 
     def write(self, writes: Writes) -> list[Written]:
-        """Do what is to be written; what became of each. Raises Refused when one is refused but for want of room."""
+        """Do the writes, and return their outcomes. Raises Refused for other refusals than lack of room."""
         replies = self._ask(writes.pieces, writes.count, with_errors=True)
         return [_written(reply) for reply in replies]
 
@@ -233,7 +233,7 @@ def _connected(connection: PageConnection) -> None:
 
 
 def _living(keys: Sequence[bytes], values: Sequence[Any], expires_ms: Sequence[int]) -> list[Value]:
-    """Values that are there, with when they expire as PEXPIRETIME says it."""
+    """The values that exist, with their expiry from PEXPIRETIME."""
     return [
         Value(key, memoryview(value), expires)
         for key, value, expires in zip(keys, values, expires_ms, strict=True)
@@ -252,7 +252,7 @@ def _sscan(req_id: bytes, cursor: int, match: bytes) -> bytes:
 
 
 def _index_of(key: bytes) -> bytes | None:
-    """The index key that would list a key, if it is a page's."""
+    """The index key that lists a page's key."""
     try:
         return index_key(PageKey.parse(key).req_id)
     except PageError:
@@ -260,7 +260,7 @@ def _index_of(key: bytes) -> bytes | None:
 
 
 def batches(sized: Iterable[tuple[T, int]]) -> Iterator[list[T]]:
-    """Things of so many bytes, as many as are worth a question."""
+    """Batches of things that are large enough for one question."""
     some: list[T] = []
     total = 0
     for thing, nbytes in sized:

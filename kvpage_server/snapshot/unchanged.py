@@ -14,7 +14,7 @@ _SAME_MOMENT = 2000  # milliseconds: a block that was restored lives whole secon
 
 
 def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
-    """Whether the server has everything that is in a file, to the byte. Of a page without a checksum nobody knows."""
+    """Whether the server has everything in a file, to the byte. For a page without a checksum this is unknown."""
     entries = [span.entry for span in contents.spans]
     pages = [entry for entry in entries if isinstance(entry, PageTensor)]
     strings = [entry for entry in entries if isinstance(entry, String)]
@@ -42,7 +42,7 @@ def is_unchanged(store: RunningStore, contents: FileContents) -> bool:
 
 
 def _same_moment(contents: FileContents, left_ms: int, expires_ms: int) -> bool:
-    """Whether a key that had `left_ms` to live when a file was written would expire when it does now."""
+    """Whether a key with `left_ms` to live when the file was written has the same expiry now."""
     if FOREVER in (left_ms, expires_ms):
         return left_ms == expires_ms
     return abs(contents.of.dumped_ms + left_ms - expires_ms) <= _SAME_MOMENT

@@ -1,11 +1,9 @@
-"""What outlives a crash and a power failure: files that appear whole or not at all, and names that stay.
+"""Files that survive a crash or a power failure: they appear complete or not at all, and their names stay.
 
-A file is written beside its place, flushed to the disk, renamed, and its directory flushed: before the rename it is not
-there, after it all of it is. What a crash leaves half-written is known by its name and by nobody's having locked it.
+A file is written beside its place, flushed to the disk, and renamed; then its directory is flushed. Before the rename
+the file is not there, after it all of it is. A half-written file of a crash has a special name, and is not locked.
 
-What is written here is its owner's alone, whatever the umask: it may hold what tenants said in confidence.
-
-Imports nothing of ours, as `page` does; whoever writes files may use it.
+Only the owner can read these files, whatever the umask, since they may have confidential text of tenants.
 """
 
 from __future__ import annotations
@@ -28,12 +26,12 @@ log = logging.getLogger("kvpage")
 
 
 def private(path: str | Path, flags: int) -> int:
-    """Open a file; if it is made now, it is its owner's alone. To be given to `open` as its opener."""
+    """An opener for `open`. A file that it creates can be used by its owner only."""
     return os.open(path, flags, _PRIVATE_FILE)
 
 
 def private_directory(path: Path) -> None:
-    """Make a directory, and those above it, where there are none: its owner's alone. Raises OSError."""
+    """Make a directory and its missing parents, for the owner only. Raises OSError."""
     try:
         path.mkdir(_PRIVATE_DIRECTORY, exist_ok=True)
     except FileNotFoundError:
@@ -44,9 +42,9 @@ def private_directory(path: Path) -> None:
 
 
 def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
-    """Take from a file that was there before all rights but these. Where the system will not, the log says so.
+    """Remove all other rights from an existing file. If that fails, the log says so.
 
-    What is no file, as /dev/null, is not ours to change.
+    Something that is not a file, such as /dev/null, is left alone.
     """
     mode = os.stat(file).st_mode
     if stat.S_ISREG(mode) and stat.S_IMODE(mode) & ~leave:
@@ -57,7 +55,7 @@ def tighten(file: int | Path, leave: int = _PRIVATE_FILE) -> None:
 
 
 def flush(descriptor: int) -> None:
-    """To the disk itself, which on macOS fsync does not promise."""
+    """Flush to the disk itself, which fsync does not guarantee on macOS."""
     if hasattr(fcntl, "F_FULLFSYNC"):
         fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
     else:
@@ -75,9 +73,9 @@ def flush_directory(path: Path) -> None:
 
 @contextmanager
 def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `path` when all went well; else `path` is as it was.
+    """A new file, which replaces `path` if all went well; else `path` is unchanged.
 
-    Its owner alone may read it. With `keep_group` the group has the rights that it had. Raises OSError.
+    Only its owner may read it. With `keep_group` the group keeps its rights. Raises OSError.
     """
     file, unfinished = _create(path)
     with file:
@@ -96,7 +94,7 @@ def replacing(path: Path, *, keep_group: bool = False) -> Iterator[BinaryIO]:
 
 
 def remove(path: Path) -> bool:
-    """Remove a file, for good; whether there was one. Raises OSError when it cannot be removed."""
+    """Remove a file durably. Returns whether it existed. Raises OSError."""
     try:
         path.unlink()
     except FileNotFoundError:
@@ -106,7 +104,7 @@ def remove(path: Path) -> bool:
 
 
 def remove_unfinished(directory: Path) -> int:
-    """Remove what crashes have left half-written, not what somebody is writing now; how many files."""
+    """Remove files that crashes left half-written, but none that are being written now. Returns how many."""
     removed = 0
     for path in directory.glob(f".*{_UNFINISHED}"):
         with suppress(FileNotFoundError, BlockingIOError), path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""How long things took, in counts of powers of two of nanoseconds: to count one costs as much as to add."""
+"""Counts durations by powers of two of nanoseconds. Counting one costs no more than an addition."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FIRST, LAST = 12, 34  # the powers that are told: 4 microseconds to 17 seconds
 
 
 class Durations:
-    """Work of one kind. `histogram[i]` counts what took at least 2**(i-1) and below 2**i nanoseconds."""
+    """Durations of one kind of work. `histogram[i]` counts those of at least 2**(i-1) and below 2**i nanoseconds."""
 
     __slots__ = ("histogram", "nanoseconds")
 

@@ -1,21 +1,21 @@
-"""Sockets from one process to another, over a channel between them, each with a few words about it."""
+"""Passes sockets from one process to another over a channel, each with a few words."""
 
 from __future__ import annotations
 
 import socket
 
-_WORDS = 128  # bytes: what is said of a socket, filled up with zeros
+_WORDS = 128  # bytes of the words, padded with zeros
 
 
 def hand_over(channel: socket.socket, sock: socket.socket, words: str) -> None:
-    """Give a socket away. The caller still has its own descriptor of it, to be closed. Raises OSError."""
+    """Send a socket to the other process. The caller has to close its own descriptor. Raises OSError."""
     said = words.encode("utf-8", "surrogateescape")[:_WORDS].ljust(_WORDS, b"\0")
     if socket.send_fds(channel, [said], [sock.fileno()]) < _WORDS:
         raise OSError("the channel is full")
 
 
 def take_over(channel: socket.socket) -> tuple[socket.socket, str] | None:
-    """The next socket and what is said of it; None when the other process is gone. Raises OSError."""
+    """The next socket and its words; None if the other process is gone. Raises OSError."""
     said, descriptors, _, _ = socket.recv_fds(channel, _WORDS, 1)
     if not said or not descriptors:
         return None

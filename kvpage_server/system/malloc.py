@@ -1,4 +1,4 @@
-"""glibc's malloc: what it keeps of what is freed. With another C library nothing of this does anything."""
+"""Controls how much freed memory glibc's malloc keeps. Does nothing with another C library."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ IS_THERE = hasattr(_libc, "gnu_get_libc_version")
 
 
 def tune(settings: Mapping[int, int]) -> bool:
-    """Set parameters of mallopt(3) for this process; whether all of them are set."""
+    """Set parameters of mallopt(3) for this process. Returns whether all were set."""
     return IS_THERE and all(_libc.mallopt(setting, value) for setting, value in settings.items())
 
 
 def trim() -> None:
-    """Give the system what is free, in between too."""
+    """Return free memory to the system, also from the middle of the heap."""
     if IS_THERE:
         _libc.malloc_trim(0)

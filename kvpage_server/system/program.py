@@ -13,7 +13,7 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE
 
 @contextmanager
 def ends_quietly(program: str) -> Iterator[None]:
-    """What a program does. Ctrl-C ends it with one line; a reader of its output that has gone, with none."""
+    """Wraps a program. Ctrl-C ends it with one line, and a closed pipe on its output with none."""
     try:
         try:
             yield
@@ -27,13 +27,13 @@ def ends_quietly(program: str) -> Iterator[None]:
 
 
 def say(program: str, message: str, code: int) -> int:
-    """Say in one line why a program ends, on stderr; its exit code."""
+    """Print on stderr, in one line, why a program ends. Returns the exit code."""
     print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
     return code
 
 
 def missing_extra(error: ModuleNotFoundError, extra: str) -> str:
-    """What to say where a package of an extra is not installed. Raises the error if the missing module is our own."""
+    """The message for a missing package of an extra. Raises the error if the missing module is our own."""
     package = (error.name or "").partition(".")[0]
     if package in ("", "kvpage_server", "engine"):
         raise error

@@ -1,9 +1,9 @@
 """What signals mean to a server. docs/operations.md has the same as a table.
 
-Whatever ends a process in order is an order to stop: what was acknowledged is written first. SIGHUP says two things. To
-who has a terminal it says that the terminal is gone, and is such an order; to a service, which has none, it says that
-its log file and certificates are new ones. Where it was ignored when the process began, as under nohup, it stays so.
-What means nothing to a server is ignored rather than left to end it. What tells of a crash is left as it is.
+Every signal that normally ends a process is a request to stop: acknowledged writes are saved first. SIGHUP has two
+meanings. For a process with a terminal, the terminal is gone, and the process stops. For a service, which has none, its
+log file and certificates are to be reloaded. If SIGHUP was ignored at the start, as under nohup, it stays ignored.
+Signals that mean nothing to a server are ignored, so that they don't end it. Signals of a crash are left as they are.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOOK_SECONDS = 1.0
 
 
 def _those(*names: str) -> list[int]:
-    """The signals of these names that the system has."""
+    """The signals with these names that the system has."""
     return [getattr(signal, name) for name in names if hasattr(signal, name)]
 
 
@@ -30,7 +30,7 @@ if hasattr(signal, "SIGRTMIN"):
 
 
 def begin() -> None:
-    """Let no signal end the process that means nothing to it. Until it attends to them, the others end it at once."""
+    """Ignore the signals that mean nothing to the server. Until `attend`, the others end it at once."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
@@ -38,7 +38,7 @@ def begin() -> None:
 
 
 def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: Callable[[], None]) -> None:
-    """Have a loop call `stop` with the number of a signal that asks for an end, `renew` when a service gets SIGHUP."""
+    """Let a loop call `stop` with the number of a signal to stop, and `renew` when a service gets SIGHUP."""
     for number in STOP:
         loop.add_signal_handler(number, stop, number)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
@@ -55,7 +55,7 @@ def attend(loop: asyncio.AbstractEventLoop, stop: Callable[[int], None], renew: 
 
 
 def _terminal() -> int | None:
-    """The terminal that the process belongs to, wherever its input and output go. A service has none."""
+    """The controlling terminal of the process, wherever its input and output go. A service has none."""
     try:
         return os.open("/dev/tty", os.O_RDONLY | os.O_NOCTTY | os.O_NONBLOCK)
     except OSError:
@@ -65,10 +65,10 @@ def _terminal() -> int | None:
 def _look(
     loop: asyncio.AbstractEventLoop, terminal: int, watch: select.poll, hang_up: Callable[[], None], in_front: bool
 ) -> None:
-    """Find out, now and then, whether the terminal is gone.
+    """Check from time to time whether the terminal is gone.
 
-    The system says so to the first process of a terminal alone. A shell passes it on; make, where a window or an ssh
-    runs nothing else, does not, and waits for the server. One that runs in the background of its terminal goes on.
+    The system tells only the first process of a terminal. A shell passes it on. make does not, if a window or an ssh
+    runs nothing else, and waits for the server. A server in the background of its terminal goes on.
     """
     if watch.poll(0):
         if in_front:

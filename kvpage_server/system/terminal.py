@@ -15,7 +15,7 @@ _NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
 
 
 class Terminal(Console):
-    """rich's console, but that a reader who has gone is an error as elsewhere, and not an end of its own."""
+    """rich's console, but a closed pipe raises BrokenPipeError instead of ending the process."""
 
     def on_broken_pipe(self) -> None:
         """Called while the BrokenPipeError is handled."""
@@ -26,7 +26,7 @@ out = Terminal(highlight=False, soft_wrap=True, width=None if sys.stdout.isatty(
 
 
 def table_of(*columns: str, numbers_from: int) -> Table:
-    """A table whose columns from one on are numbers."""
+    """A table. The columns from `numbers_from` on are numbers."""
     made = Table(box=None, header_style="bold", pad_edge=False)
     for i, column in enumerate(columns):
         made.add_column(column, justify="right" if i >= numbers_from else "left", overflow="fold")
@@ -53,7 +53,7 @@ def when(unix_ms: int) -> str:
 
 
 def for_people(time: timedelta) -> str:
-    """A span in its two largest units."""
+    """A duration in its two largest units."""
     seconds = int(time.total_seconds())
     units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
     shown = [f"{count} {unit}" for unit, count in units.items() if count]

@@ -1,7 +1,7 @@
-"""A batch of commands taken to the nodes that have their keys, wherever these are by now.
+"""Takes a batch of commands to the nodes that have their keys, wherever the keys are by now.
 
-Redirections are followed, a map that is out of date is asked for anew, and what could not be done is tried again. A
-read that can't be answered is given up soon, as its pages can be computed; a write is tried until its deadline.
+It follows redirections, refreshes an outdated map, and tries again what could not be done. A read is given up soon,
+since its pages can be computed. A write is tried until its deadline.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_sl
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
 
-READ_TRIES = 3  # how often a read is asked that no node answers
-FOLLOWED = 8  # how many redirections one after the other
+READ_TRIES = 3  # of a read that no node answers
+FOLLOWED = 8  # redirections of one command
 _PAUSES = (0.0, 0.02, 0.05, 0.1, 0.2)  # seconds before each further try; the last one stays
 _AGAIN = frozenset({"TRYAGAIN", "CLUSTERDOWN", "LOADING", "MASTERDOWN", "READONLY"})  # the cluster is changing
 
@@ -48,7 +48,7 @@ class Router:
     _turn: Any = field(default_factory=count)
 
     def ask(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """The same. Raises what the first came to when nothing is answered."""
+        """The same, but raises the first error if all commands fail."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
             raise answers[0].error
@@ -57,7 +57,7 @@ class Router:
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
         """The answers, Failed for each read that no node answered.
 
-        Raises what a refusal is, and what a write came to that couldn't be done until `end`."""
+        Raises refusals, and the error of a write that couldn't be done until `end`."""
         late = Failed(end.exceeded())
         ways = [_Way(answer=late, from_replica=self.read_from_replicas and not one.writes) for one in commands]
         slots = [slot_of(one.key) for one in commands]
@@ -94,7 +94,7 @@ class Router:
     def _by_node(
         self, left: Sequence[int], slots: Sequence[int], ways: Sequence[_Way]
     ) -> tuple[dict[tuple[Node, bool, bool], list[int]], list[int]]:
-        """Which are asked of which node, whether with ASKING, and whether as a replica; and which nobody serves."""
+        """The commands by node, use of ASKING, and use as a replica; and the commands whose slot nobody serves."""
         groups: dict[tuple[Node, bool, bool], list[int]] = defaultdict(list)
         lost, turn = [], next(self._turn)
         for i in left:
@@ -110,7 +110,7 @@ class Router:
         return groups, lost
 
     def _answered(self, command: Command, slot: int, way: _Way, answer: Answer) -> bool:
-        """Take an answer, or follow a redirection; whether it is a failure instead. Raises Refused."""
+        """Take an answer, or follow a redirection. Returns whether it is a failure. Raises Refused."""
         if not isinstance(answer, Refused):
             if answer is None and way.from_replica and self._has_replicas(slot):
                 way.from_replica = False  # the replica may be behind
@@ -151,7 +151,7 @@ class Router:
     # -- one node after the other ------------------------------------------------------------------------------------
 
     def home(self, key: bytes) -> Plan[Node]:
-        """The node that has a key. Raises Refused where nobody serves its slot."""
+        """The node that has a key. Raises Refused if nobody serves its slot."""
         if self.outdated:
             yield from self._refresh()
         shard = self.slots.shard(slot_of(key))
@@ -161,7 +161,7 @@ class Router:
         return shard.primary
 
     def strayed(self, error: PageClientError) -> bool:
-        """Whether what came to this is to be tried again, as the cluster is changing or was not known well enough."""
+        """Whether to try again after this error, because the cluster is changing or its map was out of date."""
         if not isinstance(error, Refused):
             self.outdated = True
             return not isinstance(error, WrongReply)
@@ -178,9 +178,9 @@ class Router:
     # -- the map -----------------------------------------------------------------------------------------------------
 
     def _refresh(self) -> Generator[Round, list[Any], None]:
-        """Ask the nodes in turn until one says who serves what. What was known stays if none does.
+        """Ask the nodes in turn until one returns the map. If none does, the old map stays.
 
-        Raises what the last one's error was when nothing was known, and Refused where there is no cluster."""
+        Raises the last error if there is no old map, and Refused if it is not a cluster."""
         error: PageClientError = Disconnected("the cluster's URL names no node")
         for node in dict.fromkeys([*self.slots.nodes(), *self.address.seeds]):
             [outcome] = yield Round([Errand(node, ask_slots(node))])

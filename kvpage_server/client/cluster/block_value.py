@@ -67,7 +67,7 @@ def head_size(shape: BlockShape) -> int:
 
 
 def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> bytes:
-    """What precedes a body. Where the body is in several pieces, each holds whole pages."""
+    """The bytes before a body. If the body is in several pieces, each must hold whole pages."""
     headers = _blank_headers(shape).copy()
     fields = headers.view(_HEADERS)
     fields["page"], fields["created"], fields["ttl"] = page, created_ms, ttl
@@ -78,7 +78,7 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
 
 
 def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
-    """What is wrong with a block that was found under a name: header, checksum. `found` is what precedes its body."""
+    """What is wrong with a block: header, checksum, or None. `found` are the bytes before its body."""
     before, table = found[:_DIGEST_AT], found[OPENING_SIZE:]
     headers, given = _blank_headers(shape).copy(), np.frombuffer(table, _HEADERS)
     fields = headers.view(_HEADERS)
@@ -93,7 +93,7 @@ def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, 
 
 
 def shape_of(opening: bytes | memoryview) -> BlockShape | None:
-    """The shape of the block whose value begins so; None when it is no block."""
+    """The shape of the block whose value begins with `opening`; None if it is not a block."""
     if len(opening) != OPENING_SIZE:
         return None
     magic, version, planes, reserved, layers, heads, page_size = _FIELDS.unpack_from(opening)
@@ -108,7 +108,7 @@ def shape_of(opening: bytes | memoryview) -> BlockShape | None:
 
 
 def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tuple[int, int]] | None:
-    """The first and last byte of a page's header, and those of its body; None for a page that the block has not."""
+    """The first and last byte of a page's header, and of its body; None if the block has no such page."""
     try:
         span = shape.page_span(key.layer, key.head, key.kv_type)
     except PageError:
@@ -120,7 +120,7 @@ def ranges_of_page(key: PageKey, shape: BlockShape) -> tuple[tuple[int, int], tu
 
 
 def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memoryview]:
-    """The same body in pieces of whole pages: as it is, or joined where a page is cut."""
+    """The body in pieces of whole pages: unchanged, or joined if a page is cut."""
     if len(body) == 1:
         return body
     bounds = {0, *(span.stop for span in _spans(shape))}
@@ -156,7 +156,7 @@ def _opening(shape: BlockShape) -> bytes:
 
 @lru_cache(16)
 def _blank_headers(shape: BlockShape) -> Headers:
-    """The pages' headers but for what is of a write."""
+    """The pages' headers without the fields that differ from write to write."""
 
     def header(layer: int, plane: Plane, head: int) -> bytes:
         about = plane.dtype, plane.kv_type, shape.page_size, plane.head_dim, layer, head

@@ -1,7 +1,7 @@
 """What each method of a client does on a cluster, as plans.
 
-A block is one string. Pages that are written by themselves are strings, too. Whoever writes a page takes the block
-away that it would belong to, and a block comes before pages, so what was written last is what is read.
+A block is one string. A page that is written by itself is a string, too. Writing a page deletes the block that it would
+belong to, and reads look for the block first. So a read finds what was written last.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class ClusterCalls:
 
     @timed
     def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
-        """Have commands write pages of these blocks. What lay there as a block is gone."""
+        """Run commands that write pages of these blocks, and delete the blocks as such."""
         yield from self._all_ok(written, end)
         blocks = map(block_key, dict.fromkeys(names))
         yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
@@ -118,13 +118,13 @@ class ClusterCalls:
 
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
-        """Under which keys of pages there is something, be it a page or not."""
+        """Which keys of pages have a value, whether it is a page or not."""
         found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
-        """Delete pages; how many there were. A block that one of them belongs to goes as a whole."""
+        """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
         there = yield from self.taken(keys)(end)
         gone = [simple(b"UNLINK", bytes(key), writes=True) for key in keys]
         blocks = dict.fromkeys(block_key((key.req_id, key.page)) for key in keys)
@@ -133,7 +133,7 @@ class ClusterCalls:
 
     @timed
     def delete_request(self, end: Deadline, req_id: bytes, pages: Sequence[int]) -> Plan[int]:
-        """Delete blocks of a request; how many pages they had."""
+        """Delete blocks of a request. Returns how many pages they had."""
         names = [(req_id, page) for page in pages]
         check_names(names or [(req_id, 0)])
         if not names:
@@ -183,7 +183,7 @@ class ClusterCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """How many blocks from the first on are there, as blocks. Whatever is there is kept from expiring."""
+        """The number of blocks that exist as blocks, from the first one. They are kept from expiring."""
         check_names(names)
         asked = [commands.get_opening(name) for name in names]
         leased = [_lease(name, lease_ms) for name in names] if lease_ms else []
@@ -196,7 +196,7 @@ class ClusterCalls:
 
     @timed
     def lease(self, end: Deadline, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Plan[int]:
-        """Keep blocks from expiring for a while; how many there are."""
+        """Keep blocks from expiring for a while. Returns how many exist."""
         names = [(req_id, page) for page in pages]
         check_names(names or [(req_id, 0)])
         if not names:
@@ -209,7 +209,7 @@ class ClusterCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the node that has its key; the answers, Failed where there is none. Raises refusals."""
+        """Ask each of the node that has its key. Returns the answers, Failed for those without one. Raises refusals."""
         return (yield from self.router.answers([commands.of_question(one, once=not again) for one in questions], end))
 
     @timed
@@ -234,7 +234,7 @@ class ClusterCalls:
         end: Deadline,
         shapes: dict[BlockName, BlockShape] | None = None,
     ) -> Plan[list[str | None]]:
-        """Receive pages; why each was missed. They are asked for by themselves, and what lies in blocks from those."""
+        """Receive pages that are strings, and pages in blocks. Returns why each was missed, or None."""
         single = [
             Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
             for key, room in zip(keys, rooms, strict=True)
@@ -277,7 +277,7 @@ class ClusterCalls:
     def _beside_blocks(
         self, keys: Sequence[PageKey], asked: Sequence[Command], end: Deadline
     ) -> Plan[list[tuple[Answer | Failed, bool]]]:
-        """What is answered to a command for each page, and whether the page lies in a block."""
+        """The answer to a command for each page, and whether the page is in a block."""
         names = list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*asked, *map(commands.get_opening, names)], end)
         shapes = _shapes(names, answers[len(keys) :])
@@ -313,7 +313,7 @@ def _lease(name: BlockName, lease_ms: int) -> Command:
 
 
 def _reason(answer: Answer | Failed) -> str | None:
-    """Why a string did not come to its place. Raises WrongReply for what is no answer to a read."""
+    """Why a string did not arrive in its place, or None. Raises WrongReply for an answer that does not fit a read."""
     if answer is ARRIVED:
         return None
     if answer is None:
@@ -340,7 +340,7 @@ def _ranges(key: PageKey, shapes: dict[BlockName, BlockShape]) -> tuple[tuple[in
 
 
 def header_of(key: PageKey, blob: Answer | Failed) -> PageHeader | None:
-    """The header that a string begins with, if the string is that page."""
+    """The header of a string, if the string is that page."""
     try:
         header = PageHeader.parse(blob[:HEADER_SIZE]) if isinstance(blob, memoryview) else None
     except PageError:
@@ -349,7 +349,7 @@ def header_of(key: PageKey, blob: Answer | Failed) -> PageHeader | None:
 
 
 def _amiss(key: PageKey, room: Place, verify: bool) -> str | None:
-    """What is wrong with the blob that was found under a page's key."""
+    """What is wrong with the blob at a page's key, or None."""
     header = header_of(key, room.head)
     if header is None or header.body_size != len(room.body):
         return "header"

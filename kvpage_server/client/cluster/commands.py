@@ -22,7 +22,7 @@ _ASKING = command(b"ASKING")
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """A command, and the place where its answer belongs if that is a long string. Can be sent again."""
+    """A command, and the place for its answer if that is a long string. Can be sent again."""
 
     key: bytes
     pieces: Callable[[], Iterator[Piece | Chunk]]
@@ -33,7 +33,7 @@ class Command:
 
 
 def ask(commands: Sequence[Command], *, asking: bool) -> Request[list[Answer]]:
-    """Several at once. With `asking` the node answers for slots that are only just moving to it."""
+    """Several commands at once. With `asking`, the node also answers for slots that are being moved to it."""
 
     def pieces() -> Iterator[Piece | Chunk]:
         for one in commands:
@@ -103,13 +103,13 @@ def set_page(page: Page, ttl: int, created_ms: int) -> Command:
 
 
 def _around(ttl: int) -> tuple[bytes, bytes]:
-    """What stands before the key and after the value of a SET."""
+    """The bytes before the key and after the value of a SET."""
     if ttl:
         return b"*5\r\n" + word(b"SET"), b"\r\n" + word(b"EX") + word(ttl)
     return b"*3\r\n" + word(b"SET"), b"\r\n"
 
 
 def _set(key: bytes, nbytes: int, ttl: int) -> tuple[bytes, bytes]:
-    """What stands before and after a value of so many bytes."""
+    """The bytes before and after the value of a SET."""
     before, after = _around(ttl)
     return b"%b%b$%d\r\n" % (before, word(key), nbytes), after

@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 
 class Nodes:
-    """Whoever carries plans out on some peers. Can be shared between threads."""
+    """Carries out plans on some peers. Can be shared between threads."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
 
     def do(self, plan: Plan[T], end: Deadline) -> T:
-        """Carry out a plan. Raises what it raises."""
+        """Carry out a plan, and return its result or raise its exception."""
         silence = self._peers.silence(end)
         try:
             asked = next(plan)
@@ -53,7 +53,7 @@ class Nodes:
         return [talk.outcome for talk in talks]
 
     def _begin(self, talk: _Talk, end: Deadline, silence: float) -> None:
-        """Connect, if need be, and send what can be sent without waiting."""
+        """Connect if necessary, and send what can be sent without waiting."""
         try:
             self._peers.check(talk.errand.node)
             pool = self._peers.pool(talk.errand.node, talk.errand.replica)
@@ -130,7 +130,7 @@ class _Talk:
         self.over, self.outcome = True, Failed(error)
 
     def close(self) -> None:
-        """Give the connection back: for others to use if nothing is left of this errand on it."""
+        """Give the connection back. It is closed if the errand is not over."""
         if self._pool is None:
             return
         if hasattr(self, "_conversation"):

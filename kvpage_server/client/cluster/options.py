@@ -56,7 +56,7 @@ _TLS: dict[str, _Kind] = {
 
 
 def options_of(query: str, *, tls: bool) -> dict[str, Any]:
-    """What a URL's query says. Raises ValueError, which names what is wrong and what is allowed."""
+    """The options in a URL's query. Raises ValueError, which says what is wrong and what is allowed."""
     allowed, found = {**_ALL, **_TLS} if tls else _ALL, dict[str, Any]()
     for name, text in parse_qsl(query, keep_blank_values=True):
         if name in _TLS and not tls:

@@ -1,7 +1,7 @@
-"""The servers of a plan: connections to each, and which of them are left alone for a while.
+"""The servers of a plan: the connections to each, and which servers are left alone for a while.
 
-A node has a deadline of its own, for a silence: when no byte of an errand has moved for so long it has failed, and the
-others go on. A node that failed so is not asked again for a while, so that not every call waits for it.
+An errand fails when none of its bytes has moved for some time; the others go on. Its node is then not asked again for
+a while, so that not every call waits for it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Peers:
                 pool.close()
 
     def unless_closed(self, outcomes: list[Any]) -> list[Any]:
-        """What a round came to. Raises Closed for one in which errands failed because of that."""
+        """The outcomes of a round. Raises Closed if errands failed because the client was closed."""
         if self._closed and any(isinstance(outcome, Failed) for outcome in outcomes):
             raise Closed
         return outcomes
@@ -57,7 +57,7 @@ class Peers:
         return min(self._silence, end.left() / 2)
 
     def pool(self, node: Hashable, replica: bool) -> PagePool:
-        """Connections to a node; those to a `replica` say that it is to answer reads. Raises Closed."""
+        """Connections to a node. Those to a `replica` ask it to answer reads. Raises Closed."""
         with self._lock:
             if self._closed:
                 raise Closed
@@ -68,7 +68,7 @@ class Peers:
             return pool
 
     def check(self, node: Hashable) -> None:
-        """Raises Disconnected for one that is left alone."""
+        """Raises Disconnected if the node is left alone."""
         until, _, why = self._left_alone.get(node, (0.0, 0.0, ""))
         if until > time.monotonic():
             raise Disconnected(f"{node} is left alone for a while: {why}")
@@ -90,7 +90,7 @@ def silent(node: Hashable, seconds: float) -> DeadlineExceeded:
 
 
 def _as_replica(connection: PageConnection) -> None:
-    """What a new connection begins with that reads from a replica."""
+    """Prepare a new connection for reads from a replica."""
     connection.on_connect()  # type: ignore[no-untyped-call]
     connection.send_packed_command(connection._command_packer.pack("READONLY"))
     connection.read_response()

@@ -1,4 +1,4 @@
-"""What a method asks of which nodes, without asking: a generator that yields rounds and is sent what came of them."""
+"""A plan says what a method asks which nodes. It is a generator, which yields rounds and is sent their outcomes."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ class Round:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An errand that came to nothing."""
+    """An errand that failed."""
 
     error: PageClientError
 
 
-RAISES: Any = object()  # what stands for an answer that nobody gives, when there is nothing to stand for it
+RAISES: Any = object()  # in place of a value for missing answers: raise their error instead
 
 
 def present(answers: Sequence[Any], gone: Any) -> list[Any]:
-    """Answers, with `gone` for those that nobody gave; raises the first of these when it is RAISES."""
+    """Answers, with `gone` in place of failures. If `gone` is RAISES, raises the first failure instead."""
     failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
     if failed and gone is RAISES:
         raise failed
@@ -70,7 +70,7 @@ class Timed(Generic[T_co]):
 
 
 def timed(method: Callable[Concatenate[Self, Deadline, P], Plan[T]]) -> Callable[Concatenate[Self, P], Timed[T]]:
-    """A method that is called without the deadline; what it gives is called with that."""
+    """Turns a method that takes a deadline into one that returns a function of the deadline."""
 
     def without(self: Self, /, *args: P.args, **kwargs: P.kwargs) -> Timed[T]:
         return Timed(method.__name__, lambda end: method(self, end, *args, **kwargs))

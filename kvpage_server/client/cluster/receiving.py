@@ -1,8 +1,7 @@
-"""The answers to commands that were sent in one go, each a reply of its own: long strings go where they belong.
+"""Receives the replies to commands that were sent together. Long strings are received into their places.
 
-What comes is received into scratch memory, but for the rest of a string that has a place, which is received into it.
-Not more than the line and the head of the next such string is received behind it, so that a body is copied by the
-kernel alone.
+Bytes are received into scratch memory, except for the rest of a string with a place. Behind such a string, at most the
+line and the head of the next one are received, so that only the kernel copies bodies.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _LINE = 1024  # bytes of an error at most
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Memory for a string: some for its first bytes, the rest is for the others."""
+    """Memory for a string: `head` for its first bytes, and `body` for the rest."""
 
     head: memoryview
     body: memoryview
@@ -40,7 +39,7 @@ class Arrived:
 
 
 class OtherSize:
-    """A string that is not as long as its place, and was dropped."""
+    """A string of another size than its place, which was dropped."""
 
 
 Answer = Any  # bytes, memoryview, int, None, Refused; of a string with a place ARRIVED or OTHER_SIZE
@@ -48,7 +47,7 @@ ARRIVED, OTHER_SIZE = Arrived(), OtherSize()
 
 
 class Answers:
-    """As many replies as there are places, of which those that are None are for replies of any kind."""
+    """A reply for each place. A place that is None takes any reply."""
 
     def __init__(self, places: Sequence[Place | None]) -> None:
         self.done = False
@@ -81,7 +80,7 @@ class Answers:
         return count
 
     def feed(self, data: bytes) -> None:
-        """Take what was received by other means. Raises WrongReply."""
+        """Take bytes that were received by other means. Raises WrongReply."""
         rest = memoryview(data)
         while rest:
             self._make_room()
@@ -99,13 +98,13 @@ class Answers:
         self._start, self._end = 0, len(left)
 
     def _wanted_behind(self) -> int:
-        """Bytes up to the body of the next string that has a place."""
+        """The number of bytes up to the body of the next string that has a place."""
         after = len(self._answers) + 1
         place = self._places[after] if after < len(self._places) else None
         return 2 + MAX_FRAME + len(place.head) if place else _SCRATCH
 
     def _fill(self, count: int) -> int:
-        """So many bytes came; how many of them lie behind those that were to be filled."""
+        """Count received bytes as filled. Returns how many of them are behind the places to fill."""
         while self._into and count >= len(self._into[0]):
             count -= len(self._into.pop(0))
         if self._into:

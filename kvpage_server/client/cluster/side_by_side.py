@@ -1,9 +1,9 @@
-"""Several kvpage-servers that know nothing of each other: each segment of a prompt has one that it belongs to.
+"""Several kvpage-servers that do not know each other. Each segment of a prompt belongs to one of them.
 
-Which one, rendezvous hashing says: every server draws a number for the segment, and the highest wins. So everybody who
-has the same list, in whatever order, finds the same server; one that is added takes its share of all the others', and
-what a lost one had goes nowhere until it is taken off the list. It is not given to the next best meanwhile: when the
-server came back, what it had would be read again, however old.
+Rendezvous hashing decides which one: every server gets a number for the segment, and the highest number wins. So all
+clients with the same list of servers, in any order, find the same server. A new server takes its share from all others.
+The segments of a lost server are missed until it is taken off the list. They do not go to the next server meanwhile,
+because the lost one may come back with old values.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ _TRIES = 2  # a connection may have been closed since it was used last
 
 @dataclass(frozen=True, slots=True)
 class ServerUrl:
-    """One of them, by its URL."""
+    """A server, by its URL."""
 
     url: str
 
     def __str__(self) -> str:
-        """Its name, for people and for hashing: without user and password, which may change."""
+        """Its name for people and for hashing, without user and password, which may change."""
         parts = urlsplit(self.url)
         return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
 
 
 def lists_several(url: str) -> bool:
-    """Whether there are URLs with commas between them, or what is meant to be that."""
+    """Whether it is a list of URLs separated by commas, or an attempt at one."""
     return len(urls_of(url)) > 1 or "," in urlsplit(url).netloc.rpartition("@")[2]
 
 
 def servers_of(urls: str) -> list[ServerUrl]:
-    """What stands in ``redis://a:9221,redis://b:9221``. Raises ValueError for one that is there twice."""
+    """The servers in ``redis://a:9221,redis://b:9221``. Raises ValueError for a server that is listed twice."""
     found = [ServerUrl(url) for url in urls_of(urls)]
     names = Counter(map(str, found))
     for name, times in names.items():
@@ -63,7 +63,7 @@ def servers_of(urls: str) -> list[ServerUrl]:
 
 
 def segment_of(req_id: bytes) -> bytes:
-    """What decides where a request is: what stands in its first braces, as in a cluster, or all of it."""
+    """The part of a request's name that decides its server: the part in the first braces, as in a cluster, or all."""
     _, opened, rest = req_id.partition(b"{")
     tag, closed, _ = rest.partition(b"}")
     return tag if opened and closed and tag else req_id
@@ -83,7 +83,7 @@ class Rendezvous:
 
 @dataclass
 class SideBySideCalls:
-    """The methods of a client: each is the same method of those servers that have a part in it."""
+    """The methods of a client. Each calls the same method for each server that has a part of the batch."""
 
     rendezvous: Rendezvous
     calls: Calls  # for one connection
@@ -156,7 +156,7 @@ class SideBySideCalls:
 
     @timed
     def prefix(self, end: Deadline, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Plan[int]:
-        """How many blocks from the first on are complete. Each server leases up to its own first hole."""
+        """The number of complete blocks, from the first one. Each server leases up to its own first hole."""
         check_names(names)
         parts = self._parts(
             [req_id for req_id, _ in names],
@@ -178,7 +178,7 @@ class SideBySideCalls:
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
-        """Ask each of the server that its key belongs to; the answers, Failed where there is none. Raises refusals."""
+        """Ask each of the server of its key. Returns the answers, Failed for those without one. Raises refusals."""
         left: dict[ServerUrl, list[int]] = defaultdict(list)
         for i, question in enumerate(questions):
             left[self.rendezvous.server(segment_of(key_of(question)))].append(i)
@@ -214,7 +214,7 @@ class SideBySideCalls:
     # -- how ---------------------------------------------------------------------------------------------------------
 
     def _parts(self, req_ids: Sequence[bytes], call: Callable[[list[int]], Call[Any]]) -> list[_Part]:
-        """What each server has to do, those of its items at once. Raises what is wrong with the arguments."""
+        """The part of each server, with its items of the batch. Raises the errors of the arguments."""
         items: dict[ServerUrl, list[int]] = defaultdict(list)
         servers: dict[bytes, ServerUrl] = {}
         for i, req_id in enumerate(req_ids):
@@ -225,7 +225,7 @@ class SideBySideCalls:
         return [_Part(server, some, call(some)) for server, some in items.items()]
 
     def _ask(self, parts: Sequence[_Part]) -> Plan[list[tuple[_Part, Any]]]:
-        """What each server answers, Failed for those that don't. Raises what none of them answers, and refusals."""
+        """Each server's answer, or Failed. Raises refusals, and the first error if all servers fail."""
         answers: dict[ServerUrl, Any] = {}
         for _ in range(_TRIES):
             left = [p for p in parts if p.server not in answers or _may_be_asked_again(answers[p.server])]
@@ -248,7 +248,7 @@ class SideBySideCalls:
         return [(part, part.read(answers[part.server])) for part in parts]
 
     def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-        """The answers for all items, in their order; `nothing` for those whose server did not answer."""
+        """The answers for all items, in order, with `nothing` for items whose server did not answer."""
         found = [nothing] * count
         for part, answer in answers:
             if isinstance(answer, Failed):
@@ -261,7 +261,7 @@ class SideBySideCalls:
 
 @dataclass(frozen=True, slots=True)
 class _Part:
-    """What one server has to do with a call."""
+    """One server's part of a call."""
 
     server: ServerUrl
     items: list[int]  # of the batch
@@ -287,7 +287,7 @@ def _may_be_asked_again(answer: Any) -> bool:
 
 
 def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
-    """The answers. Raises what the first server came to that did not do its part."""
+    """The answers. Raises the error of the first server that failed."""
     for _, answer in answers:
         if isinstance(answer, Failed):
             raise answer.error

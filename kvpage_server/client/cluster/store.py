@@ -1,4 +1,4 @@
-"""What a URL names that is more than one server."""
+"""The store behind a URL that names more than one server."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ PAUSE = 0.05  # seconds until something is attempted again
 
 @dataclass(frozen=True)
 class Several:
-    """Servers that are one store: what is asked of them, and the connections to them."""
+    """Servers that form one store: what to ask them, and the connections."""
 
     calls: ClusterCalls | SideBySideCalls
     peers: Peers
 
     def connections(self, node: Hashable) -> PagePool:
-        """To a node that has keys. Raises Disconnected for one that is left alone."""
+        """Connections to a node that has keys. Raises Disconnected if it is left alone."""
         self.peers.check(node)
         return self.peers.pool(node, replica=False)
 
@@ -50,7 +50,7 @@ class Several:
 
 
 def names_several(url: str) -> bool:
-    """Whether a URL names more than one server, so that nothing but pages and blocks can be asked for."""
+    """Whether a URL names more than one server."""
     return urlsplit(url).scheme in SCHEMES or lists_several(url)
 
 

@@ -1,4 +1,4 @@
-"""Who serves which of a cluster's slots."""
+"""The map of a cluster: which nodes serve which slots."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Shard:
 
 
 class SlotMap:
-    """The shard of each slot, as far as it is known. Is changed only by `moved`; a new map takes its place."""
+    """The shard of each slot, as far as known. Only `moved` changes it; a new map replaces it."""
 
     def __init__(self, ranges: Iterable[tuple[int, int, Shard]] = ()) -> None:
         """Each range has a first and a last slot."""
@@ -48,11 +48,11 @@ class SlotMap:
             self._shards[first : last + 1] = [shard] * (last + 1 - first)
 
     def shard(self, slot: int) -> Shard | None:
-        """Who serves a slot; None where that is not known."""
+        """The shard that serves a slot, or None if unknown."""
         return self._shards[slot]
 
     def moved(self, slot: int, to: Node) -> None:
-        """A node said that another serves this slot."""
+        """Note that another node serves a slot."""
         shard = self._shards[slot]
         if shard is None or shard.primary != to:
             self._shards[slot] = Shard(to)
@@ -90,7 +90,7 @@ def _ranges(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
 
 
 def redirection(line: str) -> tuple[int, Node] | None:
-    """Where MOVED or ASK point to: a slot and a node. None when the line makes no sense."""
+    """The slot and node in a MOVED or ASK error; None if it is malformed."""
     _, _, rest = line.partition(" ")
     slot, _, address = rest.partition(" ")
     host, _, port = address.rpartition(":")

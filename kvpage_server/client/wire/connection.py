@@ -1,8 +1,8 @@
-"""redis-py's connections, spoken over without waiting: they make the socket, TLS, HELLO, AUTH and SELECT as ever.
+"""redis-py's connections, used without blocking. They still make the socket, TLS, HELLO, AUTH and SELECT.
 
-The pool lends a connection whether it is connected or not; `open` connects it, within the caller's deadline. From then
-on its socket never blocks, and redis-py's handshake itself is sent and read by our own exchange, so no parser of
-redis-py's holds back bytes that belong to a page.
+The pool lends a connection whether it is connected or not, and `open` connects it within the caller's deadline. From
+then on its socket never blocks. Our own exchange also sends and reads redis-py's handshake, so that no parser of
+redis-py holds back bytes that belong to a page.
 
 A socket is closed by whoever uses it, and by nobody else: its number may be another file's a moment later, and bytes of
 that would be taken for an answer. A pool that is closed shuts the sockets in use down, so that their users find the end
@@ -37,7 +37,7 @@ NONSENSE = (AttributeError, LookupError, TypeError, ValueError)  # of redis-py's
 
 
 class PageConnection(AbstractConnection):
-    """What is different in all three of redis-py's connection classes."""
+    """The changes to all three connection classes of redis-py."""
 
     _sock: socket.socket | None  # type: ignore[assignment]  # as redis-py uses it
     _deadline: Deadline
@@ -61,7 +61,7 @@ class PageConnection(AbstractConnection):
 
     @property
     def is_ready(self) -> bool:
-        """Whether it is connected and nothing has come since its last answer. What has come makes it useless."""
+        """Whether it is connected, and nothing has come since its last answer. Otherwise it can't be used."""
         if self._sock is None:
             return False
         try:
@@ -106,7 +106,7 @@ class PageConnection(AbstractConnection):
         return sock
 
     def send_packed_command(self, command: bytes | Iterable[bytes], check_health: bool = True) -> None:
-        """A part of the handshake; its answer is asked for next."""
+        """Keep a part of the handshake; redis-py asks for its answer next."""
         self._unsent = [command] if isinstance(command, bytes) else list(command)
 
     def read_response(self, *args: Any, **options: Any) -> Any:
@@ -116,7 +116,7 @@ class PageConnection(AbstractConnection):
     # -- asking ----------------------------------------------------------------------------------------------------
 
     def ask(self, request: Request[T], deadline: Deadline) -> T:
-        """What the server answers. Raises any PageClientError; after all but Refused the connection is closed."""
+        """The server's answer. Raises any PageClientError, and then closes the connection, except for Refused."""
         self.open(deadline)
         return self.converse(request, deadline)
 
@@ -148,8 +148,8 @@ class PageConnection(AbstractConnection):
             super().disconnect(*args, **options)  # type: ignore[no-untyped-call]
 
     def close_unless(self, over: bool) -> None:
-        """Close the connection when a conversation was not over: what is still to come would be taken for an answer
-        to the next question."""
+        """Close the connection if a conversation was not over. Bytes that still come would be taken for the answer to
+        the next question."""
         if not over:
             self.disconnect()
 

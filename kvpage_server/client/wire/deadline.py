@@ -8,7 +8,7 @@ from kvpage_server.client.errors import DeadlineExceeded
 
 
 class Deadline:
-    """`seconds` from now, for all that a call does: connecting, every send and every receive together."""
+    """`seconds` from now, for everything a call does: connecting, every send and every receive."""
 
     def __init__(self, seconds: float) -> None:
         if not seconds > 0:
@@ -17,14 +17,14 @@ class Deadline:
         self._end = time.monotonic() + seconds
 
     def left(self) -> float:
-        """Seconds until then, more than 0. Raises DeadlineExceeded."""
+        """The seconds left, more than 0. Raises DeadlineExceeded."""
         left = self.seconds_left()
         if left <= 0:
             raise self.exceeded()
         return left
 
     def seconds_left(self) -> float:
-        """The same without an error: not more than 0 when it has passed."""
+        """The same without an error: 0 or less after the deadline."""
         return self._end - time.monotonic()
 
     def exceeded(self) -> DeadlineExceeded:

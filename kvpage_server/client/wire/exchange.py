@@ -1,7 +1,7 @@
-"""A question and its answer over a non-blocking socket, without waiting: whoever drives it waits as it says.
+"""A question and its answer over a non-blocking socket. It never waits, but says what its driver has to wait for.
 
-Plain sockets gather and scatter by themselves. TLS sockets do neither: there pieces are joined to records, and every
-byte is copied by the cipher anyway.
+Plain sockets gather and scatter by themselves. TLS sockets can't, so there pieces are joined to records. The cipher
+copies every byte anyway.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _RECORD_BYTES = 64 * 1024  # bytes that are taken of a TLS socket in one go
 
 @dataclass(frozen=True, slots=True)
 class Request(Generic[T]):
-    """What is asked of a server. It can be asked again: pieces and receiver are made anew each time."""
+    """A request to a server. It can be sent again: pieces and receiver are made anew each time."""
 
     pieces: Callable[[], Iterator[Piece | Chunk]]
     receiver: Callable[[], Receiver]
@@ -48,9 +48,9 @@ class Conversation(Generic[T]):
     def steps(self) -> Generator[int, int | None, None]:
         """Send and receive, as far as possible without waiting. Raises Disconnected and WrongReply.
 
-        Yields the poll events to wait for and wants to be sent those that came; or yields 0 when others may have their
-        turn. Answers are taken while there is still something to send: a server may refuse early, and one that can't
-        get rid of its answers may stop reading.
+        Yields the poll events to wait for, and expects to be sent those that came. Yields 0 to let others have their
+        turn. Answers are received even while there is something to send: a server may refuse early, and it may stop
+        reading when nobody takes its answers.
         """
         ready, calls = WRITE, 0
         while not self._receiver.done:
@@ -79,7 +79,7 @@ class Conversation(Generic[T]):
             calls += 1
 
     def _send(self) -> int:
-        """Send what the socket takes; how many bytes, -1 if it takes nothing now."""
+        """Send what the socket takes. Returns the number of bytes, -1 if it takes nothing now."""
         try:
             if not isinstance(self.sock, ssl.SSLSocket):
                 return self._outgoing.send(self.sock.fileno())
@@ -91,7 +91,7 @@ class Conversation(Generic[T]):
             return 0
 
     def _receive(self) -> int:
-        """Receive what is there; how many bytes, -1 if nothing is there now."""
+        """Receive what is there. Returns the number of bytes, -1 if nothing is there now."""
         if isinstance(self.sock, ssl.SSLSocket):
             data = self.sock.recv(_RECORD_BYTES)
             self._receiver.feed(data)
@@ -104,11 +104,11 @@ class Conversation(Generic[T]):
 
     @property
     def over(self) -> bool:
-        """Whether the connection is as it was before: everything was sent, and the whole answer received."""
+        """Whether everything was sent and the whole answer received, so that the connection can be used again."""
         return self._outgoing.done and self._receiver.done and not self._broken
 
     def result(self) -> T:
-        """What was answered. Raises Refused; and WrongReply for what is no answer, after which it is not `over`."""
+        """The answer. Raises Refused, or WrongReply for an answer that does not fit; then it is not `over`."""
         try:
             answer = self._receiver.result()
         except ErrorAnswer as error:

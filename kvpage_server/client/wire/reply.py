@@ -1,7 +1,7 @@
-"""Replies as values, without I/O: bytes in, Python values out. RESP2 and as much of RESP3 as answers our questions.
+"""Replies as values, without I/O: bytes in, Python values out. RESP2, and the part of RESP3 that our questions need.
 
-A *receiver* takes what comes until the reply is whole (`done`); then `result` is what was answered. Bytes after it are
-an error: a connection asks one thing at a time.
+A *receiver* takes bytes until the reply is complete (`done`). Then `result` is the answer. More bytes are an error,
+since a connection has one question at a time.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvpage_server.client.errors import Refused, WrongReply
 from kvpage_server.core.answers import MAX_BULK, MAX_LINE
 
 MAX_DEPTH = 8
-_DIRECT_BYTES = 4096  # a bulk of at least this size is received into memory of its own
+_DIRECT_BYTES = 4096  # a bulk of at least this size is received into its own memory
 _SCRATCH_BYTES = 16 * 1024
 _AHEAD_BYTES = 256 * 1024  # bytes that are received behind a long string, where there may be more of them
 
@@ -29,18 +29,18 @@ class Receiver(Protocol):
         """Whether all replies have arrived."""
 
     def receive(self, fd: int) -> int:
-        """Receive what is there, in one call; how many bytes, 0 at the end of the stream, -1 if nothing is there now.
-        Raises WrongAnswer."""
+        """Receive what is there, in one call. Returns the number of bytes, 0 at the end of the stream, -1 if nothing is
+        there now. Raises WrongReply."""
 
     def feed(self, data: bytes) -> None:
-        """Take what was received by other means. Raises WrongAnswer."""
+        """Take bytes that were received by other means. Raises WrongReply."""
 
     def result(self) -> Any:
-        """What was answered. Raises Refused, or ErrorAnswer, when that is an error."""
+        """The answer. Raises Refused if it is an error."""
 
 
 def refusal(line: bytes) -> Refused:
-    """The error that an error line, without its '-', tells."""
+    """The error for an error line without its '-'."""
     return Refused(line.decode("utf-8", "replace"))
 
 
@@ -49,9 +49,9 @@ def only(values: list[Any]) -> Any:
 
 
 class Values:
-    """`count` replies of any kind; strings are bytes, or memoryviews of memory of their own.
+    """`count` replies of any kind. Strings are bytes, or memoryviews of their own memory.
 
-    An error among them is raised once all are there, or with `with_errors` stands among them.
+    An error among them is raised when all have arrived, or, with `with_errors`, returned among them.
     """
 
     def __init__(self, count: int = 1, *, with_errors: bool = False) -> None:
@@ -96,7 +96,7 @@ class Values:
         return [self._scratch]
 
     def _received(self, count: int) -> None:
-        """So many bytes are there: parse as far as it goes."""
+        """Parse as far as possible."""
         direct = min(count, len(self._room) - self._filled)
         self._filled += direct
         if count > direct:
@@ -200,7 +200,7 @@ def _mapping(items: list[Any]) -> dict[Any, Any]:
 
 
 def number(digits: bytes) -> int:
-    """The number that a line tells. Raises WrongReply."""
+    """The number in a line. Raises WrongReply."""
     if not digits.removeprefix(b"-").isdigit() or len(digits) > 20:
         raise WrongReply(f"{digits[:40]!r} is no number")
     return int(digits)

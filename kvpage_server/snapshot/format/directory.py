@@ -35,7 +35,7 @@ class Summary:
 
 @contextmanager
 def locked(path: Path, *, to_write: bool) -> Iterator[None]:
-    """Keep others from writing into a directory, and with `to_write` from reading it. Raises DumpError, OSError."""
+    """Lock a directory against writers, and with `to_write` also against readers. Raises DumpError, OSError."""
     directory = os.open(path, os.O_RDONLY)
     try:
         try:
@@ -48,7 +48,7 @@ def locked(path: Path, *, to_write: bool) -> Iterator[None]:
 
 
 def read_summary(path: Path) -> Summary | None:
-    """What dump.json says; None when there is none. Raises DumpError, OSError."""
+    """The content of dump.json; None if there is none. Raises DumpError, OSError."""
     try:
         told = json.loads((path / SUMMARY).read_bytes())
     except FileNotFoundError:
@@ -76,7 +76,7 @@ def write_summary(path: Path, summary: Summary) -> None:
 
 
 def dump_files(path: Path) -> list[Path]:
-    """The files that have names of a dump's, in the order in which they were written: pages before strings."""
+    """The files with names of a dump, in the order of writing: pages before strings."""
     return sorted(file for file in path.iterdir() if _FILE.match(file.name))
 
 
@@ -99,7 +99,7 @@ def remove(files: Iterable[Path]) -> None:
 
 
 def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[Path, FileContents | BadFile]]:
-    """Each file's header, or what is wrong with it: `summary` knows its digest. Raises OSError."""
+    """Each file's header, or what is wrong with it. `summary` has its digest. Raises OSError."""
     for file in files:
         try:
             contents = read_contents(file)
@@ -114,7 +114,7 @@ def read_all(files: Iterable[Path], summary: Summary | None) -> Iterator[tuple[P
 
 
 def files_of(path: Path, summary: Summary | None) -> list[Path]:
-    """The files that a dump consists of, pages before strings. Raises DumpError when there is no dump, OSError."""
+    """The files of a dump, pages before strings. Raises DumpError if there is no dump, OSError."""
     if summary is not None:
         return [path / name for name in sorted(summary.files)]
     files = dump_files(path)

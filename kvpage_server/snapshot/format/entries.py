@@ -49,7 +49,7 @@ class Geometry(NamedTuple):
 
 
 class WrittenPages(NamedTuple):
-    """What was noted of pages when they were stored, by layer and head."""
+    """Fields of pages from when they were stored, by layer and head."""
 
     created_ms: list[int]
     ttl: list[int]  # seconds given at the write
@@ -179,7 +179,7 @@ Entry = PageTensor | String
 
 
 def _folded(values: list[Any]) -> Any:
-    """One value for all, where they are equal."""
+    """One value for all, if they are equal."""
     return values[0] if len(set(values)) == 1 else values
 
 

@@ -47,7 +47,7 @@ class Tensor(NamedTuple):
 
 
 class EntrySpan(NamedTuple):
-    """An entry and where in the data its tensor lies."""
+    """An entry, and the place of its tensor in the data."""
 
     entry: Entry
     start: int
@@ -80,7 +80,7 @@ class FileContents:
 
 
 def write_file(path: Path, tensors: list[Tensor], of: DumpOf) -> FileContents:
-    """Write a file, which is there whole or not at all. Raises OSError."""
+    """Write a file. It appears complete or not at all. Raises OSError."""
     tensors = sorted(tensors, key=lambda tensor: -_ITEMSIZE[tensor.entry.element])
     facts = {"format": FORMAT, "version": VERSION, "dumped_ms": str(of.dumped_ms), "selection": of.selection}
     metadata = {"digest": _NO_DIGEST, **facts}
@@ -129,7 +129,7 @@ def _digest(header: bytes) -> str:
 
 
 def read_contents(path: Path) -> FileContents:
-    """What a file's header says; its data is not looked at. Raises BadFile, OSError."""
+    """The header of a file; its data is not read. Raises BadFile, OSError."""
     size = path.stat().st_size
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -182,7 +182,7 @@ def _spans(header: dict[str, Any], metadata: dict[str, str]) -> Iterator[EntrySp
 
 
 def read_data(contents: FileContents) -> memoryview:
-    """A file's data. Raises BadFile when it has become shorter, OSError."""
+    """A file's data. Raises BadFile if the file has become shorter, OSError."""
     data = np.empty(contents.size - contents.data, np.uint8).data
     with open(contents.path, "rb", buffering=0) as file:
         file.seek(contents.data)
@@ -196,7 +196,7 @@ def read_data(contents: FileContents) -> memoryview:
 
 
 def intact(span: EntrySpan, data: memoryview) -> list[bool]:
-    """Of each page of a tensor, or of a string, whether it hashes to what its checksum says."""
+    """Whether each page of a tensor, or the string, matches its checksum."""
     start = span.start
     found = []
     for size, digest in zip(span.entry.sizes, span.entry.checksums, strict=True):

@@ -30,7 +30,7 @@ def tensors_of(block: Iterable[FoundPage]) -> Iterator[Tensor]:
 
 
 def _is_whole(plane: list[FoundPage]) -> bool:
-    """Whether pages, by layer and head, are all that a plane has, and of one geometry."""
+    """Whether these are all pages of a plane, and have one geometry."""
     last, first = plane[-1].key, plane[0].header
     geometry = (first.dtype, first.page_size, first.head_dim, first.tensor_size)
     return len(plane) == (last.layer + 1) * (last.head + 1) and all(

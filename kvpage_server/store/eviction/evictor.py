@@ -1,7 +1,7 @@
-"""Who decides what goes: the policy by name, over all units, and one more of its kind for each quota.
+"""What decides which unit is evicted: a policy for all units, and one more of its kind for each quota.
 
 **Where a new policy goes.** It is a subclass of `Queues` in a module of this folder, with a row in `policies`. It is
-told of uses and asked for victims; who removes them, and how many, is not its business.
+told about uses and asked for victims. It does not know who removes them, or how many.
 
 **A change of policy** costs nothing at once: the new policy takes over in steps, see `queues`.
 """
@@ -20,7 +20,7 @@ _AT_ONCE = 500  # units that are handed over before others have their turn
 
 
 class Evictor:
-    """Knows the order in which units go. `units` is told of their uses, and that they are gone."""
+    """Knows the order in which units are evicted. `units` has to be told of their uses and removals."""
 
     def __init__(self, policy: str, index: PageIndex) -> None:
         self._policy = policy
@@ -30,7 +30,7 @@ class Evictor:
 
     @property
     def policy(self) -> str:
-        """What decides which unit goes when memory is full."""
+        """The policy that decides which unit is evicted when memory is full."""
         return self._policy
 
     @policy.setter
@@ -55,7 +55,7 @@ class Evictor:
         return self.quotas.all if self.quotas is not None else ()
 
     def quota_of(self, unit: Unit) -> Quota | None:
-        """The quota that a unit counts against, if there is one."""
+        """The quota that a unit counts for, or None."""
         return self.quotas.of(unit) if self.quotas is not None else None
 
     def limit_of(self, unit: Unit) -> Quota | None:
@@ -64,7 +64,7 @@ class Evictor:
         return quota if quota is not None and quota.limit else None
 
     def chain(self, blocks: Sequence[Block]) -> None:
-        """Each of these extends the one before it, and is worth nothing to an engine without that."""
+        """Note that each of these units extends the one before it, and is useless to an engine without that."""
         if len(blocks) > 1:
             self.units.follows(blocks)
 
@@ -75,7 +75,7 @@ class Evictor:
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def hand_over(self) -> bool:
-        """Tell the policy some of what the one before knew; whether there is more."""
+        """Hand over some units from the old policy to the new one. Returns whether there are more."""
         self._begin_to_hand_over()
         for policy in self._policies():
             for unit in policy.hand_over(_AT_ONCE):

@@ -1,8 +1,8 @@
-"""When keys are due: their seconds of expiry in buckets, looked into as the seconds pass.
+"""When keys are due. Each second has a bucket of keys, which is opened when the second is over.
 
-A bucket holds every key that was given an expiry in its second and is opened when the second is over; a key whose
-expiry changed since is simply not due then. Stale notes are dropped in bulk when they outnumber the living ones.
-Costs: O(1) a note and a key due, amortised.
+A bucket has every key that was given an expiry in its second. If the expiry was changed since, the key is not due then.
+Stale notes are dropped together when they outnumber the others. Costs: O(1) for a note and a key that is due,
+amortised.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _SLACK = 1024
 
 
 class Expirer:
-    """`expires_of(key)` tells a key's expiry in unix milliseconds, 0 for none or no such key."""
+    """`expires_of(key)` returns a key's expiry in unix milliseconds, 0 for none or no such key."""
 
     def __init__(self, expires_of: Callable[[bytes], int]) -> None:
         self._expires_of = expires_of
@@ -40,7 +40,7 @@ class Expirer:
             self._drop_stale()
 
     def due(self, now: int) -> Iterator[bytes]:
-        """The keys whose second of expiry has passed at `now` (unix milliseconds); each is given once."""
+        """The keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
         while self._seconds and (self._seconds[0] + 1) * 1000 <= now:
             bucket = self._buckets[self._seconds[0]]
             while bucket:
@@ -51,7 +51,7 @@ class Expirer:
             del self._buckets[heapq.heappop(self._seconds)]
 
     def nearest(self) -> Iterator[bytes]:
-        """The keys that expire, by the second in which they do. One that is still there afterwards is kept in mind."""
+        """The keys that expire, in order of the second. A key that still exists afterwards is kept."""
         stay = []
         try:
             while self._seconds:

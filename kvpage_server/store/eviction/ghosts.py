@@ -1,8 +1,8 @@
-"""What is remembered of pages that are gone: why, when, and by which policy or quota.
+"""Remembers pages that are gone: why, when, and by which policy or quota.
 
-A ghost is kept for each block and reason, with the pages it speaks of as the index keeps them, in rows. `MOST_ROWS`
-bounds them all; the blocks that lost pages the longest ago are forgotten first, and from then on `since` is later: of
-what went before it not everything is known. Costs: O(rows) a block, O(1) a page.
+There is a ghost for each block and reason. It has its pages in rows, as the index does. `MOST_ROWS` limits all ghosts
+together. The blocks that lost pages longest ago are forgotten first, and `since` then moves on: removals before it may
+be forgotten. Costs: O(rows) for a block, O(1) for a page.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Ghosts:
             del self._requests[req_id]
 
     def has_block(self, req_id: bytes, page: int) -> bool:
-        """Whether it is remembered how pages of a block went."""
+        """Whether removals of pages of a block are remembered."""
         return (req_id, page) in self._blocks
 
     def of_page(self, req_id: bytes, layer: int, head: int, page: int, kv_type: int) -> Ghost | None:
@@ -94,7 +94,7 @@ class Ghosts:
         return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)
 
     def of_block(self, req_id: bytes, page: int, present: Mapping[int, int] = MappingProxyType({})) -> Ghost | None:
-        """How a block last lost a page that it still lacks; `present` are the rows of those it has."""
+        """How a block lost a page that is still missing. `present` are the rows of the pages that it has."""
         for ghost in reversed(self._blocks.get((req_id, page), {}).values()):
             if any(heads & ~present.get(row, 0) for row, heads in ghost.rows.items()):
                 return ghost

@@ -1,9 +1,9 @@
-"""Leases and pins: what eviction has to spare, for a while or until it is unpinned.
+"""Leases and pins: units that must not be evicted, for a while or until they are unpinned.
 
-A lease has no owner, so it is only ever prolonged: one client can't cut short what another counts on. Together, leased
-and pinned units of a quota may take `SHARE` of it, and those of none `SHARE` of the memory that quotas leave: else
-nothing could be evicted to make room for new pages. Only eviction is held off: what is deleted or expires is gone.
-Costs: O(log n) a lease, O(1) for all else.
+A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. Leased and
+pinned units together may take `SHARE` of their quota, or, without a quota, `SHARE` of the memory that is in no quota.
+Otherwise there would be nothing to evict for new pages. Leases and pins do not prevent deletion and expiry. Costs:
+O(log n) for a lease, O(1) for everything else.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Leases:
         return sum(self._bytes.values())
 
     def beside(self, unit: Unit) -> int:
-        """What the protected units of the same account occupy together."""
+        """The bytes of all protected units of the same account."""
         return self._bytes.get(self._account_of(unit), 0)
 
     def recount(self) -> None:
@@ -73,7 +73,7 @@ class Leases:
             self._bytes.pop(lease.account, None)
 
     def of(self, unit: Unit) -> Lease:
-        """What protects a unit; a lease without lease and pin when nothing does."""
+        """The lease of a unit; an empty one if the unit is not protected."""
         return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
@@ -82,7 +82,7 @@ class Leases:
         return lease is not None and (lease.pinned or lease.until > now)
 
     def lease(self, unit: Unit, size: int, until: int, most: int) -> bool:
-        """Protect a unit of `size` bytes until then; False when those of its account would take more than `most`."""
+        """Protect a unit of `size` bytes until then. False if its account would then have more than `most`."""
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
@@ -93,7 +93,7 @@ class Leases:
         return True
 
     def pin(self, unit: Unit, size: int, most: int) -> bool:
-        """Protect a unit until it is unpinned; False as for `lease`."""
+        """Protect a unit until it is unpinned. False as for `lease`."""
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
@@ -125,13 +125,13 @@ class Leases:
             self._count(lease, size)
 
     def removed(self, unit: Unit) -> None:
-        """The unit is gone, or nothing protects it any more."""
+        """Remove a unit that is gone or not protected any more."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
             self._count(lease, -lease.size)
 
     def settle(self, now: int) -> None:
-        """Let go of leases that have run out; the rest of very many the next time."""
+        """Remove leases that have ended, a limited number each time."""
         for _ in range(_AT_ONCE):
             if not self._due or self._due[0][0] > now:
                 return

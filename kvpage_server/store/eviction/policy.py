@@ -34,7 +34,7 @@ class Policy(Protocol):
         """The unit was written or read."""
 
     def used_all(self, units: list[Unit]) -> None:
-        """The units were written or read, in that order."""
+        """These units were written or read, in this order."""
 
     def follows(self, units: Sequence[Unit]) -> None:
         """Each of these extends the one before it and is worth nothing without it. Unknown ones end a run."""
