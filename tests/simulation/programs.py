@@ -153,7 +153,7 @@ class Program(Administration, Scenes):
     @property
     def _strings(self) -> list[bytes]:
         own = self._is_tenant and self.rng.random() < 0.85
-        some = self.strings[:FEW] if self.rng.random() < 0.6 else self.strings  # of many, some are used more than others
+        some = self.strings[:FEW] if self.rng.random() < 0.6 else self.strings  # some are used more
         return [b"u%d:%b" % (self.peer, key) for key in some] if own else some
 
     def _transaction(self) -> list[Step]:
