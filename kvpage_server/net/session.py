@@ -63,6 +63,7 @@ class Session:
         self._ending = False  # no command is taken any more
         self._answering = False  # a command is being run
         self._postponed: Command | None = None  # until a pause ends, or the disk has what it needs
+        self._pause_end: asyncio.TimerHandle | None = None
         self._awaited = 0  # things that it waits for while `WAITING`, all of which have to come
         self._hold: object = None  # what it needs stays in memory while somebody has this, until it has run
         tiered = server.tiered
@@ -156,6 +157,7 @@ class Session:
         if steps is not None:
             self._line.finish(steps)
         self._line.finish(freed(self._parser.give_up()))
+        self._forget_the_pause()
         self._postponed = self._hold = None
         self._load.drop()
 
@@ -193,6 +195,7 @@ class Session:
         self._transport.abort()
 
     def resume(self) -> None:
+        self._forget_the_pause()
         if self._move(SessionEvent.PAUSE_OVER):
             self._line.join(self)
 
@@ -301,7 +304,13 @@ class Session:
         self._move(SessionEvent.HELD_BACK)
         pause = self._server.pause
         if pause is not None:
-            self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
+            self._forget_the_pause()
+            self._pause_end = self._loop.call_later(max(0, pause.ends - monotonic()), self.resume)
+
+    def _forget_the_pause(self) -> None:
+        if self._pause_end is not None:
+            self._pause_end.cancel()
+            self._pause_end = None
 
     def _wait(self, wait: Wait) -> None:
         """Wait for the disk; for that, too, if it waits for something already."""

@@ -45,11 +45,11 @@ class Administration:
         quotas = [b"", b"", b"kv:q1:* 20000", b"s* 30000 kv:r* 9000", b"kv:q3:* 6000 kv:* 300000"]
         name, values = rng.choice([
             (b"maxmemory-policy", [b"allkeys-lru", b"allkeys-prefix", b"noeviction"]),
-            (b"maxmemory", [b"200000", b"600000", b"3000000"]),
+            (b"maxmemory", [b"40000", b"200000", b"600000", b"3000000"]),
             (b"quota", quotas),
             (b"page-checksums", [b"yes", b"no"]),
             (b"tracking-table-max-keys", [b"3", b"0"]),
-            (b"maxmemory-clients", [b"200kb", b"25%"]),
+            (b"maxmemory-clients", [b"200kb", b"2mb", b"25%"]),
             (b"slowlog-log-slower-than", [b"0", b"10000"]),
         ])  # fmt: skip
         return b"CONFIG", b"SET", name, rng.choice(values)
@@ -74,7 +74,8 @@ class Administration:
         return step
 
     def _rot(self) -> Step:
-        step: Step = self._step("rot", bits=self.rng.randrange(1, 4))
+        database = self.rng.choice([b"pieces", b"pieces", b"records"])
+        step: Step = self._step("rot", database=database, bits=self.rng.randrange(1, 4))
         return step
 
     def _dump(self) -> Step:

@@ -19,6 +19,7 @@ MS = 1_000_000
 PATIENCE = 60_000 * MS  # nanoseconds of the world, for all that was asked
 SECOND = 1_000 * MS
 _SLACK = 400 * MS  # of everysec, for a commit that had just begun
+_AT_ONCE = 32  # keys that are asked for
 _BEGUN_LATE = 5000  # milliseconds
 _MAY_ROT = 24  # bytes
 _GONE = -2  # what PEXPIRETIME says of a key that is not there
@@ -118,7 +119,8 @@ class Audit:
         judge, store = self._judge, self._judge.model.store
         self._overdue = store.overdue()
         self._most = len(store.log)
-        if in_order:
+        exact = in_order and not (self._mode == "no" and self._run.program.maxdisk)  # it may have no room for all
+        if exact:
             self._least = self._most
         elif self._mode == "always":
             self._least = judge.acknowledged
@@ -126,7 +128,7 @@ class Audit:
             self._least = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
             if judge.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
-        self._exact = in_order
+        self._exact = exact
         if not self._run.program.disk:
             for key in list(store.keys):
                 store.drop(key)
@@ -143,11 +145,22 @@ class Audit:
         store = self._judge.model.store
         every = {*self._told, *store.keys, *store.doubtful(), *(key for key, _, _ in store.log)}
         self._told = {key: [] for key in sorted(every)}
-        peer = self._run.peers[0]
-        for key in self._told:
+        self._ask()
+
+    def _ask(self) -> None:
+        """Ask for some keys of which nothing was told yet, or not all: a client that is told too much may be ended."""
+        run, peer = self._run, self._run.peers[0]
+        unknown = [key for key, told in self._told.items() if len(told) < len(Found._fields)][:_AT_ONCE]
+        if not unknown:
+            self._compare()
+            return
+        if peer.sock is None:
+            run._enter(peer)
+        for key in unknown:
+            self._told[key].clear()
             for words in ((b"GET", key), (b"PEXPIRETIME", key)):
-                self._run.send(peer, 0, words).audit = self._collect
-        self.settle(self._compare, check=False)
+                run.send(peer, 0, words).audit = self._collect
+        self.settle(self._ask, check=False)
 
     def _collect(self, asked: Asked, reply: Any) -> None:
         self._told[asked.words[1]] += [reply, asked.ran]
@@ -210,7 +223,7 @@ class Audit:
         for name, *cells in store.log:
             past.setdefault(name, []).extend(cells)
         for key in self._found:
-            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, [])]
+            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, []), self._overdue.get(key)]
             fitting = [cell for cell in options if self._is(key, cell)]
             if not fitting:
                 self._judge.fail(f"{key!r} is {self._found[key]!r:.300}, which it never was")
@@ -222,14 +235,18 @@ class Audit:
         if key in self._judge.model.store.fog:
             return True
         if found.value is None:
-            lost = self._judge.rotted and cell is not None and cell.size >= _MAY_ROT
-            return lost or cell is None or 0 < cell.expires <= found.at
+            return self._may_be_lost(cell) or cell is None or 0 < cell.expires <= found.at
         if cell is None or not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:
             return 0 < cell.expires <= found.expires_at
         late = _BEGUN_LATE if cell.page and cell.expires else 0  # when a batch came to it, nobody may have been told
         return 0 <= found.expires - (cell.expires or -1) <= late and not 0 < found.expires <= found.at
+
+    def _may_be_lost(self, cell: Cell) -> bool:
+        """Whether bits that have flipped may be the reason that a value is not there."""
+        rotted = self._judge.rotted
+        return cell is not None and (b"records" in rotted or (b"pieces" in rotted and cell.size >= _MAY_ROT))
 
     def _believe(self, state: dict[bytes, Cell]) -> None:
         self._judge.model.store.keys = {key: cell for key, cell in state.items() if cell is not None}

@@ -10,12 +10,14 @@ from typing import Any
 import hiredis
 
 from kvpage_server.commands.context import Client
-from kvpage_server.resp.reply import ReplyError, Stream
+from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
+from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from tests.simulation.model import Conversation, Model, Words
+from tests.simulation.model_pages import block_of
 from tests.simulation.model_rights import Rights
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
-from tests.simulation.replies import ANYTHING, Err, May, agrees, gathered, is_error, one_of
+from tests.simulation.replies import ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
 from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
 
@@ -49,22 +51,22 @@ class Judge:
         self.acknowledged = 0  # changes of the model that were told to be done
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
         self.boundaries: set[int] = set()  # of the model's log, between commands
-        self.rotted = False  # bits have flipped on disk: what lies there may be lost, and may not be wrong
+        self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
         self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
-        self._evicted = 0
+        self._left: list[bytes] = []  # keys that the server has let go of by itself, and the model has still
         self.violation: Violation | None = None
 
     def begin(self, process: Process) -> None:
         """Another process serves."""
         self.process = process
         self._by_id.clear()
-        self._evicted = 0
-        process.broke = self.note_broken
+        self._left = []
+        process.broke, process.leaves = self.note_broken, self.leaves
         self.model.pinned.clear()
         self.model.leased.clear()
-        self.model.talks = []
+        self.model.talks, self.model.paused_until = [], 0
         self.model.checksums = self.checksums
         self.model.users = {user: Rights([user + b":", b"kv:q%b:" % user[1:]]) for user in self.tenants}
 
@@ -89,7 +91,7 @@ class Judge:
         if here and (not peer.unrun or peer.unrun[0].words != said):
             expected = peer.unrun[0].words if peer.unrun else None
             self.fail(f"peer {peer.number}: the server ran {shown(said)}, sent was {shown(expected or ())}")
-        asked = peer.unrun.popleft() if here else Asked(-1, said)
+        asked, peer.moved = peer.unrun.popleft() if here else Asked(-1, said), self.machine.clock.now
         self.commands += 1
         asked.ran, asked.elapsed = self.machine.clock.unix_ms, self.model.store.elapsed()
         if asked.audit is not None:
@@ -97,14 +99,17 @@ class Judge:
             return reply
         runs_many = said[0].lower() == b"exec"
         watched = dict(talk.watched)
-        evicted = self.note_evictions(exact=not runs_many)
-        if runs_many:
+        evicted = self.note_evictions()
+        if runs_many and reply is not NULL_ARRAY:
             talk.watched = watched  # what it evicts itself has not changed before it
         self.trace.append((self.machine.clock.unix_ms, peer.number, asked.step, said))
         self._answer(talk, asked, reply)
+        if evicted and not asked.streamed:
+            self._forget_again(evicted)
         if evicted and runs_many:
-            self._forget_gone()  # what it has written itself, too
             asked.expected = ANYTHING  # nobody knows which of its commands came before and which after
+        if runs_many and isinstance(reply, tuple) and any(_says_full(piece) for piece in reply):
+            self._lose_sight(asked)
         if here:
             peer.unanswered.append(asked)
         for listening, message in self.model.pushes:
@@ -112,6 +117,21 @@ class Judge:
                 if one.talk is listening:
                     one.pushes.append(message)
         return reply if here or asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
+
+    def _forget_again(self, evicted: list[bytes]) -> None:
+        """Some of what a command has stored was evicted to make room for the rest of it."""
+        there = set(self.process.server.keyspace.listing.names())
+        for key in evicted:
+            if key not in there:
+                self._forget(key)
+
+    def _lose_sight(self, asked: Asked) -> None:
+        """Some commands of a transaction were refused: what it has changed is not known."""
+        store = self.model.store
+        changed = {key for key, _, _ in store.log[asked.at :]}
+        store.settle(changed)
+        store.fog |= changed
+        asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
         """A reply in steps that no peer will tell of."""
@@ -127,19 +147,18 @@ class Judge:
     def _answer(self, talk: Conversation, asked: Asked, reply: Any) -> None:
         """Have the model do the same."""
         model, store, said = self.model, self.model.store, asked.words
-        before = len(store.log)
+        before, gone, model.pushes = len(store.log), store.gone, []
         refusal = self._refusal(str(reply) if isinstance(reply, ReplyError) else "", said)
         if refusal:
-            model.pushes = []
             asked.expected = self._refused(talk, said, refusal)
         elif talk.stranger and talk.queued is None and said[0].lower() not in _CHANGE:
             asked.expected = ANYTHING  # nobody here is told, and it is as it was
         else:
             asked.expected = model.answer(talk, said)
-        asked.at, asked.changes = before, len(store.log) - before
-        if asked.changes:
-            self.boundaries.add(len(store.log))
-            self.positions.append((self.machine.clock.now, len(store.log)))
+        asked.at, asked.end = before, len(store.log)
+        asked.changes = asked.end - before - (store.gone - gone)  # that a key is due is nobody's promise
+        if asked.end > before:
+            self._note_moment()
         asked.streamed = isinstance(reply, Stream)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)
@@ -151,18 +170,21 @@ class Judge:
             if words[:2] == (b"CLIENT", b"SETNAME"):
                 peer = self.peers[int(words[2].split(b".")[0])]
                 talk = peer.talk if peer.name == words[2] else Conversation(words[2].decode())
-            self._by_id[client.id] = peer, talk
-            self.model.talks.append(talk)
+            self._by_id[client.id], talk.client = (peer, talk), client
+            self.model.talks = [one for one in self.model.talks if one.client.id in client.server.clients] + [talk]
         return self._by_id[client.id]
 
     def _refusal(self, error: str, words: Words) -> str:
         """Why the server may refuse a command that is right, empty when it does not."""
+        if "would have to be in memory at once, maxmemory-clients allows" in error:
+            return error
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self.process.server.keyspace
-            if not (keyspace.memory.is_full or keyspace.evictor.quotas is not None):
+            queued = words[0].lower() == b"exec" and keyspace.memory.maxmemory > 0  # what waited for it has gone by now
+            if not (keyspace.memory.is_full or self._may_refuse or queued):
                 self.fail(f"{shown(words)} was refused for want of memory: {keyspace.memory.used} are used")
             return error
-        if error.endswith("because of previous errors."):
+        if error.endswith("because of previous errors.") or "Can't execute" in error:
             return ""
         if error.startswith(("MISCONF", "ERR reading from disk failed", "EXECABORT Transaction discarded because of")):
             if not self.disk_fails:
@@ -185,13 +207,14 @@ class Judge:
         for key, old, _ in store.log[asked.at :]:
             before.setdefault(key, old)
         after = {key: store.keys.get(key) for key in before}
-        asked.doubt, asked.evicted = Doubt([after, before], pending=True), self._evicted
+        asked.doubt = Doubt([after, before], pending=True)
         store.doubts.append(asked.doubt)
 
     # -- replies ---------------------------------------------------------------------------------------------------
 
     def told(self, peer: Peer, reply: Any) -> None:
         """A peer has read something."""
+        peer.moved = self.machine.clock.now
         if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
             peer.talk.told(reply[1])
             return
@@ -210,6 +233,7 @@ class Judge:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
+            asked.expected = _fewer(asked.expected, len(asked.doubt.evicted))
             self._resolve(asked, reply)
         if not agrees(asked.expected, reply) and not self._agreed_meanwhile(asked, reply):
             self.fail(
@@ -217,11 +241,11 @@ class Judge:
                 f"  but may be       {asked.expected!r:.600}{_differences(asked.expected, reply)}"
             )
         if asked.changes and not is_error(reply):
-            self.acknowledged = max(self.acknowledged, asked.at + asked.changes)
+            self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
 
     def _is_push(self, peer: Peer, reply: Any) -> bool:
-        return isinstance(reply, list) and reply[:1] == [b"message"]
+        return isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"])
 
     def _broke_off(self, peer: Peer, asked: Asked) -> None:
         """What it did is in memory and not on disk, and the connection ends."""
@@ -238,17 +262,26 @@ class Judge:
         store.doubts.remove(doubt)
         if not is_error(reply):
             self._learn_times(asked, doubt)
-            if asked.evicted != self._evicted:  # perhaps some of these
-                there = set(self.process.server.keyspace.listing.names())
-                for key in doubt.variants[0].keys() - there:
-                    store.drop(key)
+            self._learn_evicted(doubt)
             return
         if not self._may_fail_late(reply):
             self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
         asked.expected = Err(str(reply)[:12])
+        for talk in self.model.talks:
+            talk.not_changed(doubt.variants[0])
         store.sure = False
         for key, value in doubt.variants[1].items():
             store._set(key, value)
+        store.sure = True
+
+    def _learn_evicted(self, doubt: Doubt) -> None:
+        """What was evicted while a command in steps came to it was so before, or afterwards: then it is not there."""
+        keyspace, store = self.process.server.keyspace, self.model.store
+        there = set(keyspace.listing.names()) if doubt.evicted else set()
+        store.sure = False
+        for key, cell in doubt.evicted.items():
+            store.fog.discard(key)
+            store._set(key, replace(cell, expires=keyspace.expires_of(key)) if cell and key in there else None)
         store.sure = True
 
     def _learn_times(self, asked: Asked, doubt: Doubt) -> None:
@@ -268,7 +301,7 @@ class Judge:
 
     def _may_fail_late(self, reply: Any) -> bool:
         keyspace = self.process.server.keyspace
-        return (is_error(reply, "OOM") and (keyspace.memory.maxmemory > 0 or keyspace.evictor.quotas is not None)) or (
+        return (is_error(reply, "OOM") and (keyspace.memory.maxmemory > 0 or self._may_refuse)) or (
             is_error(reply, "MISCONF", "ERR reading from disk") and self.disk_fails
         )
 
@@ -301,7 +334,7 @@ class Judge:
         sets = [moment.members for moment in moments if isinstance(moment, May) and moment.members is not None]
         if name in SETS_IN_STEPS and len(sets) == len(moments):
             return gathered(sets, reply)
-        if isinstance(reply, list) and all(isinstance(moment, list) for moment in moments):
+        if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
             parts = [one_of(options) for options in zip(*moments, strict=True)]
             if self._may_miss:
                 parts = [one_of([part, None]) for part in parts]
@@ -315,6 +348,10 @@ class Judge:
     def _note_protection(self, asked: Asked, reply: Any) -> None:
         """What pins and leases were promised."""
         name, model = asked.words[0].lower(), self.model
+        if name == b"kvpageprefix" and type(reply) is int and len(model.store.log) == asked.at:
+            names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
+            for block, _ in zip(names, range(reply), strict=False):
+                model.protect(*block, asked.ran + int(asked.words[2]))
         if name not in (b"kvpagepin", b"kvpagelease", b"kvpageunpin") or type(reply) is not int:
             return
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
@@ -322,11 +359,8 @@ class Judge:
         if name == b"kvpageunpin":
             model.pinned -= blocks
         elif reply == len(blocks) and len(model.store.log) == asked.at:
-            if name == b"kvpagepin":
-                model.pinned |= blocks
-            else:
-                until = model.store.now + int(asked.words[2])
-                model.leased.update((block, max(until, model.leased.get(block, 0))) for block in blocks)
+            for block in blocks:
+                model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
     def _abandon(self, asked: Asked) -> None:
         """Nobody will know what became of it: what it may have done stays in doubt."""
@@ -354,41 +388,64 @@ class Judge:
 
     # -- what leaves -----------------------------------------------------------------------------------------------
 
-    def note_evictions(self, *, exact: bool = True) -> bool:
-        """The server has made room, if it has: what is gone, it may forget; and nothing else.
+    def leaves(self, keys: list[bytes], evicted: bool) -> None:
+        """The server is about to let go of keys by itself: it evicts them, or has found them damaged on disk."""
+        if evicted:
+            for key in keys:
+                self._check_eviction(key)
+        elif not self.rotted:
+            self.fail(f"{keys[:3]!r} could not be read from disk, where nothing was damaged")
+        self._left += keys
 
-        Not `exact` where something else was done meanwhile: some of what went may be there again, or be new.
-        """
-        keyspace = self.process.server.keyspace
-        count = keyspace.counters.evicted + self._lost_to_disk()
-        if count == self._evicted:
-            return False
+    def _check_eviction(self, key: bytes) -> None:
+        """Whether a key may be evicted."""
+        model, policy = self.model, self.process.server.keyspace.evictor.policy
+        if policy == NO_EVICTION:
+            self.fail(f"{key!r} was evicted under noeviction")
+        if not (model.limited or self._maxdisk or self.disk_fails):
+            self.fail(f"{key!r} was evicted, and nothing is limited")
+        if model.is_protected(block_of(key), self.machine.clock.unix_ms):
+            self.fail(f"{key!r} was evicted though its block is pinned or leased")
+        known = model.store.keys.get(key)
+        is_known = known is not None and key not in model.store.doubtful() | model.store.fog
+        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not known.expires:
+            self.fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
+
+    def note_evictions(self) -> list[bytes]:
+        """What the server has let go of since this was asked, the model forgets."""
+        left, self._left = self._left, []
+        if left:
+            self.model.store.now = self.machine.clock.unix_ms
+            for key in left:
+                self._forget(key)
+            self._note_moment()
+        return left
+
+    def _note_moment(self) -> None:
+        """The store as it is now may be what is on disk later."""
+        self.boundaries.add(len(self.model.store.log))
+        self.positions.append((self.machine.clock.now, len(self.model.store.log)))
+
+    def _forget(self, key: bytes) -> None:
+        """A key has gone. What is about to be stored by a command in steps may still come."""
         store = self.model.store
-        certain = exact and not (store.doubts or store.fog or self.disk_fails or self.rotted)
-        grew, self._evicted = count - self._evicted, count
-        gone = self._forget_gone()
-        due = len(store.lately_expired())  # may have been evicted before they were swept
-        if certain and not len(gone) <= grew <= len(gone) + due:
-            self.fail(f"{grew} keys were evicted, {len(gone)} are gone: {gone[:5]!r}")
-        return True
+        pending = [doubt for doubt in store.doubts if doubt.pending and key in doubt.variants[0]]
+        for doubt in pending:
+            doubt.evicted[key] = doubt.variants[0][key]
+        store.settle([key])
+        store.drop(key)
+        if pending:
+            store.fog.add(key)
 
-    def _forget_gone(self) -> list[bytes]:
-        """Have the model forget what the server has not any more: its keys."""
-        model, store = self.model, self.model.store
-        store.now = self.machine.clock.unix_ms
-        there, doubtful = set(self.process.server.keyspace.listing.names()), store.doubtful()
-        gone = [key for key in store.living() if key not in there and key not in doubtful]
-        for key in gone:
-            block = _block_of(key)
-            if block in model.pinned or model.leased.get(block, 0) > store.now:
-                self.fail(f"{key!r} was evicted though its block is pinned or leased")
-            store.drop(key)
-        store.settle(gone)
-        return gone
-
-    def _lost_to_disk(self) -> int:
+    @property
+    def _maxdisk(self) -> int:
         tiered = self.process.server.tiered
-        return 0 if tiered is None else tiered.stored.counts.corrupt
+        return 0 if tiered is None else tiered.stored.maxdisk
+
+    @property
+    def _may_refuse(self) -> bool:
+        """Whether a value may be refused that memory has room for."""
+        return self._maxdisk > 0 or self.process.server.keyspace.evictor.quotas is not None
 
 
 def _differences(expected: Any, reply: Any) -> str:
@@ -399,9 +456,14 @@ def _differences(expected: Any, reply: Any) -> str:
     return f"\n  too many are {more[:5]!r}, missing are {less[:5]!r}"
 
 
-def _block_of(key: bytes) -> tuple[bytes, int]:
-    words = key.split(b":")
-    return (words[1], int(words[4])) if len(words) == 6 and words[4].isdigit() else (b"", -1)
+def _fewer(expected: Any, by: int) -> Any:
+    """What a command may count that has come too late for so many keys."""
+    options = [one for one in (expected.options if isinstance(expected, May) else [expected]) if type(one) is int]
+    return between(max(min(options) - by, 0), max(options)) if by and options else expected
+
+
+def _says_full(piece: Any) -> bool:
+    return type(piece) is bytes and piece.startswith(b"-OOM")
 
 
 def shown(words: Words) -> str:

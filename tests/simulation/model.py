@@ -25,16 +25,35 @@ class Conversation:
 
     name: str
     stranger: bool = False  # no peer's: an engine's, or a tool's
+    client: Any = None  # the server's, who knows when the connection is over
     protocol: int = 2
     queued: list[Words] | None = None  # after MULTI
     refused: bool = False  # one of these
     watched: dict[bytes, bool] = field(default_factory=dict)  # and whether it changed
     maybe: bool = False  # it may have
     channels: dict[bytes, None] = field(default_factory=dict)
+    patterns: dict[bytes, None] = field(default_factory=dict)  # of which each is for all channels
     user: bytes = b"default"
     tracks: bool = False  # what it reads
     read: set[bytes] = field(default_factory=set)  # and has not been told of since
     owed: set[bytes] = field(default_factory=set)  # what it is to be told of
+
+    @property
+    def gone(self) -> bool:
+        """Whether the server knows that it is over. It may be some time until all of it has heard."""
+        return self.client is not None and bool(self.client.gone)
+
+    def not_changed(self, keys: Iterable[bytes]) -> None:
+        """It need not be told of these, since they have not changed."""
+        undone = self.owed.intersection(keys)
+        self.owed -= undone
+        self.read |= undone
+
+    def track(self, tracks: bool) -> None:
+        """It tracks what it reads from now on, or does not: then it need not be told of what it has read."""
+        self.tracks = tracks
+        if not tracks:
+            self.told(None)
 
     def told(self, keys: list[bytes] | None) -> None:
         """It was told that these have changed, or that everything has."""
@@ -46,6 +65,7 @@ class Conversation:
             self.read.difference_update(keys)
 
 
+_WHILE_LISTENING = frozenset(b"subscribe psubscribe unsubscribe punsubscribe ping quit reset".split())
 _AT_ONCE = frozenset((b"exec", b"discard", b"multi", b"watch", b"quit", b"reset"))
 _NOT_IN_MULTI = frozenset((b"save", b"bgsave"))
 _READ = frozenset((b"get", b"mget", b"strlen", b"getrange", b"kvpageget", b"kvpagemget"))
@@ -66,10 +86,12 @@ class Model(Strings, Pages):
         self.config: dict[bytes, bytes] = {}
         self.pinned: set[tuple[bytes, int]] = set()
         self.leased: dict[tuple[bytes, int], int] = {}  # until unix milliseconds
+        self.paused_until = 0  # of the milliseconds that nobody sets
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
         self.users: dict[bytes, Rights] = {}  # those who may not do everything
 
     def _changed(self, key: bytes) -> None:
+        self._note_change(key)
         for talk in self.talks:
             if key in talk.read:
                 talk.read.discard(key)
@@ -85,6 +107,8 @@ class Model(Strings, Pages):
         if not self._may(words):
             talk.refused = talk.queued is not None
             return NO_RIGHT
+        if (talk.channels or talk.patterns) and talk.protocol == 2 and name not in _WHILE_LISTENING:
+            return Err("ERR Can't execute", "EXECABORT Transaction discarded because of: Can't execute")
         if talk.queued is not None and name not in _AT_ONCE:
             if name in _NOT_IN_MULTI:
                 talk.refused = True
@@ -118,6 +142,7 @@ class Model(Strings, Pages):
         queued, refused, watched = talk.queued, talk.refused, dict(talk.watched)
 
         def run() -> Any:
+            self.pushes = []
             if queued is not None:
                 talk.queued, talk.refused, talk.watched = queued, refused, dict(watched)
             return handler()
@@ -200,7 +225,7 @@ class Model(Strings, Pages):
     # -- connections -----------------------------------------------------------------------------------------------
 
     def do_ping(self, *message: bytes) -> Any:
-        if self.talk.channels and self.talk.protocol == 2:
+        if (self.talk.channels or self.talk.patterns) and self.talk.protocol == 2:
             return [b"pong", message[0] if message else b""]
         return message[0] if message else b"PONG"
 
@@ -223,12 +248,17 @@ class Model(Strings, Pages):
 
     def do_client(self, what: bytes, *words: bytes) -> Any:
         if what == b"TRACKING":
-            self.talk.tracks = words[0] == b"ON" and self.talk.protocol == 3
+            self.talk.track(words[0] == b"ON" and self.talk.protocol == 3)
+        elif what == b"PAUSE":
+            self.paused_until = max(self.paused_until, self.store.elapsed() + int(words[0]))
+        elif what == b"UNPAUSE":
+            self.paused_until = self.store.elapsed()
         return ANYTHING
 
     def do_reset(self) -> Any:
         self._end()
-        self.talk.protocol, self.talk.channels = 2, {}
+        self.talk.protocol, self.talk.channels, self.talk.patterns = 2, {}, {}
+        self.talk.track(False)
         return b"RESET"
 
     def _anything(self, *_: bytes) -> Any:
@@ -239,18 +269,30 @@ class Model(Strings, Pages):
 
     # -- channels --------------------------------------------------------------------------------------------------
 
+    def _listening(self, what: bytes, name: bytes) -> Any:
+        return [what, name, len(self.talk.channels) + len(self.talk.patterns)]
+
     def do_subscribe(self, channel: bytes) -> Any:
         self.talk.channels[channel] = None
-        return [b"subscribe", channel, len(self.talk.channels)]
+        return self._listening(b"subscribe", channel)
 
     def do_unsubscribe(self, channel: bytes) -> Any:
         self.talk.channels.pop(channel, None)
-        return [b"unsubscribe", channel, len(self.talk.channels)]
+        return self._listening(b"unsubscribe", channel)
+
+    def do_psubscribe(self, pattern: bytes) -> Any:
+        self.talk.patterns[pattern] = None
+        return self._listening(b"psubscribe", pattern)
+
+    def do_punsubscribe(self, pattern: bytes) -> Any:
+        self.talk.patterns.pop(pattern, None)
+        return self._listening(b"punsubscribe", pattern)
 
     def do_publish(self, channel: bytes, message: bytes) -> Any:
-        listening = [talk for talk in self.talks if channel in talk.channels]
-        self.pushes += [(talk, [b"message", channel, message]) for talk in listening]
-        return len(listening)
+        told = [(talk, [b"message", channel, message]) for talk in self.talks if channel in talk.channels]
+        told += [(talk, [b"pmessage", every, channel, message]) for talk in self.talks for every in talk.patterns]
+        self.pushes += told
+        return between(sum(not talk.gone for talk, _ in told), len(told))
 
     # -- the server ------------------------------------------------------------------------------------------------
 

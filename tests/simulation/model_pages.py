@@ -23,6 +23,12 @@ def name_of(key: bytes) -> tuple[bytes, int, int, int, int]:
     return req, int(layer), int(head), int(page), int(kv_type)
 
 
+def block_of(key: bytes) -> tuple[bytes, int]:
+    """The request and page id of the block that a key belongs to, if it is a page's."""
+    words = key.split(b":")
+    return (words[1], int(words[4])) if len(words) == 6 and words[4].isdigit() else (b"", -1)
+
+
 class Pages:
     """A handler is a method named as its command is."""
 
@@ -169,6 +175,30 @@ class Pages:
         ]
 
     # -- protection ------------------------------------------------------------------------------------------------
+
+    def protect(self, req: bytes, page: int, until: int) -> None:
+        """A block is leased until then, or pinned: 0. Not one that may expire: nobody knows to the moment when."""
+        if any(self.store.keys[key].expires for key in self._keys(req, page)):
+            return
+        if until:
+            self.leased[req, page] = max(until, self.leased.get((req, page), 0))
+        else:
+            self.pinned.add((req, page))
+
+    def is_protected(self, block: tuple[bytes, int], now: int) -> bool:
+        """Whether eviction has to leave a block alone."""
+        return block in self.pinned or self.leased.get(block, 0) > now
+
+    def _note_change(self, key: bytes) -> None:
+        """What protects a block goes with it. It also may, once a page of it expires."""
+        block, value = block_of(key), self.store.keys.get(key)
+        if block not in self.pinned and block not in self.leased:
+            return
+        start, end = b"kv:%b:" % block[0], b":%d" % block[1]
+        left = [one for one in self.store.keys if one.startswith(start) and one.rpartition(b":")[0].endswith(end)]
+        if not left or (value is not None and value.expires):
+            self.pinned.discard(block)
+            self.leased.pop(block, None)
 
     def do_kvpageprefix(self, pages: bytes, lease: bytes, _: bytes, *words: bytes) -> Any:
         count = 0

@@ -9,6 +9,7 @@ from tests.simulation.replies import Err
 Words = tuple[bytes, ...]
 _NO_KEYS = frozenset(
     b"ping echo hello auth client multi exec discard unwatch info save keys dbsize publish subscribe unsubscribe "
+    b"psubscribe punsubscribe reset "
     b"memory config command acl".split()
 )
 _SEVERAL = frozenset(b"del unlink exists touch mget watch".split())

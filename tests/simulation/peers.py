@@ -25,14 +25,15 @@ class Asked:
 
     step: int
     words: Words
+    sent: int = 0  # nanoseconds: when the last of it arrives
     expected: Any = None
     at: int = 0  # in the model's log, when it was run
     ran: int = 0  # unix milliseconds, when that was
     elapsed: int = 0  # the same, of a clock that nobody sets
+    end: int = 0  # and after it
     changes: int = 0  # how many changes of the log are its own
     streamed: bool = False  # its reply is made in steps, and so is what it does
     audit: Any = None  # who is told of the reply, in place of the judge
-    evicted: int = 0  # keys that had been by then
     doubt: Any = None  # what it may or may not have done yet
 
 
@@ -54,6 +55,7 @@ class Peer:
     busy_until: int = 0  # nanoseconds: when the last of them arrives
     blocked: list[bytes] = field(default_factory=list)  # what the kernel has not taken
     lives: int = 0
+    moved: int = 0  # nanoseconds: when the server last did something for it
 
     def connect(self, path: str) -> None:
         """Begin anew."""
@@ -138,12 +140,17 @@ class Watchers:
 
     def watch(self, descriptor: int, read: Callable[[], None]) -> None:
         """Call that when something can be read."""
-        self._selector.register(descriptor, selectors.EVENT_READ, (next(self._numbers), read))
+        self._register(descriptor, next(self._numbers), read)
+
+    def _register(self, descriptor: int, number: int, read: Callable[[], None]) -> None:
+        if descriptor in self._selector.get_map():  # of one who has closed it: the system gives the number again
+            self._selector.unregister(descriptor)
+        self._selector.register(descriptor, selectors.EVENT_READ, (number, read))
 
     def attend(self, peer: Peer) -> None:
         """It reads."""
         assert peer.sock is not None
-        self._selector.register(peer.sock, selectors.EVENT_READ, (peer.number, peer.read))
+        self._register(peer.sock.fileno(), peer.number, peer.read)
 
     def ignore(self, peer: Peer) -> None:
         """It does not."""

@@ -15,6 +15,11 @@ from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
 from kvpage_server.net import session
+from kvpage_server.store.disk.naming import unit_of_cold
+from kvpage_server.store.eviction.policy import Unit
+from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.index import Block
+from tests.simulation.programs import Program
 from tests.simulation.world.machine import Machine, ServerDied
 from tests.simulation.world.threads import SERVER
 
@@ -28,30 +33,34 @@ _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 class Process:
     """One life. `ran` is told of every command at the moment that it was run, with its reply as the server has it."""
 
-    def __init__(self, machine: Machine, directory: Path, options: dict[str, str], users: list[str], ran: Ran) -> None:
+    def __init__(self, machine: Machine, directory: Path, program: Program, ran: Ran) -> None:
         self.machine = machine
         self.directory = directory
-        self.options = options
-        self.users = users
+        self.program = program
         self.ready = False
         self.over = False
         self.lost = ""  # what could not be written when it ended
         self.broke: Callable[[str], None] = lambda text: None  # told of exceptions that nobody expects
+        self.leaves: Callable[[list[bytes], bool], None]  # told of keys that go by themselves, and if they are evicted
         self._ran = ran
 
     def live(self) -> None:
         """Run until it ends in order, or dies."""
         os.chdir(self.directory)
-        words = [word for name, value in self.options.items() for word in (f"--{name}", *value.split())]
-        words += [word for user in self.users for word in ("--user", *user.split())]
+        program = self.program
+        words = [word for name, value in program.options.items() for word in (f"--{name}", *value.split())]
+        words += [word for user in program.users for word in ("--user", *user.split())]
         config = from_arguments([*words, "--unixsocket", SOCKET, "--port", "0"])
         self.loop = self.machine.new_loop()
         self.loop.set_exception_handler(lambda _, context: self.broke(_described(context)))
         _listen(self.broke)
         self.server = Server(config, app._open_store(config))
+        if self.server.tiered is not None:
+            self.server.tiered.stored.maxdisk = program.maxdisk
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         session.execute = self._execute
+        self._attend()
         self.ready = True
         try:
             self.loop.run_until_complete(app.serve(self.server, None))
@@ -62,6 +71,27 @@ class Process:
             self.lost = str(error)
         self.over = True
         self._close()
+
+    def _attend(self) -> None:
+        """Tell of what goes by itself, before it does."""
+        contents, tiered = self.server.keyspace.contents, self.server.tiered
+        evict: Callable[..., None] = contents.evict
+
+        def told(unit: Unit, *args: Any, **options: Any) -> None:
+            self.leaves(_keys_in(unit), True)
+            evict(unit, *args, **options)
+
+        vars(contents).update(evict=told)
+        if tiered is None:
+            return
+        lose = tiered.fetching.lose
+
+        def told_of_loss(value: Cold, outcome: Any) -> None:
+            if tiered.fetching._place_of(value) is not None:
+                self.leaves([value.name[1:]] if value.name[:1] == b"k" else _keys_in(unit_of_cold(value)), False)
+            lose(value, outcome)
+
+        vars(tiered.fetching).update(lose=told_of_loss)
 
     def _execute(self, client: Client, words: Any) -> Any:
         return self._ran(client, words, _execute(client, words))
@@ -95,6 +125,10 @@ class Process:
         """What it would do later."""
         scheduled: list[asyncio.TimerHandle] = self.loop._scheduled  # type: ignore[attr-defined]
         return sorted(str(timer) for timer in scheduled if not timer.cancelled())
+
+
+def _keys_in(unit: Unit) -> list[bytes]:
+    return list(unit.page_keys()) if isinstance(unit, Block) else [unit]
 
 
 def _described(context: dict[str, Any]) -> str:

@@ -14,8 +14,9 @@ from typing import Any
 from tests.simulation.administration import MS, TENANTS, Administration
 from tests.simulation.model import Words
 from tests.simulation.peers import PEERS
+from tests.simulation.scenes import CHANNELS, Scenes
 
-STRINGS = [b"s%d" % i for i in range(8)]
+FEW, MANY = 8, 60  # strings that there are
 REQUESTS = [b"r%d" % i for i in range(3)]  # everybody writes their pages, one by one
 PLANES = [(0, 1, 8), (1, 4, 6)]  # type, dtype, columns: of blocks
 LAYERS, HEADS, ROWS = 2, 2, 4
@@ -33,8 +34,11 @@ class Step:
     extra: dict[str, Any] = field(default_factory=dict)
 
 
-class Program(Administration):
-    """`steps(count)` are the first of a seed's; `options` is how its server is started."""
+class Program(Administration, Scenes):
+    """`steps(count)` are the first of a seed's; `options` is how its server is started.
+
+    `maxdisk` is bytes, far fewer than the server's own least, so that a run can fill them; 0 for no limit.
+    """
 
     def __init__(self, seed: int) -> None:
         self.rng = rng = random.Random(f"program {seed}")
@@ -42,9 +46,12 @@ class Program(Administration):
         self.disk = rng.random() < 0.65
         self.tenants = rng.random() < 0.25
         self.engines = rng.choice([0, 0, 0, 1, 2])
+        self.crowded = rng.random() < 0.25  # memory has less room than is asked for
+        self.strings = [b"s%d" % i for i in range(MANY if self.crowded else rng.choice([FEW, FEW, MANY]))]
         self.options = self._options()
+        self.maxdisk = rng.choice([0, 0, 0, 0, 60_000, 250_000]) if self.disk else 0
         self.costs = rng.choice([(0, 0), (0, 2_000), (0, 60_000), (0, 900_000)])  # of a look at the clock
-        self.large = rng.choice([200, 3_000, 20_000])  # bytes of a long value
+        self.large = rng.choice([200, 450, 3_000, 20_000])  # bytes of a long value
         self._number = 0
         commands: list[tuple[Callable[[], Words], float]] = [
             (self._string_write, 4), (self._string_read, 4), (self._counter, 1), (self._keys, 1),
@@ -64,6 +71,10 @@ class Program(Administration):
         self._worlds = [one for one, _ in worlds]
         self._world_weights = [weight * rng.choice([0, 0.3, 1, 3]) for _, weight in worlds[:-1]] + [0.3]
         self._share = rng.choice([0.0, 0.004, 0.02, 0.06])  # of steps that are the world's
+        self._scenes, weights = zip(*self.scenes, strict=True)
+        self._scene_weights = [weight * rng.choice([0, 1, 1, 4]) for weight in weights]
+        self._scene_weights[0] += 0.01
+        self._scenes_share = rng.choice([0.0, 0.003, 0.01, 0.03])
         self._transactions = rng.choice([0, 0.02, 0.08])
         self._splits = rng.choice([0.0, 0.05, 0.5])
         self._engines_share = rng.choice([0.03, 0.15]) if self.engines else 0.0
@@ -74,7 +85,8 @@ class Program(Administration):
         options = {
             "store": "tiered" if self.disk else "memory",
             "appendfsync": rng.choice(["always", "always", "everysec", "everysec", "no"]),
-            "maxmemory": str(rng.choice([0, 0, 150_000, 400_000, 1_500_000])),
+            "maxmemory": str(rng.choice([30_000, 60_000] if self.crowded else [0, 0, 150_000, 400_000, 1_500_000])),
+            "maxmemory-clients": rng.choice(["25%", "2mb"]),
             "page-checksums": rng.choice(["yes", "yes", "yes", "no"]),
             "scrub-rate": "20000",
             "write-behind-limit": str(rng.choice([1 << 20, 1 << 24])),
@@ -96,6 +108,8 @@ class Program(Administration):
         while len(steps) < count:
             if self.rng.random() < self._share:
                 steps.append(self.rng.choices(self._worlds, self._world_weights)[0]())
+            elif self.rng.random() < self._scenes_share:
+                steps += self.rng.choices(self._scenes, self._scene_weights)[0]()
             elif self.rng.random() < self._engines_share:
                 steps.append(self._engine())
             elif self.rng.random() < self._transactions:
@@ -139,7 +153,8 @@ class Program(Administration):
     @property
     def _strings(self) -> list[bytes]:
         own = self._is_tenant and self.rng.random() < 0.85
-        return [b"u%d:%b" % (self.peer, key) for key in STRINGS] if own else STRINGS
+        some = self.strings[:FEW] if self.rng.random() < 0.6 else self.strings  # some are used more
+        return [b"u%d:%b" % (self.peer, key) for key in some] if own else some
 
     def _transaction(self) -> list[Step]:
         rng, peer = self.rng, self.rng.randrange(PEERS)
@@ -178,7 +193,7 @@ class Program(Administration):
                 [[b"PX", b"%d" % rng.randrange(1, 4000)], [b"EX", b"%d" % rng.randrange(1, 60)], [b"KEEPTTL"]]
             )
         return rng.choice([
-            (b"SET", key, value, *options), (b"SET", key, value),
+            (b"SET", key, value, *options), (b"SET", key, value, *options), (b"SET", key, value),
             (b"SETEX", key, b"%d" % rng.randrange(1, 5), value), (b"PSETEX", key, b"%d" % rng.randrange(1, 900), value),
             (b"SETNX", key, value), (b"GETSET", key, value), (b"GETDEL", key),
             (b"MSET", *(w for k in rng.sample(strings, 3) for w in (k, self._value()))),
@@ -327,10 +342,11 @@ class Program(Administration):
         return rng.choice([
             (b"INFO",), (b"SAVE",), (b"PING",), (b"ECHO", b"hello"), (b"CLIENT", b"LIST"), (b"MEMORY", b"STATS"),
             (b"CLIENT", b"PAUSE", b"%d" % rng.randrange(1, 400), rng.choice([b"ALL", b"WRITE"])),
+            (b"CLIENT", b"UNPAUSE"),
         ])  # fmt: skip
 
     def _channel(self) -> Words:
-        return b"PUBLISH", self.rng.choice([b"news", b"art"]), b"%d" % self._number
+        return b"PUBLISH", self.rng.choice(CHANNELS), b"%d" % self._number
 
     # -- the world -------------------------------------------------------------------------------------------------
 
@@ -351,8 +367,10 @@ class Program(Administration):
         return self._step("stop")
 
     def _fault(self) -> Step:
-        kind = self.rng.choice(["full", "refuses", "unreadable", "slow", "slow"])
-        return self._step("fault", name=kind, nanoseconds=self.rng.randrange(100 * MS, 4_000 * MS))
+        name = self.rng.choice(["full", "refuses", "unreadable", "", ""])
+        longest = self.rng.choice([4_000, 4_000, 30_000]) * MS if name else 4_000 * MS
+        slow = 0 if name else 80 * MS
+        return self._step("fault", name=name, slow=slow, nanoseconds=self.rng.randrange(100 * MS, longest))
 
     def _clock(self) -> Step:
         return self._step("clock", milliseconds=self.rng.choice([-5_000, -1, 1, 700, 60_000]))

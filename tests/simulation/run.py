@@ -16,16 +16,20 @@ from tests.simulation.dumps import Dumper
 from tests.simulation.engines import Engine
 from tests.simulation.judge import Judge, Violation
 from tests.simulation.model import Words
+from tests.simulation.patience import Patience
 from tests.simulation.peers import Asked, BlockedError, Peer, Watchers, spell
 from tests.simulation.process import SOCKET, Process
 from tests.simulation.programs import PEERS, Program, Step
 from tests.simulation.replies import ANYTHING
+from tests.simulation.values import FORGOTTEN_LATE
 from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import copy_of
 from tests.simulation.world.machine import Idle, Machine, ServerDied
 
 _ALIVE = 5 * MS
 _RETRY = 20 * MS
+_LONGEST_LIFE = 30 * MS  # of a server that is to die when somebody has been told something
+_SOON = 1_000 * MS
 
 
 @dataclass
@@ -51,6 +55,8 @@ class Run:
         self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
         self.judge = Judge(self.machine, self.peers)
         self.judge.model.limited = program.options["maxmemory"] != "0"
+        if program.options.get("appendfsync") == "no":
+            self.judge.model.store.forgotten = FORGOTTEN_LATE
         self.judge.checksums = program.options["page-checksums"] == "yes"
         self.directory = directory
         self.digest = hashlib.blake2b(digest_size=12)
@@ -61,6 +67,8 @@ class Run:
         self._begun = -1
         self._after: Callable[[], None] = self.begin_work
         self.audit = Audit(self)
+        self._patience = Patience(self)
+        self._doom: int | None = None  # nanoseconds between the next change that somebody is told of, and the end
         self.judge.tenants = [b"u%d" % peer for peer in TENANTS if program.tenants]
         self.now = directory / "now"  # where the process lives that serves now
         self.machine.attend = self._watchers.watch
@@ -76,12 +84,13 @@ class Run:
         fault = ""
         try:
             self.machine.after_round = self._look
+            self._patience.look()
             here = self._new_directory()
             here.mkdir()
             while not self._over:
                 self.machine.disk.faults.unreadable = False  # or it would say so, and not begin
                 self.now.unlink(missing_ok=True)
-                self.process = Process(self.machine, here, self.program.options, self.program.users, self.judge.ran)
+                self.process = Process(self.machine, here, self.program, self.judge.ran)
                 self.judge.begin(self.process)
                 self.machine.later(_ALIVE, lambda process=self.process: self._connect(process))
                 self.process.live()
@@ -141,6 +150,7 @@ class Run:
         data, asked = spell(words), Asked(step, words)
         peer.unrun.append(asked)
         self._push(peer, data, pieces, step)
+        asked.sent = peer.busy_until
         return asked
 
     def _push(self, peer: Peer, data: bytes, pieces: int, step: int) -> None:
@@ -191,7 +201,11 @@ class Run:
         self.digest.update(b"%d %d " % (self.machine.clock.now, peer.number))
         if not machines_own:
             self.digest.update(reply if type(reply) is bytes else repr(reply).encode())
+        known = self.judge.acknowledged
         self.judge.told(peer, reply)
+        if self._doom is not None and self.judge.acknowledged > known:
+            self.machine.later(self._doom, self._killer())
+            self._doom = None
 
     def _said(self, text: str) -> None:
         self.digest.update(b"%d %b" % (self.machine.clock.now, text.encode()))
@@ -246,15 +260,41 @@ class Run:
 
         def wake() -> None:
             if peer.lives == life and peer.sock is not None:
-                peer.stalled = False
+                peer.stalled, peer.moved = False, self.machine.clock.now
                 self._watchers.attend(peer)
 
         self.machine.later(step.extra["nanoseconds"], wake)
 
     def _do_kill(self, step: Step) -> bool:
-        self._killed = True
-        self._after = self.audit.begin
-        raise ServerDied
+        kill = self._killer()
+        if "told" not in step.extra:
+            kill()
+        self._doom = step.extra["told"]
+        self.machine.later(_LONGEST_LIFE, kill)
+        return True
+
+    def _killer(self) -> Callable[[], None]:
+        """What kills the process that there is now, if it is still there."""
+        process = self.process
+
+        def kill() -> None:
+            if process is self.process and not process.over:
+                self._killed, self._doom, self._after = True, None, self.audit.begin
+                raise ServerDied
+
+        return kill
+
+    def _do_due(self, step: Step) -> bool:
+        """A command comes in the very millisecond in which its key expires, if that is soon."""
+        value, clock = self.judge.model.store.keys.get(step.words[1]), self.machine.clock
+        left = value.expires * MS - clock.wall if value is not None else 0
+
+        def send() -> None:
+            self._do_send(step)
+            self._go_on()
+
+        self.machine.later(left if 0 < left < _SOON else 0, send)
+        return True
 
     def _do_stop(self, step: Step) -> bool:
         self._after = self.audit.begin
@@ -267,22 +307,27 @@ class Run:
             self.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
 
     def _do_fault(self, step: Step) -> None:
-        faults, name = self.machine.disk.faults, step.extra["name"]
-        if name == "slow":
-            faults.slow = 80 * MS
-        else:
+        faults, name, lasts = self.machine.disk.faults, step.extra["name"], step.extra["nanoseconds"]
+        if slow := step.extra.get("slow", 0):
+            faults.slow = slow
+            self._patience.excuse(lasts)
+        if name:
             setattr(faults, name, True)
             faults.room = 0
             self.audit.disk_failed()
 
         def mend() -> None:
-            setattr(faults, name, 0 if name == "slow" else False)
+            if slow:
+                faults.slow = 0
+            if name:
+                setattr(faults, name, False)
 
-        self.machine.later(step.extra["nanoseconds"], mend)
+        self.machine.later(lasts, mend)
 
     def _do_rot(self, step: Step) -> None:
-        if self.machine.disk.rot(random.Random(f"rot {self.program.seed} {step.number}"), step.extra["bits"]):
-            self.judge.rotted = True
+        database, bits = step.extra["database"], step.extra["bits"]
+        if self.machine.disk.rot(random.Random(f"rot {self.program.seed} {step.number}"), database, bits):
+            self.judge.rotted.add(database)
 
     def _do_engine(self, step: Step) -> None:
         engine = self.engines[step.peer]

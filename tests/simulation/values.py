@@ -17,6 +17,7 @@ _HEADER = struct.Struct("<4sBBBBIIIIQQQIIQ")
 MOST_VARIANTS = 32
 SWEPT_WITHIN = 2000  # milliseconds after which nothing that is due is counted any more
 FORGOTTEN_WITHIN = 4000  # after which it is gone from the disk, too: it is swept, and a second later committed
+FORGOTTEN_LATE = 40_000  # the same under `appendfsync no`
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ class Doubt:
 
     variants: list[dict[bytes, Cell]]
     pending: bool = False  # the first may become true at any moment
+    evicted: dict[bytes, Cell] = field(default_factory=dict)  # keys, and what they were to become
 
 
 @dataclass
@@ -71,6 +73,8 @@ class Store:
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
+    forgotten: int = FORGOTTEN_WITHIN  # milliseconds
+    gone: int = 0  # how often a key was found to be due
     sure: bool = True  # whether what is said to change does
     elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
 
@@ -79,7 +83,7 @@ class Store:
         value = self.keys.get(key)
         if value is not None and 0 < value.expires <= self.now:
             self.expired.append((self.elapsed(), key, value))
-            self.drop(key)
+            self.gone += self.drop(key)
             return None
         return value
 
@@ -89,11 +93,11 @@ class Store:
         self.keys[key] = value
         self.changed(key)
 
-    def overdue(self, within: int = FORGOTTEN_WITHIN) -> dict[bytes, Value]:
+    def overdue(self, within: int = FORGOTTEN_LATE) -> dict[bytes, Value]:
         """What was due lately, so that the disk may still have it."""
-        since = self.elapsed() - FORGOTTEN_WITHIN
-        self.expired[:] = [one for one in self.expired if one[0] > since]
-        return {key: value for when, key, value in self.expired if when > self.elapsed() - within}
+        now, within = self.elapsed(), min(within, self.forgotten)
+        self.expired[:] = [one for one in self.expired if one[0] > now - self.forgotten]
+        return {key: value for when, key, value in self.expired if when > now - within}
 
     def lately_expired(self) -> list[bytes]:
         """Keys that the server may not have swept yet."""

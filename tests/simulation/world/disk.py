@@ -65,16 +65,16 @@ class SimulatedDisk:
         self._live = env
         return Environment(env, self)
 
-    def rot(self, rng: random.Random, bits: int) -> bool:
-        """Flip bits in a piece of a body, wherever it stands in the file; whether there is one. Nobody is told."""
+    def rot(self, rng: random.Random, database: bytes, bits: int) -> bool:
+        """Flip bits in a value of a database, wherever it stands in the file; whether there is one. Nobody is told."""
         env = self._live
         if env is None:
             return False
-        with env.begin(db=self.databases[b"pieces"]) as txn:
-            pieces = [value for _, value in txn.cursor() if len(value) >= _UNIQUE]
-        if not pieces:
+        with env.begin(db=self.databases[database]) as txn:
+            values = [value for _, value in txn.cursor() if len(value) >= _UNIQUE]
+        if not values:
             return False
-        path, piece = env.path(), rng.choice(pieces)
+        path, piece = env.path(), rng.choice(values)
         wrong = bytearray(piece)
         for _ in range(bits):
             wrong[rng.randrange(len(wrong))] ^= 1 << rng.randrange(8)
