@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
 from kvpage_server.page import KVType
@@ -28,7 +28,6 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     """The agents, what they share and other requests; or the blocks of one request."""
     if args.req is not None:
         return _ls_blocks(store, args)
-    leave_no_trace(store)
     holdings = ask(store, holdings_of_store(LIMITS))
     if args.json:
         print_json(as_json(holdings))

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from kvpage_server.look.ls import agent_as_json, ago
-from kvpage_server.look.output import LookError, leave_no_trace, titled
+from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, holdings_of_store
@@ -42,7 +42,7 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     rows = [
         ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
-        ("checksum", page["checksum"].decode()),
+        ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
         ("created", when(page["created_ms"])),
         ("lives", lives),
         ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
@@ -54,7 +54,6 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
 
 
 def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
-    leave_no_trace(store)
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == args.key]
     if not found:

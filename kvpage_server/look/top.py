@@ -12,7 +12,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from kvpage_server.look.ls import remarks, tables_of
-from kvpage_server.look.output import leave_no_trace, titled, watch
+from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.history import History, Moment
@@ -29,7 +29,6 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 def top(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Show it every `args.watch` seconds."""
-    leave_no_trace(store)
     view = _View(store, args.url)
     return watch(args, view.frame, view.as_json, screen=True)
 

@@ -11,7 +11,7 @@ from typing import Any
 from rich.filesize import decimal
 from rich.markup import escape
 
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
@@ -31,7 +31,6 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
     found = store.execute_command("KVPAGEWHY", req, *args.name)
     answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
     if not args.name and answer["reason"] in ("never stored", "gone"):  # an agent is no request
-        leave_no_trace(store)
         holdings = ask(store, holdings_of_agent(req))
         if holdings.agents or holdings.unreadable:
             _show_agent(store, args, holdings)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ import pexpect
 import pytest
 import redis
 from servers import RunningServer, can_be_interrupted, free_port, start_server
-from waiting import until
+from waiting import eventually, until
 
 from kvpage_server import __version__, core
 from kvpage_server.cli import main
@@ -355,3 +356,26 @@ def test_the_server_is_a_module_too() -> None:
         [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=100
     )
     assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"
+
+
+# -- what lies on disk -------------------------------------------------------------------------------------------------
+
+
+def test_to_look_at_what_lies_on_disk_leaves_it_there_and_idle(tmp_path: Path) -> None:
+    manifest = {"agent_id": "alice", "count": 4, "chain": ["r"], "tokens": [1] * 4, "by": "x" * 1000}
+    tiered = ("--store", "tiered", "--appendfsync", "always")
+    with start_server(*tiered, directory=tmp_path) as server, server.client() as client:
+        set_block(client, "r")
+        client.set("manifest:alice:00000000000000aa", "0" * 16 + json.dumps(manifest))
+    with start_server(*tiered, directory=tmp_path) as server, server.client() as client:
+        before = client.info("memory")["used_memory"]
+        until(lambda: client.object("idletime", "manifest:alice:00000000000000aa") >= 2, "the manifest to be idle")
+        looks = (["ls"], ["stat", "alice"], ["why", "alice"], ["verify", "r"], ["stat", "kv:r:1:2:0:1"], ["ls", "r"])
+        for words in (*looks, ["dump", str(tmp_path / "dump")]):
+            code, shown, said = kvpage(*words, url=server.url)
+            assert (code, said) == (0, ""), words
+            assert eventually(lambda: client.info("memory")["used_memory"] == before), words
+            if words[0] == "stat":
+                assert "disk" in shown
+        code, shown, _ = kvpage("ls", "--json", url=server.url)
+        assert json.loads(shown)["agents"][0]["idle_seconds"] >= 2

@@ -204,7 +204,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for key in list(block.page_keys()):
-                yield from fetched(client, partial(_value_of, key))
+                yield from fetched(client, partial(_value_of, key), touches=client.touches)
                 page = keyspace.find(key)
                 if not is_page(page):
                     continue
@@ -226,7 +226,8 @@ def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
     if client.server.tiered is None:
         return []
     keys, ghosts = list(block.page_keys()), client.keyspace.ghosts
-    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([(block.req_id, block.page)]))
+    name = block.req_id, block.page
+    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([name]), touches=client.touches)
     gone = [PageKey.parse(key) for key in keys if client.keyspace.find(key) is None]
     ends = [(name, ghosts.of_page(name.req_id, name.layer, name.head, name.page, name.kv_type)) for name in gone]
     return [bytes(name) for name, ghost in ends if ghost is not None and ghost.reason == "corrupt"]
@@ -240,8 +241,8 @@ def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
     """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
     if not extent.digest:
         return None
-    slot = extent.slot  # keeps its memory, should the block be dropped from it meanwhile
-    return (yield from hash_in_steps(slot.body)) == extent.digest
+    body = extent.slot.part(0, extent.slot.size)  # keeps its memory, should the block be dropped from it meanwhile
+    return (yield from hash_in_steps(body.view)) == extent.digest
 
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:
