@@ -51,7 +51,7 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        if type(slot) is Cold:
+        if isinstance(slot, Cold):
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
     pieces: list[Piece] = [frame(found.shape.nbytes)]

@@ -62,7 +62,7 @@ def test_status_tells_how_a_store_is_doing() -> None:
         code, shown, _ = kvpage("status", url=server.url)
     assert code == 0
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
-    assert "of 1.1 GB (0%), allkeys-prefix" in shown
+    assert "of 1.0 GiB (0%), allkeys-prefix" in shown
     assert "1 request, 1 block, 12 keys" in shown
     assert "12 keys will expire, 0 did; evicted: 0" in shown
     assert "protected  1 block, " in shown
@@ -77,7 +77,7 @@ def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: 
     code, shown, _ = kvpage("ls", url=server.url)
     assert code == 0
     assert [row[:4] for row in rows(shown)[1:]] == [
-        ["agent-[bold]7", "3", "36", "2.3"],
+        ["agent-[bold]7", "3", "36", "2.2"],
         ["other", "1", "12", "768"],
     ]
     client.delete("kv:agent-[bold]7:0:0:1:1")
@@ -123,6 +123,12 @@ def test_stat_of_what_is_not_there(server: RunningServer, client: redis.Redis) -
     code, _, said = kvpage("stat", "kv:r:1:2:0", url=server.url)
     assert code == 1
     assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in said
+    set_block(client, "chat-7", 3)
+    code, _, said = kvpage("stat", "chat-7", url=server.url)
+    assert (code, "chat-7 is a request: kvpage ls chat-7 lists its blocks" in said) == (1, True)
+    assert "kvpage stat kv:chat-7:LAYER:HEAD:3:TYPE" in said
+    for name in ("nobody", "no request"):
+        assert "is no agent" in kvpage("stat", name, url=server.url)[2]
 
 
 def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: redis.Redis) -> None:
@@ -178,6 +184,11 @@ def test_why_says_what_became_of_a_page(server: RunningServer, client: redis.Red
     assert shown.startswith("expired, ")
     _, shown, _ = kvpage("why", "r", url=server.url)
     assert shown.startswith("block 1 is not there whole: never stored, as far as is known since ")
+    client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, b"BLOB_DATA")
+    code, shown, _ = kvpage("why", "test_req_001", url=server.url)
+    told = "1 page stored, and no block whole: kvpage why test_req_001 LAYER HEAD PAGE TYPE tells of a page"
+    assert (code, shown.splitlines()[0]) == (0, told)
+    assert kvpage("why", "test_req_001", "5", "8", "42", "0", url=server.url)[1].startswith("stored")
     code, _, said = kvpage("why", "r", "0", "0", url=server.url)
     assert (code, said) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
 
