@@ -340,7 +340,7 @@ def _greet(server: Server, addresses: list[str], http: list[str]) -> None:
         logger.info("  cluster node %s of %s", server.placing.me.address, server.placing)
     logger.info("  access  %s", _access(server))
     if http:
-        logger.info("  figures http://%s/metrics", http[0])
+        logger.info("  page    http://%s/, figures for Prometheus at /metrics", http[0])
     logger.info("  ready on %s", ", ".join(addresses), extra={"facts": facts})
     if users.default.no_password and not config.protected_mode and not _only_local(addresses):
         logger.warning("anybody who reaches these addresses can read and change everything: see docs/security.md")

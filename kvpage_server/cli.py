@@ -22,7 +22,7 @@ from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
-from kvpage_server.look.output import LookError
+from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
 from kvpage_server.look.several import SideBySide
 from kvpage_server.look.status import status
@@ -61,14 +61,20 @@ def _run(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     with _connected(args.url) as store:
-        return 0 if args.show(store, args) else 1
+        return _shown(store, args)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
     """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
-        return 0 if args.show(SideBySide(stores), args) else 1
+        return _shown(SideBySide(stores), args)
+
+
+def _shown(store: redis.Redis | SideBySide, args: argparse.Namespace) -> int:
+    if args.show in (ls, stat, verify, why, top):
+        leave_no_trace(store)
+    return 0 if args.show(store, args) else 1
 
 
 def _connected(url: str) -> redis.Redis:

@@ -11,10 +11,10 @@ from urllib.parse import quote
 from urllib.request import Request, urlopen
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from engine.commands import Failure
+from kvpage_server.system.plurals import as_size
 
 TOKEN = "KVPAGE_TOKEN"  # in the environment
 ANSWER_SECONDS = 60.0
@@ -77,5 +77,5 @@ def _print(agents: list[dict[str, Any]]) -> None:
         table.add_column(column, justify="right")
     for agent in agents:
         saved = "yes" if agent["saved"] else "no"
-        table.add_row(agent["id"], ", ".join(agent["tiers"]), saved, f"{agent['tokens']:,}", decimal(agent["bytes"]))
+        table.add_row(agent["id"], ", ".join(agent["tiers"]), saved, f"{agent['tokens']:,}", as_size(agent["bytes"]))
     Console(width=None if Console().is_terminal else 120).print(table)

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import redis
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from engine.commands import Failure
@@ -24,6 +23,7 @@ from engine.commands.options import add_engine, count, open_engine
 from kvpage_server.address import shown
 from kvpage_server.client import names_several
 from kvpage_server.client.wire.connection import plain_client
+from kvpage_server.system.plurals import as_size
 
 if TYPE_CHECKING:
     from engine.agent_engine import Answer
@@ -92,7 +92,7 @@ def doctor(args: argparse.Namespace) -> int:
     try:
         store = _about(engine.pages, args.store) if engine.pages else "none; --store URL measures one"
         spec = engine.spec
-        _say("model", f"{engine.model_id}, {decimal(spec.token_nbytes)} a token, fingerprint {spec.fingerprint:016x}")
+        _say("model", f"{engine.model_id}, {as_size(spec.token_nbytes)} a token, fingerprint {spec.fingerprint:016x}")
         if spec.refusal:
             _say("", f"its contexts cannot be kept: {spec.refusal}")
         _say("", "prompts run in one batch" if spec.batches else "prompts run in turns: it cannot be batched")
@@ -105,7 +105,7 @@ def doctor(args: argparse.Namespace) -> int:
         if not engine.pages:
             return 0
         fetching = _fetching(engine, short, long)
-        rate = decimal(round(spec.token_nbytes / fetching.each))
+        rate = as_size(round(spec.token_nbytes / fetching.each))
         _say("link", f"{1000 * _ping(engine.pages):.2f} ms there and back, {rate} a second")
         _say("verdict", _verdict(fetching, prefill))
     finally:

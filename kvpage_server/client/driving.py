@@ -27,7 +27,7 @@ async def converse(connection: PageConnection, request: Request[T], end: Deadlin
             await _pass_through(conversation, moved)
         return conversation.result()
     except TimeoutError:
-        raise (end.exceeded() if loop.time() >= over else silent(connection.host, silence)) from None
+        raise (end.exceeded() if loop.time() >= over else silent(connection._host_error(), silence)) from None  # type: ignore[no-untyped-call]
     finally:
         connection.close_unless(conversation.over)
 

@@ -96,4 +96,4 @@ def _is_from_here(method: str, headers: Headers) -> bool:
     if site not in ("none", "same-origin"):
         return method == "GET" and headers.get("sec-fetch-mode") == "navigate"
     origin = headers.get("origin")
-    return method in ("GET", "HEAD") or origin is None or origin.partition("://")[2] == headers["host"]
+    return origin is None or origin.partition("://")[2] == headers.get("host")

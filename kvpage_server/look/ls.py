@@ -9,15 +9,14 @@ from datetime import timedelta
 from typing import Any
 
 from rich.console import RenderableType
-from rich.filesize import decimal
 from rich.table import Table
 from rich.text import Text
 
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
 from kvpage_server.page import KVType
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
@@ -28,7 +27,6 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     """The agents, what they share and other requests; or the blocks of one request."""
     if args.req is not None:
         return _ls_blocks(store, args)
-    leave_no_trace(store)
     holdings = ask(store, holdings_of_store(LIMITS))
     if args.json:
         print_json(as_json(holdings))
@@ -70,8 +68,8 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
             readable(agent.model.encode()),
             f"{agent.tokens:,}",
             f"{missing}{len(agent.blocks):,}",
-            decimal(agent.bytes),
-            decimal(agent.own_bytes),
+            as_size(agent.bytes),
+            as_size(agent.own_bytes),
             ago(time.time() - agent.manifest.saved_ms / 1000 if agent.manifest.saved_ms else None),
             ago(agent.idle),
         )
@@ -89,14 +87,14 @@ def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
         others = len(prefix.agents) - _MOST_NAMED
         who = ", ".join(prefix.agents[:_MOST_NAMED]) + (f" and {others:,} more" if others > 0 else "")
         counts = f"{len(prefix.agents):,}", f"{prefix.tokens:,}", f"{prefix.blocks:,}"
-        table.add_row(readable(who.encode()), *counts, decimal(prefix.bytes), decimal(prefix.saved))
+        table.add_row(readable(who.encode()), *counts, as_size(prefix.bytes), as_size(prefix.saved))
     return table
 
 
 def _requests(requests: tuple[OtherRequest, ...]) -> Table:
     table = table_of("request", "blocks", "pages", "size", "in memory", numbers_from=1)
     for request in requests:
-        sizes = decimal(request.bytes), decimal(request.memory)
+        sizes = as_size(request.bytes), as_size(request.memory)
         table.add_row(readable(request.req_id), f"{request.blocks:,}", f"{request.pages:,}", *sizes)
     return table
 
@@ -163,7 +161,7 @@ def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
     for block in blocks:
         planes = " ".join(KVType(plane).name for plane in block["planes"])
         counts = [f"{block[name]:,}" for name in ("layers", "heads", "pages")]
-        sizes = [decimal(block[name]) for name in ("bytes", "memory")]
+        sizes = [as_size(block[name]) for name in ("bytes", "memory")]
         table.add_row(str(block["page"]), "yes" if block["complete"] else "no", planes, *counts, *sizes)
     out.print(table, soft_wrap=False)
     return True

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import argparse
+import os
 from datetime import timedelta
 from typing import Any
 
-from rich.filesize import decimal
+import redis
 from rich.text import Text
 
 from kvpage_server.look.ls import agent_as_json, ago
-from kvpage_server.look.output import LookError, leave_no_trace, titled
+from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, holdings_of_store
 from kvpage_server.page import DType, KVType, PageError, PageKey
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 
 
@@ -42,7 +43,7 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     rows = [
         ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
-        ("checksum", page["checksum"].decode()),
+        ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
         ("created", when(page["created_ms"])),
         ("lives", lives),
         ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
@@ -54,11 +55,10 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
 
 
 def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
-    leave_no_trace(store)
     holdings = ask(store, holdings_of_store())
     found = [agent for agent in holdings.agents if agent.agent_id == args.key]
     if not found:
-        raise LookError(f"{args.key} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE")
+        raise LookError(_no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
         print_json({"contexts": [context_as_json(agent, places) for agent, places in contexts]})
@@ -68,12 +68,25 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
     return True
 
 
+def _no_agent(store: AskedStore, name: str) -> str:
+    """What to type instead."""
+    try:
+        blocks = store.execute_command("KVPAGEINDEX", os.fsencode(name))
+    except redis.ResponseError:  # it can be no request either
+        blocks = []
+    if not blocks:
+        return f"{name} is no agent, and a page's key is kv:REQ:LAYER:HEAD:PAGE:TYPE"
+    page = named(blocks[0])["page"]
+    of_a_page = f"kvpage stat kv:{name}:LAYER:HEAD:{page}:TYPE tells of a page"
+    return f"{name} is a request: kvpage ls {name} lists its blocks, {of_a_page}"
+
+
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     rows = [
         ("agent", readable(agent.agent_id.encode())),
         ("model", readable(agent.model.encode())),
         ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
-        ("size", f"{decimal(agent.bytes)}, {decimal(agent.own_bytes)} of it shared with nobody"),
+        ("size", f"{as_size(agent.bytes)}, {as_size(agent.own_bytes)} of it shared with nobody"),
         ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),
     ]
     out.print(titled(rows))
@@ -81,7 +94,7 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     for i, place in enumerate(places):
         lies = Text(place.tier) if place.block.complete else Text(place.why or "incomplete", "red")
         protected = "pinned" if place.pinned else "leased" if place.lease else ""
-        size, tokens = decimal(place.block.bytes), f"{place.block.tokens:,}"
+        size, tokens = as_size(place.block.bytes), f"{place.block.tokens:,}"
         table.add_row(f"{i:,}", tokens, size, lies, how_many(len(place.agents), "agent"), protected)
     out.print(table, soft_wrap=False)
 

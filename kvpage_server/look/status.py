@@ -10,7 +10,6 @@ from typing import Any
 
 import redis
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.progress_bar import ProgressBar
 from rich.text import Text
 
@@ -18,7 +17,7 @@ from kvpage_server.address import shown
 from kvpage_server.look.output import LookError, titled, watch
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.overview import DiskFigures, NotAStore, Overview, overview_of_store
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out
 
 
@@ -50,7 +49,7 @@ def headline(url: str, now: Overview) -> Text:
 def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, Any]]:
     """What is shown to a user who may not use every key: nothing about other users."""
     limit = now.memory.limit
-    yield "memory", f"limit {decimal(limit)}, {now.memory.policy}" if limit else "no limit"
+    yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
     requests = how_many(sum(1 for _ in store.scan_iter(count=1000, _type="set")), "request")
     yield "store", f"{requests}, {how_many(store.dbsize(), 'key')} that you may use"
     yield "", "a user who may use every key is shown the rest"
@@ -60,13 +59,13 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
     memory, contents, traffic = now.memory, now.contents, now.traffic
     if memory.limit and out.is_terminal:
         yield "", ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=40)
-    yield "memory", f"{decimal(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
-    parts = f"{decimal(memory.spare)} spare, {decimal(memory.fragmentation)} between values"
-    yield "", f"the process has {decimal(memory.resident)}: {decimal(memory.live)} in values, {parts}"
+    yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
+    parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
+    yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
     counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
     yield "store", ", ".join(counts)
     yield "", f"{how_many(contents.expiring, 'key')} will expire, {traffic.expired:,} did; evicted: {traffic.evicted:,}"
-    yield "protected", f"{how_many(contents.protected, 'block')}, {decimal(contents.protected_bytes)}"
+    yield "protected", f"{how_many(contents.protected, 'block')}, {as_size(contents.protected_bytes)}"
     ratio, reads = traffic.hit_ratio, traffic.hits + traffic.misses
     yield "reads", "none yet" if ratio is None else f"{ratio:.1%} hits ({traffic.hits:,} of {reads:,})"
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
@@ -74,12 +73,12 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
         yield from _told_of_disk(now.disk)
     clients = f"{now.connections.now:,} connected"
     yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
-    yield "network", f"{decimal(traffic.bytes_in)} received, {decimal(traffic.bytes_out)} sent"
+    yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
 def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
-    yield "disk", f"{how_many(disk.values, 'value')}, {decimal(disk.bytes)}{of_limit(disk.bytes, disk.limit)}"
-    waiting = f"{decimal(disk.waiting_bytes)} wait to be written" if disk.waiting_bytes else "nothing waits"
+    yield "disk", f"{how_many(disk.values, 'value')}, {as_size(disk.bytes)}{of_limit(disk.bytes, disk.limit)}"
+    waiting = f"{as_size(disk.waiting_bytes)} wait to be written" if disk.waiting_bytes else "nothing waits"
     commits = f", commits take {_milliseconds(disk.commits.percentile(0.99))} at the most" if disk.commits.count else ""
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
     if disk.failing:
@@ -89,7 +88,7 @@ def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
 
 
 def of_limit(used: int, limit: int) -> str:
-    return f" of {decimal(limit)} ({used / limit:.0%})" if limit else ", no limit"
+    return f" of {as_size(limit)} ({used / limit:.0%})" if limit else ", no limit"
 
 
 def _milliseconds(seconds: float) -> str:

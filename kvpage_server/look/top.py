@@ -8,18 +8,17 @@ from collections.abc import Iterator
 
 import redis
 from rich.console import Group, RenderableType
-from rich.filesize import decimal
 from rich.text import Text
 
 from kvpage_server.look.ls import remarks, tables_of
-from kvpage_server.look.output import leave_no_trace, titled, watch
+from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.history import History, Moment
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
 from kvpage_server.observe.overview import Overview
 from kvpage_server.observe.whose import Holdings, Known, holdings_of_store
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import out, table_of
 
 _OTHER_LINES = 22  # lines of the terminal that are not for agents, what they share, and requests
@@ -29,7 +28,6 @@ _LEVELS = " ▁▂▃▄▅▆▇█"
 
 def top(store: redis.Redis, args: argparse.Namespace) -> bool:
     """Show it every `args.watch` seconds."""
-    leave_no_trace(store)
     view = _View(store, args.url)
     return watch(args, view.frame, view.as_json, screen=True)
 
@@ -89,17 +87,17 @@ def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:
 
 def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list[float]]]:
     if now.everything:
-        used = f"{decimal(now.memory.used)}{of_limit(now.memory.used, now.memory.limit)}"
+        used = f"{as_size(now.memory.used)}{of_limit(now.memory.used, now.memory.limit)}"
         yield "memory", used, [moment.used for moment in moments]
     if now.disk is not None:
-        yield "disk", decimal(now.disk.bytes), [moment.waiting for moment in moments]
+        yield "disk", as_size(now.disk.bytes), [moment.waiting for moment in moments]
     if moments:
         last = moments[-1]
         ratio = "" if last.hit_ratio is None else f"{last.hit_ratio:.1%} hits, "
         missed = ", ".join(f"{count:,.0f} {reason}" for reason, count in last.page_misses.items() if count >= 1)
         yield "commands", f"{last.commands:,.0f} a second", [moment.commands for moment in moments]
-        yield "received", f"{decimal(int(last.bytes_in))} a second", [moment.bytes_in for moment in moments]
-        yield "sent", f"{decimal(int(last.bytes_out))} a second", [moment.bytes_out for moment in moments]
+        yield "received", f"{as_size(int(last.bytes_in))} a second", [moment.bytes_in for moment in moments]
+        yield "sent", f"{as_size(int(last.bytes_out))} a second", [moment.bytes_out for moment in moments]
         reads = f"{ratio}{last.hits + last.misses:,.0f} a second"
         yield "reads", reads, [moment.hit_ratio or 0 for moment in moments]
         yield "misses", missed or "none", [sum(moment.page_misses.values()) for moment in moments]

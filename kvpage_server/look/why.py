@@ -8,15 +8,14 @@ from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any
 
-from rich.filesize import decimal
 from rich.markup import escape
 
-from kvpage_server.look.output import LookError, leave_no_trace
+from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, when
 
 _MOST_MISSING = 20  # blocks that are named
@@ -31,22 +30,30 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
     found = store.execute_command("KVPAGEWHY", req, *args.name)
     answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
     if not args.name and answer["reason"] in ("never stored", "gone"):  # an agent is no request
-        leave_no_trace(store)
         holdings = ask(store, holdings_of_agent(req))
         if holdings.agents or holdings.unreadable:
             _show_agent(store, args, holdings)
             return True
+    if answer["reason"] == "hole":
+        blocks = [named(block) for block in store.execute_command("KVPAGEINDEX", req)]
+        whole = sum(block["complete"] for block in blocks)
+        answer |= {"pages": sum(block["pages"] for block in blocks), "whole_blocks": whole}
     if args.json:
         print_json({"request": req, "page": args.name} | answer)
-    else:
-        out.print(escape(_said(answer)))
+        return True
+    for line in _said(text(req), answer):
+        out.print(escape(line))
     return True
 
 
-def _said(answer: Answer) -> str:
-    if answer["reason"] == "hole":
-        return f"block {answer['block']} is not there whole: {_explained(answer['cause'], answer)}"
-    return _explained(answer["reason"], answer)
+def _said(req: str, answer: Answer) -> Iterator[str]:
+    if answer["reason"] != "hole":
+        yield _explained(answer["reason"], answer)
+        return
+    if not answer["whole_blocks"]:  # somebody reads it page by page
+        pages = how_many(answer["pages"], "page")
+        yield f"{pages} stored, and no block whole: kvpage why {req} LAYER HEAD PAGE TYPE tells of a page"
+    yield f"block {answer['block']} is not there whole: {_explained(answer['cause'], answer)}"
 
 
 def _explained(reason: str, answer: Answer) -> str:
@@ -90,7 +97,7 @@ def _lines(agent: Agent, places: list[BlockPlace]) -> Iterator[str]:
         there = f"but of {how_many(count, 'block')} only the first {first:,} are there"
         yield f"an agent's context{whose}: {tokens}, {there}; then: {_missing(place)}"
         yield f"  a load would find {how_many(agent.found, 'token')}"
-    yield f"  {decimal(agent.bytes)}" + "".join(f", {line}" for line in _history(agent))
+    yield f"  {as_size(agent.bytes)}" + "".join(f", {line}" for line in _history(agent))
     for i, place in missing[1:_MOST_MISSING]:
         yield f"  block {i:,}: {_missing(place)}"
     if len(missing) > _MOST_MISSING:

@@ -7,11 +7,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
-from rich.filesize import decimal
 from rich.table import Table
 
 from kvpage_server.replay.nodes import Spread
 from kvpage_server.replay.simulate import Outcome
+from kvpage_server.system.plurals import as_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,7 @@ def table(replays: list[Replay], block_bytes: int) -> Table:
         if replay.policy != before:
             found.add_row()
         before, outcome = replay.policy, replay.outcome
-        sizes = [decimal(count * block_bytes) for count in (outcome.hits, outcome.written, outcome.evicted)]
+        sizes = [as_size(count * block_bytes) for count in (outcome.hits, outcome.written, outcome.evicted)]
         found.add_row(replay.policy, f"{replay.capacity:,}", f"{outcome.ratio:.2%}", *sizes)
     return found
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import redis
 from rich.console import Console
-from rich.filesize import decimal
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -26,7 +25,7 @@ from kvpage_server.snapshot.format.names import bytes_of, text_of
 from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
-from kvpage_server.system.plurals import how_many
+from kvpage_server.system.plurals import as_size, how_many
 from kvpage_server.system.terminal import for_people, out, print_json, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
@@ -130,7 +129,7 @@ def _show_head(path: Path, found: Inspected) -> None:
         out.print(f"a dump of {escape(found.summary.selection)}, {when(found.summary.dumped_ms)}", end="")
     else:
         out.print("a dump that was never finished" if path.is_dir() else "a file of a dump", end="")
-    out.print(f": {how_many(len(found.sizes), 'file')}, {decimal(sum(found.sizes))}")
+    out.print(f": {how_many(len(found.sizes), 'file')}, {as_size(sum(found.sizes))}")
 
 
 def _show_requests(found: Inspected) -> None:
@@ -144,7 +143,7 @@ def _show_requests(found: Inspected) -> None:
 
 
 def _row(held: Holding, blocks: str) -> list[str]:
-    return [" ".join(sorted(held.kinds)), _lives(held.soonest_ms), blocks, f"{held.count:,}", decimal(held.nbytes)]
+    return [" ".join(sorted(held.kinds)), _lives(held.soonest_ms), blocks, f"{held.count:,}", as_size(held.nbytes)]
 
 
 def _show_planes(planes: list[PageTensor]) -> None:
@@ -154,7 +153,7 @@ def _show_planes(planes: list[PageTensor]) -> None:
         matrix = f"{how_many(page_size, 'token')} x {head_dim} {dtype.name.lower()}"
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
-        size = decimal(sum(pages.sizes))
+        size = as_size(sum(pages.sizes))
         shown.add_row(escape(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
     if shown.row_count:
         out.print(shown)
@@ -169,7 +168,7 @@ def _lives(left_ms: int) -> str:
 
 
 def _counted(what: Amount) -> str:
-    return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {decimal(what.nbytes)}"
+    return f"{how_many(what.pages, 'page')} and {how_many(what.strings, 'string')}, {as_size(what.nbytes)}"
 
 
 def _none(fate: str, names: list[str]) -> bool:

@@ -17,7 +17,7 @@ from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, Plane, header
 from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Page, is_cold
+from kvpage_server.store.memory.entry import Page, has_bytes
 from kvpage_server.store.memory.index import Block
 
 AT_ONCE = 256  # pages that are looked at before others may have their turn
@@ -51,12 +51,12 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
     keyspace.use_block(block)
     if block.extent is not None:
         slot = block.extent.slot
-        if type(slot) is Cold:
+        if isinstance(slot, Cold):
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
     pieces: list[Piece] = [frame(found.shape.nbytes)]
     for some in in_parts(found.pages):
-        if any(map(is_cold, some)):
+        if not all(map(has_bytes, some)):
             return None
         pieces += [page.part(0, page.size) for page in some]
         yield ()

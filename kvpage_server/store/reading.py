@@ -66,8 +66,8 @@ class Reader:
         unit = entry.unit if type(entry.unit) is Block else key  # as `unit_of` says; a call costs more than all of this
         if self._touching:
             self._contents.evictor.units.used(unit)
-        if self._tier is not None:
-            self._tier.used([unit])
+            if self._tier is not None:
+                self._tier.used([unit])
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
@@ -83,8 +83,8 @@ class Reader:
     def _used(self, units: list[Unit]) -> None:
         if self._touching:
             self._contents.evictor.units.used_all(units)
-        if self._tier is not None:
-            self._tier.used(units)
+            if self._tier is not None:
+                self._tier.used(units)
 
     def _missed(self, key: bytes) -> None:
         self._counters.misses += 1
@@ -177,5 +177,5 @@ class Reader:
             return
         if self._touching:
             self._contents.evictor.units.used(block)
-        if self._tier is not None:
-            self._tier.used([block])
+            if self._tier is not None:
+                self._tier.used([block])

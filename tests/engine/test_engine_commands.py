@@ -96,7 +96,7 @@ def test_the_doctor_measures_and_decides(tiny: Path, server: RunningServer, caps
         said = capsys.readouterr().out
         assert set(client.scan_iter(count=1000)) == before, "it left something behind"
     for line in (
-        r"^model +tiny, 1.0 kB a token",
+        r"^model +tiny, 1.0 KiB a token",
         r"^speed +prefill [\d,]+ tokens a second, decode [\d,.]+$",
         r"^store +kvpage-server ",
         r"^link +[\d.]+ ms there and back, .* a second$",

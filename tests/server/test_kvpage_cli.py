@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import re
@@ -18,7 +19,7 @@ import pexpect
 import pytest
 import redis
 from servers import RunningServer, can_be_interrupted, free_port, start_server
-from waiting import until
+from waiting import eventually, until
 
 from kvpage_server import __version__, core
 from kvpage_server.cli import main
@@ -61,7 +62,7 @@ def test_status_tells_how_a_store_is_doing() -> None:
         code, shown, _ = kvpage("status", url=server.url)
     assert code == 0
     assert f"kvpage-server {__version__} at {server.url}, up " in shown
-    assert "of 1.1 GB (0%), allkeys-prefix" in shown
+    assert "of 1.0 GiB (0%), allkeys-prefix" in shown
     assert "1 request, 1 block, 12 keys" in shown
     assert "12 keys will expire, 0 did; evicted: 0" in shown
     assert "protected  1 block, " in shown
@@ -76,7 +77,7 @@ def test_ls_lists_requests_and_the_blocks_of_one(server: RunningServer, client: 
     code, shown, _ = kvpage("ls", url=server.url)
     assert code == 0
     assert [row[:4] for row in rows(shown)[1:]] == [
-        ["agent-[bold]7", "3", "36", "2.3"],
+        ["agent-[bold]7", "3", "36", "2.2"],
         ["other", "1", "12", "768"],
     ]
     client.delete("kv:agent-[bold]7:0:0:1:1")
@@ -122,6 +123,12 @@ def test_stat_of_what_is_not_there(server: RunningServer, client: redis.Redis) -
     code, _, said = kvpage("stat", "kv:r:1:2:0", url=server.url)
     assert code == 1
     assert "a page key is kv:{req_id}:{layer}:{head}:{page}:{kv_type}" in said
+    set_block(client, "chat-7", 3)
+    code, _, said = kvpage("stat", "chat-7", url=server.url)
+    assert (code, "chat-7 is a request: kvpage ls chat-7 lists its blocks" in said) == (1, True)
+    assert "kvpage stat kv:chat-7:LAYER:HEAD:3:TYPE" in said
+    for name in ("nobody", "no request"):
+        assert "is no agent" in kvpage("stat", name, url=server.url)[2]
 
 
 def test_verify_tells_whether_pages_are_intact(server: RunningServer, client: redis.Redis) -> None:
@@ -177,6 +184,11 @@ def test_why_says_what_became_of_a_page(server: RunningServer, client: redis.Red
     assert shown.startswith("expired, ")
     _, shown, _ = kvpage("why", "r", url=server.url)
     assert shown.startswith("block 1 is not there whole: never stored, as far as is known since ")
+    client.execute_command("KVPAGESET", "test_req_001", 5, 8, 42, 0, 1, 128, 64, 3600, b"BLOB_DATA")
+    code, shown, _ = kvpage("why", "test_req_001", url=server.url)
+    told = "1 page stored, and no block whole: kvpage why test_req_001 LAYER HEAD PAGE TYPE tells of a page"
+    assert (code, shown.splitlines()[0]) == (0, told)
+    assert kvpage("why", "test_req_001", "5", "8", "42", "0", url=server.url)[1].startswith("stored")
     code, _, said = kvpage("why", "r", "0", "0", url=server.url)
     assert (code, said) == (1, "kvpage: a page is named by LAYER HEAD PAGE TYPE, got 2 of the four\n")
 
@@ -355,3 +367,26 @@ def test_the_server_is_a_module_too() -> None:
         [sys.executable, "-m", "kvpage_server", "--version"], capture_output=True, text=True, timeout=100
     )
     assert done.stdout == f"kvpage-server {__version__}, page core: {core.NAME}\n"
+
+
+# -- what lies on disk -------------------------------------------------------------------------------------------------
+
+
+def test_to_look_at_what_lies_on_disk_leaves_it_there_and_idle(tmp_path: Path) -> None:
+    manifest = {"agent_id": "alice", "count": 4, "chain": ["r"], "tokens": [1] * 4, "by": "x" * 1000}
+    tiered = ("--store", "tiered", "--appendfsync", "always")
+    with start_server(*tiered, directory=tmp_path) as server, server.client() as client:
+        set_block(client, "r")
+        client.set("manifest:alice:00000000000000aa", "0" * 16 + json.dumps(manifest))
+    with start_server(*tiered, directory=tmp_path) as server, server.client() as client:
+        before = client.info("memory")["used_memory"]
+        until(lambda: client.object("idletime", "manifest:alice:00000000000000aa") >= 2, "the manifest to be idle")
+        looks = (["ls"], ["stat", "alice"], ["why", "alice"], ["verify", "r"], ["stat", "kv:r:1:2:0:1"], ["ls", "r"])
+        for words in (*looks, ["dump", str(tmp_path / "dump")]):
+            code, shown, said = kvpage(*words, url=server.url)
+            assert (code, said) == (0, ""), words
+            assert eventually(lambda: client.info("memory")["used_memory"] == before), words
+            if words[0] == "stat":
+                assert "disk" in shown
+        code, shown, _ = kvpage("ls", "--json", url=server.url)
+        assert json.loads(shown)["agents"][0]["idle_seconds"] >= 2

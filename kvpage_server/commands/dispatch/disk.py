@@ -51,7 +51,8 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
     if spec.stores:
         _have_disk(tiered)
     if tiered.any_cold and not spec.fetches and spec.needs is not nothing:
-        _have_in_memory(client, tiered, spec.needs(tiered, spec, words[spec.words :]))
+        needed = spec.needs(tiered, spec, words[spec.words :])
+        _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
@@ -63,7 +64,7 @@ def _prepare_queued(client: Client, tiered: DiskTier) -> None:
         _have_disk(tiered)
     if tiered.any_cold:
         needs = (spec.needs(tiered, spec, words[spec.words :]) for spec, words in transaction.commands)
-        _have_in_memory(client, tiered, chain.from_iterable(needs))
+        _have_in_memory(client, tiered, chain.from_iterable(needs), touches=True)
 
 
 def _have_disk(tiered: DiskTier) -> None:
@@ -75,15 +76,16 @@ def _have_disk(tiered: DiskTier) -> None:
         raise Postponed(Wait(behind.when_there_is_room))
 
 
-def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed]) -> None:
+def _have_in_memory(client: Client, tiered: DiskTier, needed: Iterable[Needed], *, touches: bool) -> None:
+    """What is needed has to be in memory, to stay there or, for who `touches` nothing, to be looked at."""
     bodies = dict.fromkeys(needed)
-    if cold := _cold_of(bodies):
-        raise Postponed(*_bring(client, tiered, bodies, cold))
+    if cold := _cold_of(bodies, touches=touches):
+        raise Postponed(*_bring(client, tiered, bodies, cold, touches=touches))
 
 
-def _cold_of(needed: Iterable[Needed]) -> list[Cold]:
+def _cold_of(needed: Iterable[Needed], *, touches: bool) -> list[Cold]:
     """What is to be fetched. Raises ReplyError when it was just tried, and the disk could not be read."""
-    cold = [body for _, body in needed if type(body) is Cold]
+    cold = [body for _, body in needed if type(body) is Cold and (touches or body.shown is None)]
     if cold and (failing := [value for value in cold if value.failing]):
         why = failing[0].failing
         for value in failing:
@@ -99,11 +101,13 @@ def wait_for_room(tiered: DiskTier) -> None:
         raise Postponed(Wait(behind.when_there_is_room))
 
 
-def _bring(client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold]) -> tuple[Wait, Hold]:
+def _bring(
+    client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Sequence[Cold], *, touches: bool
+) -> tuple[Wait, Hold]:
     """Have what is needed fetched and held: what to wait for. Raises ReplyError when there is no memory for it."""
     most = client.server.config.client_memory
     try:
-        hold, start = tiered.fetching.bring(needed, cold, most)
+        hold, start = tiered.fetching.bring(needed, cold, most, touches=touches)
     except TooMuch as error:
         raise ReplyError(
             f"OOM {error.size} bytes would have to be in memory at once, maxmemory-clients allows {most}: "
@@ -114,15 +118,15 @@ def _bring(client: Client, tiered: DiskTier, needed: Iterable[Needed], cold: Seq
     return Wait(start), hold
 
 
-def fetched(client: Client, find: Callable[[DiskTier], Iterable[Needed]]) -> Iterator[Reply]:
-    """Steps of a reply until all that `find` finds is in memory. Raises ReplyError."""
+def fetched(client: Client, find: Callable[[DiskTier], Iterable[Needed]], *, touches: bool = True) -> Iterator[Reply]:
+    """Steps of a reply until all that `find` finds is in memory, if only to be looked at. Raises ReplyError."""
     tiered, hold = client.server.tiered, None  # kept until the next step
     while tiered is not None and tiered.any_cold:
         needed = dict.fromkeys(find(tiered))
-        cold = _cold_of(needed)
+        cold = _cold_of(needed, touches=touches)
         if not cold:
             break
-        wait, hold = _bring(client, tiered, needed, cold)
+        wait, hold = _bring(client, tiered, needed, cold, touches=touches)
         yield wait
     del hold
 
@@ -139,6 +143,7 @@ class ReadAhead(Generic[T]):
     ) -> None:
         self.lent: Loans = {}  # to the current step and those after it
         self._tiered = client.server.tiered
+        self._touches = client.touches
         self._find = find
         self._of_pages = of_pages
         self._steps = steps
@@ -146,6 +151,7 @@ class ReadAhead(Generic[T]):
         self._fetched: deque[list[Cold]] = deque()  # for it, and for those after it
         self._sizes: deque[int] = deque()  # of these, in bytes
         self._sent: list[Cold] = []  # what was fetched for the step before
+        self._holds: list[Hold] = []  # of what the current step reads
 
     def next(self) -> Iterator[Reply]:
         """Steps of a reply until what its next one reads is in memory, or lent; or cannot be read, and is missing."""
@@ -155,11 +161,14 @@ class ReadAhead(Generic[T]):
         if tiered is not None and tiered.any_cold:
             self._look_ahead(tiered)
             self._sent = self._fetched[0]
-            holds: list[Hold] = []
+            self._holds = []
             while lacking := [value for value in self._lacking(tiered, here) if not value.failing]:
                 self._sent += lacking
-                holds.append(tiered.fetching.holds.begin(map(unit_of_cold, lacking)))
-                yield Wait(partial(tiered.fetching.fetch, lacking, lent=self._lent_to(lacking)))
+                lent, hold = self._lent_to(lacking), tiered.fetching.holds.begin(map(unit_of_cold, lacking))
+                self._holds.append(hold)
+                if lent is None and not self._touches:
+                    tiered.fetching.holds.grow(hold, sum(map(_SIZE, lacking)))
+                yield Wait(partial(tiered.fetching.fetch, lacking, lent=lent, touches=self._touches))
             for value in self._sent:
                 value.failing = ""
             self._fetched.popleft()
@@ -172,7 +181,8 @@ class ReadAhead(Generic[T]):
         return None if loan is None else loan.pieces(entries)
 
     def _lacking(self, tiered: DiskTier, step: T) -> list[Cold]:
-        return [*filterfalse(self.lent.__contains__, self._find(tiered, step))]
+        found = filterfalse(self.lent.__contains__, self._find(tiered, step))
+        return [value for value in found if self._touches or value.shown is None]
 
     def _look_ahead(self, tiered: DiskTier) -> None:
         """Start fetching what the next steps need. Nobody waits for it yet."""
@@ -194,7 +204,9 @@ class ReadAhead(Generic[T]):
         return values
 
     def _fetch(self, tiered: DiskTier, values: list[Cold]) -> None:
-        tiered.fetching.fetch(values, _nothing, self._lent_to(values))
+        lent = self._lent_to(values)
+        if lent is not None or self._touches:  # what is only shown lasts no longer than the hold of its step
+            tiered.fetching.fetch(values, _nothing, lent, touches=self._touches)
 
     def _lent_to(self, values: Sequence[Cold]) -> Loans | None:
         pages = {*map(bool, map(_HEADER, values))}

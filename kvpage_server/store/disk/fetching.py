@@ -3,6 +3,9 @@
 A long reply need not have what it sends in memory. Where that is full, it is *lent* what it reads, which is sent from
 where it lies. Only what is read again before as much as memory holds has been lent meanwhile would have stayed there
 until then, and is worth what has to leave memory for it.
+
+Who only looks (CLIENT NO-TOUCH) changes nothing: what it reads is lent, or *shown* beside the value on disk, to nobody
+else and as long as it is held; and the order in which things go stays as it was.
 """
 
 from __future__ import annotations
@@ -62,6 +65,7 @@ class Fetching:
         self._copied = Arena()  # what is lent small: for the moment, beside what memory has
         self._bytes_lent = 0  # so far
         self._waiting: list[Callable[[], None]] = []  # for others to use what they hold
+        self._shown: set[Cold] = set()
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
         """Begin to read. `moved` is called when some of what is lent, and may wait to be sent, has moved."""
@@ -75,10 +79,13 @@ class Fetching:
         self.holds.on_end = None
         self._mapped.call_in()
 
-    def fetch(self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None) -> None:
+    def fetch(
+        self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None, *, touches: bool = True
+    ) -> None:
         """Have values in memory, those at least that are intact and can be read; then call `then`. Raises MemoryError.
 
-        Pages and blocks that memory need not have for others are in `lent` then.
+        Pages and blocks that memory need not have for others are in `lent` then. Who `touches` nothing is lent or shown
+        everything.
         """
         if not values:
             then()
@@ -89,16 +96,17 @@ class Fetching:
             log.debug("memory is full; what is read is in it for a moment")
         fetching = self._fetching
         new = [*filterfalse(fetching.__contains__, values)]
-        if lent is not None and new and self._are_worth_memory(new):
+        if lent is not None and new and touches and self._are_worth_memory(new):
             lent = None
         jobs = {fetching[value] for value in values if value in fetching} if len(new) < len(values) else set()
         if new:
-            jobs.update(self._fetch_to_stay(new) if lent is None else self._fetch_to_lend(new))
+            begin = self._fetch_to_stay if lent is None else self._fetch_to_lend
+            jobs.update(begin(new, touches=touches))
         group = _Group(values, len(jobs), then, lent)
         for job in jobs:
             job.groups.append(group)
 
-    def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int) -> tuple[Hold, Start]:
+    def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int, *, touches: bool) -> tuple[Hold, Start]:
         """Begin to fetch what is cold of what is needed, and hold all of it: the hold, and what starts a wait for it.
 
         What all who wait have fetched may be `most` bytes, 0 for no limit, or else one unit. Who has to let others go
@@ -110,12 +118,13 @@ class Fetching:
         if self.holds.bytes and (self._waiting or 0 < most < self.holds.bytes + size):
             return self.holds.begin(()), self._waiting.append
         hold = self.holds.begin(units)
-        self.fetch(cold, _nothing)
+        self.fetch(cold, _nothing, touches=touches)
         self.holds.grow(hold, size)
-        return hold, partial(self.fetch, cold)
+        return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
         """What was held counts again, and others may come."""
+        self._end_looks()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
             self._memory.make_room()
@@ -127,6 +136,7 @@ class Fetching:
         self._copied.rest()
         self._mapped.call_in_old()
         self.holds.end_old()
+        self._end_looks()
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
         """Whether a long reply should have values in memory. If not, they are lent."""
@@ -137,9 +147,9 @@ class Fetching:
         since = max(self._bytes_lent - memory.maxmemory, 0)
         return needs <= memory.maxmemory and any(value.lent >= since for value in values)
 
-    def _begin(self, values: Sequence[Cold]) -> _Job:
+    def _begin(self, values: Sequence[Cold], *, touches: bool) -> _Job:
         """Values are about to be read by a thread; nobody else reads one of them meanwhile."""
-        job = _Job(values)
+        job = _Job(values, touches=touches)
         for value in values:
             value.failing = ""
         self._fetching.update(dict.fromkeys(values, job))
@@ -162,65 +172,71 @@ class Fetching:
             if not group.left:
                 group.then()
 
-    def _fetch_to_stay(self, values: list[Cold]) -> list[_Job]:
+    def _fetch_to_stay(self, values: list[Cold], *, touches: bool) -> list[_Job]:
         slots = [self._contents.arena.allocate(value.size) for value in values]
         parts = [slice(start, start + _AT_ONCE) for start in range(0, len(values), _AT_ONCE)]
-        return [self._begin_to_stay(values[part], slots[part]) for part in parts]
+        return [self._begin_to_stay(values[part], slots[part], touches=touches) for part in parts]
 
-    def _begin_to_stay(self, values: list[Cold], slots: list[Slot]) -> _Job:
-        job = self._begin(values)
+    def _begin_to_stay(self, values: list[Cold], slots: list[Slot], *, touches: bool) -> _Job:
+        job = self._begin(values, touches=touches)
 
         def keep(outcomes: list[Outcome]) -> None:
             intact = (outcome is True for outcome in outcomes)
-            self._warm(compress(zip(values, slots, strict=True), intact))
+            fetched = compress(zip(values, slots, strict=True), intact)
+            if touches:
+                self._warm(fetched)
+            else:
+                self._show(fetched)
             self._end(job, outcomes)
 
         self._reader.fetch([(value.name, slot.body) for value, slot in zip(values, slots, strict=True)], keep)
         return job
 
-    def _fetch_to_lend(self, values: list[Cold]) -> list[_Job]:
-        for value in values:
-            value.lent = self._bytes_lent
-        self._bytes_lent += sum(map(_SIZE, values))
+    def _fetch_to_lend(self, values: list[Cold], *, touches: bool) -> list[_Job]:
+        if touches:
+            for value in values:
+                value.lent = self._bytes_lent
+            self._bytes_lent += sum(map(_SIZE, values))
         large = all(value.size > _COPIED for value in values)
-        return [self._begin_to_map(values) if large else self._begin_to_copy(values)]
+        return [(self._begin_to_map if large else self._begin_to_copy)(values, touches=touches)]
 
-    def _begin_to_copy(self, values: list[Cold]) -> _Job:
+    def _begin_to_copy(self, values: list[Cold], *, touches: bool) -> _Job:
         copies = Copies(self._copied, values)
-        job = self._begin(values)
+        job = self._begin(values, touches=touches)
 
         def lend(outcomes: list[Outcome]) -> None:
             intact = [value for value, outcome in zip(values, outcomes, strict=True) if outcome is True]
             copies.filled(intact)
-            self._lend(copies, intact, job.groups)
+            self._lend(copies, intact, job)
             self._end(job, outcomes)
 
         self._reader.fetch([(value.name, body) for value, body in zip(values, copies.bodies, strict=True)], lend)
         return job
 
-    def _begin_to_map(self, values: list[Cold]) -> _Job:
-        job = self._begin(values)
+    def _begin_to_map(self, values: list[Cold], *, touches: bool) -> _Job:
+        job = self._begin(values, touches=touches)
 
         def lend(result: tuple[object, list[Found]]) -> None:
             reading, found = result
             bodies = {value: views for value, views in zip(values, found, strict=True) if isinstance(views, list)}
             mapped = Mapped(reading, bodies)
             self._mapped.add(mapped)
-            self._lend(mapped, bodies, job.groups)
+            self._lend(mapped, bodies, job)
             self._end(job, found)
 
         self._reader.find([(value.name, value.size) for value in values], lend)
         return job
 
-    def _lend(self, loan: Loan, values: Collection[Cold], groups: Iterable[_Group]) -> None:
-        now = self._contents.evictor.units.now
-        for value in values:
-            value.used = now
-        for group in groups:
+    def _lend(self, loan: Loan, values: Collection[Cold], job: _Job) -> None:
+        for group in job.groups:
             if group.lent is not None:
                 group.lent.update(dict.fromkeys(filter(set(group.values).__contains__, values), loan))
-        for unit in set(map(_UNIT, values)):
-            self._note_lent(cast(Block, unit))
+        if job.touches:
+            now = self._contents.evictor.units.now
+            for value in values:
+                value.used = now
+            for unit in set(map(_UNIT, values)):
+                self._note_lent(cast(Block, unit))
         self._stored.counts.fetched += len(values)
 
     def _note_lent(self, unit: Block) -> None:
@@ -257,6 +273,22 @@ class Fetching:
             contents.evictor.units.used(unit)
             self._stored.usage.is_in_memory(name_of_unit(unit))
 
+    def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
+        """The bytes of values are there for those who hold them, and look."""
+        for value, slot in fetched:
+            if value.header:
+                slot.header[:] = value.header
+            slot.unit = value.unit
+            value.shown = slot
+            self._shown.add(value)
+            self._stored.counts.fetched += 1
+
+    def _end_looks(self) -> None:
+        """What nobody holds any more is not shown any more."""
+        for value in [value for value in self._shown if unit_of_cold(value) not in self.holds]:
+            self._shown.remove(value)
+            value.shown = None
+
     def _place_of(self, value: Cold) -> bytes | Extent | None:
         """Where a value stands: a key or an extent; None when it is not there any more."""
         if value.name[:1] == b"k":
@@ -289,10 +321,11 @@ def _nothing() -> None:
 class _Job:
     """`values` that a thread fetches, and who waits for them."""
 
-    __slots__ = ("began", "groups", "values")
+    __slots__ = ("began", "groups", "touches", "values")
 
-    def __init__(self, values: Sequence[Cold]) -> None:
+    def __init__(self, values: Sequence[Cold], *, touches: bool) -> None:
         self.values = values
+        self.touches = touches  # whether this is a use of them
         self.began = time.monotonic_ns()
         self.groups: list[_Group] = []
 

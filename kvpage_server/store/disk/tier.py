@@ -42,7 +42,7 @@ from kvpage_server.store.disk.needed import Needs
 from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
-from kvpage_server.store.memory.cold import Cold
+from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
@@ -190,7 +190,7 @@ class DiskTier:
         """A block that was stored whole is about to be split. Raises Absent when it is not in memory."""
         assert block.extent is not None
         if isinstance(block.extent.slot, Cold):
-            _ = block.extent.slot.body
+            raise Absent(block.extent.slot.name)
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
         self.stored.remove(name_of_block(block.req_id, block.page))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NoReturn
+from kvpage_server.core import Part, Slot
 
 
 class Absent(Exception):
@@ -18,10 +18,11 @@ class Cold:
     `name` is what it is stored as. `header` is a page's, empty for other values. `unit` is the block that it belongs
     to, `expires` a unix time in milliseconds, 0 for never, and `used` a unix time in seconds, of its last use. `lent`
     is how much had been lent before it was the last time, in bytes; -1 when it was not since it is cold. `failing` is
-    why the disk could not be read for it the last time, empty when it could.
+    why the disk could not be read for it the last time, empty when it could. `shown` has the bytes for a moment, for
+    somebody who only looks: to everybody else they are on disk alone.
     """
 
-    __slots__ = ("expires", "failing", "header", "lent", "name", "size", "unit", "used")
+    __slots__ = ("expires", "failing", "header", "lent", "name", "shown", "size", "unit", "used")
 
     footprint = 0  # bytes of memory
 
@@ -36,21 +37,20 @@ class Cold:
         self.used = used
         self.lent = -1
         self.failing = ""
+        self.shown: Slot | None = None
 
     @property
-    def body(self) -> NoReturn:
-        """Raises Absent."""
-        raise Absent(self.name)
+    def slot(self) -> Slot:
+        """What is shown. Raises Absent, as all that follows."""
+        if self.shown is None:
+            raise Absent(self.name)
+        return self.shown
 
     @property
-    def view(self) -> NoReturn:
-        """Raises Absent."""
-        raise Absent(self.name)
+    def body(self) -> memoryview:
+        """The bytes."""
+        return self.slot.body
 
-    def seal(self) -> NoReturn:
-        """Raises Absent."""
-        raise Absent(self.name)
-
-    def part(self, start: int, stop: int) -> NoReturn:
-        """Raises Absent."""
-        raise Absent(self.name)
+    def part(self, start: int, stop: int) -> Part:
+        """Some of them."""
+        return self.slot.part(start, stop)

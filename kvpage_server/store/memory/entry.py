@@ -54,6 +54,12 @@ def cold_body(entry: Entry) -> Cold | None:
     return body if type(body) is Cold else None
 
 
+def has_bytes(page: Page) -> bool:
+    """Whether the bytes of a page are in memory, if only for who looks at them."""
+    cold = cold_body(page)
+    return cold is None or cold.shown is not None
+
+
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
     """Whether the bytes of all of them lie on disk alone."""
     return {*map(type, entries)} == _COLD

@@ -47,6 +47,11 @@ class Extent:
         """Whether the body is what was stored, as far as is known."""
         return not self.digest or checksum(self.slot.body) == self.digest
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether `checksum_of` can tell, with the body or without it."""
+        return self._checksums is not None or not self.digest or type(self.slot) is not Cold
+
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
         """The XXH3-64 of a page; a wrong one when the body is damaged, so that no reader takes it for the page."""
         if not self.digest:
@@ -91,6 +96,11 @@ class ExtentPage:
     def header(self) -> bytes:
         """The 64 bytes of its header."""
         extent = self.extent
+        return self.header_with(extent.checksum_of(self.layer, self.head, extent.shape.plane(self.kv_type)))
+
+    def header_with(self, checksum: int) -> bytes:
+        """The same, where the checksum is known otherwise, or is not asked for."""
+        extent = self.extent
         plane = extent.shape.plane(self.kv_type)
         return pack_header(
             plane.dtype,
@@ -103,5 +113,5 @@ class ExtentPage:
             extent.created,
             extent.ttl,
             self.size,
-            extent.checksum_of(self.layer, self.head, plane),
+            checksum,
         )

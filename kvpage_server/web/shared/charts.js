@@ -45,7 +45,8 @@ const fits = (text, width, size) => {
   return letters > 4 ? `${text.slice(0, letters - 1)}…` : "";
 };
 
-/** A treemap of items with `value`, `name`, `note`, `kind` (its class) and `title`. Arrow keys go from tile to tile. */
+/** A treemap of items with `value`, `name`, `note`, `kind` (its class) and `title`. Arrow keys go from tile to tile; those
+ * that `opens` are buttons. */
 export function treemap(items, { width, height, name, choose, chosen }) {
   const box = svg("svg", { class: "chart", viewBox: `0 0 ${width} ${height}`, height, role: "group", "aria-label": name });
   const places = squarify(items.map((item) => item.value), 0, 0, width, height);
@@ -54,17 +55,18 @@ export function treemap(items, { width, height, name, choose, chosen }) {
     const [x, y, w, h] = places[index];
     const label = h > 26 ? fits(item.name, w, 13) : "";
     const note = label && h > 46 ? fits(item.note, w, 12) : "";
+    const press = item.opens ? () => choose(item.key) : null;
     box.append(
       svg(
         "g",
         {
           class: `tile ${item.kind}${item.key === chosen ? " chosen" : ""}`,
-          role: "button",
+          role: item.opens ? "button" : "img",
           tabindex: index === current ? 0 : -1,
           "aria-label": `${item.name}: ${item.title}`,
-          "aria-pressed": String(item.key === chosen),
-          click: () => choose(item.key),
-          keydown: (event) => walk(event, () => choose(item.key)),
+          "aria-pressed": item.opens ? String(item.key === chosen) : null,
+          click: press,
+          keydown: (event) => walk(event, press),
         },
         svg("title", {}, `${item.name}: ${item.title}`),
         svg("rect", { x, y, width: w, height: h, rx: Math.min(8, w / 3, h / 3) }),
@@ -80,7 +82,7 @@ export function treemap(items, { width, height, name, choose, chosen }) {
 export function walk(event, press) {
   const here = event.currentTarget;
   const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-  if (event.key === "Enter" || event.key === " ") press();
+  if (press && (event.key === "Enter" || event.key === " ")) press();
   else if (!step) return;
   event.preventDefault();
   const next = step > 0 ? here.nextElementSibling : here.previousElementSibling;

@@ -27,6 +27,8 @@ export async function* events(response) {
   }
 }
 
+const PAUSE_MS = 1000; // before it is tried again
+
 const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 
 /** Hear a stream for as long as the page is seen, and come again when it breaks.
@@ -34,7 +36,6 @@ const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
  * `heard(name, data)` is called for each event, `state` with "live" or "lost"; `denied` is awaited when a token or a
  * login is wanted, and `headers` asked before each try. */
 export async function listen(url, { heard, state, denied, headers = () => ({}) }) {
-  let pause = 1000;
   for (;;) {
     if (document.hidden) await shown();
     const stop = new AbortController();
@@ -45,7 +46,6 @@ export async function listen(url, { heard, state, denied, headers = () => ({}) }
       if (response.status === 401) await denied();
       else if (response.ok) {
         state("live");
-        pause = 1000;
         for await (const event of events(response)) tell(heard, event);
       }
     } catch (error) {
@@ -55,8 +55,7 @@ export async function listen(url, { heard, state, denied, headers = () => ({}) }
     }
     if (!document.hidden) {
       state("lost");
-      await wait(pause);
-      pause = Math.min(2 * pause, 10000);
+      await wait(PAUSE_MS);
     }
   }
 }

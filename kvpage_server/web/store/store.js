@@ -12,6 +12,7 @@ import { least, savedBySharing, showShared, showWhose } from "./whose.js";
 const SHOWN = 50; // rows of a table
 const SECONDS = 300; // of the past that charts show
 const BUCKET = 10; // seconds that are drawn as one
+const UNTOLD = "told to who may use every key";
 
 let now = null;
 let moments = [];
@@ -68,14 +69,14 @@ function showFigures() {
   const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";
   say(at("used-note"), (now.everything && memory.limit ? `of ${bytes(memory.limit)}` : "") + onDisk || "no limit");
   say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
-  say(at("hits-note"), `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}`);
+  say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : UNTOLD);
   const saved = holdings ? savedBySharing(holdings) : 0;
   say(at("saved"), bytes(saved));
   say(at("saved-note"), saved ? `${(1 + saved / Math.max(holdings.agent_bytes, 1)).toFixed(1)} times as much without` : "nothing is shared");
-  say(at("out"), last ? `${bytes(last.out)}/s` : "–");
-  say(at("in"), last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "");
+  say(at("out"), last && now.everything ? `${bytes(last.out)}/s` : "–");
+  say(at("in"), now.everything ? (last ? `in ${bytes(last.in)}/s, ${count(last.commands)} calls/s` : "") : UNTOLD);
   say(at("agents-count"), holdings ? least(holdings, "agents", count(holdings.agent_count)) : "–");
-  say(at("agents-note"), `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}`);
+  say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
 }
@@ -98,7 +99,8 @@ function showCharts() {
   const ratios = slots.map((bucket) => (bucket && bucket.hits + bucket.misses > 0
     ? bucket.hits / (bucket.hits + bucket.misses) : null));
   const span = `${SECONDS / 60} min ago`;
-  say(at("ratio-note"), ratios.some((ratio) => ratio !== null) ? "of reads" : `no reads in the last ${SECONDS / 60} minutes`);
+  const none = now.everything ? `no reads in the last ${SECONDS / 60} minutes` : UNTOLD;
+  say(at("ratio-note"), ratios.some((ratio) => ratio !== null) ? "of reads" : none);
   draw("ratio", (width) => lines([{ kind: "page", values: ratios }], {
     width, height: 170, name: `Hit ratio of the last ${SECONDS / 60} minutes`, format: percent, top: 1, span,
   }));
@@ -164,7 +166,8 @@ function showRequests() {
 
 function showLost() {
   const evicted = now.evictions.filter(({ keys }) => keys).map(({ policy, reason, keys }) => `${count(keys)} by ${policy}, for want of ${reason}`);
-  say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : "nothing was evicted so far");
+  const none = now.everything ? "nothing was evicted so far" : "";
+  say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : none);
   at("lost-empty").hidden = more.losses.length > 0;
   at("lost-box").hidden = !more.losses.length;
   list(at("lost"), more.losses.slice(0, 10), (loss) => loss.agent, (loss) =>

@@ -43,7 +43,7 @@ export function showWhose(holdings, now, open) {
     height: width < 500 ? 320 : 400,
     name: `Memory by ${by}`,
     chosen: chosen() === null ? null : `agent ${chosen()}`,
-    choose: (key) => key.startsWith("agent ") && open(key.slice(6)),
+    choose: (key) => open(key.slice("agent ".length)),
   }) : "");
   box.querySelectorAll(".tile")[focused]?.focus();
   legend(by);
@@ -52,6 +52,7 @@ export function showWhose(holdings, now, open) {
 function byAgent(holdings) {
   const own = holdings.agents.map((agent) => ({
     key: `agent ${agent.id}`,
+    opens: true,
     name: agent.id,
     note: bytes(agent.own),
     value: agent.own,

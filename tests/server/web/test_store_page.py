@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -93,6 +95,8 @@ def test_one_look_tells_who_has_most_what_is_shared_and_why_reads_missed(seen: S
         says(page, "#lede", "they were never stored")
         assert page.locator("#whose .tile").first.get_attribute("aria-label").startswith("alice: ")
         assert page.locator("#whose .tile.shared").count() == 1
+        buttons = [each.get_attribute("aria-label") for each in page.locator("#whose [role=button]").all()]
+        assert {label.split(":")[0] for label in buttons} == {"alice", "bob", "carol", f"eve{SCRIPT}"}  # what opens
         says(page, "#shared", "alice, bob, carol")
         says(page, "#saved", "KiB")
         says(page, "#lost", "bob")
@@ -156,6 +160,17 @@ def test_engines_tell_how_many_tokens_were_not_computed(seen: SeenServer, browse
         assert faults(page) == []
 
 
+def test_a_server_that_is_gone_is_tried_again_without_long_pauses(browser: Any) -> None:
+    with start_seen_server() as seen, shown(browser, seen.url) as page:
+        tries: list[float] = []
+        page.on("request", lambda _: tries.append(time.monotonic()))
+        seen.server.stop()
+        says(page, "#status", "no answer, trying again")
+        while len(tries) < 5:
+            page.wait_for_timeout(100)
+        assert max(after - before for before, after in pairwise(tries)) < 5  # seconds; one is usual
+
+
 def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
     with seen.server.client() as client, shown(browser, seen.url) as page:
         client.client_setname("<script>alert(2)</script>")
@@ -194,6 +209,7 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
             page.locator("button").click()
             says(page, "#agents", "own")
             assert page.locator("#engines-card").is_hidden()
+            says(page, "#hits-note", "told to who may use every key")  # and not 0 of 0 reads
             assert page.locator("#agents tr").count() == 1
             assert "other" not in page.locator("main").inner_text().replace("no other", "")
             page.locator("#leave").click()

@@ -18,7 +18,6 @@ from kvpage_server.core import Argument
 from kvpage_server.glob import Matches, glob
 from kvpage_server.page import index_key
 from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream, simple
-from kvpage_server.store.keyspace import Keyspace
 
 _CURSOR = re.compile(rb"(?:[+-]?\d{1,20})?\Z")  # what C's strtoul takes of 64 bits
 _U64_MAX = 2**64 - 1
@@ -58,15 +57,16 @@ def unlink(client: Client, args: list[Argument]) -> Reply:
 @_for_each("exists key [key ...]", flags="readonly fast", needs=nothing, summary="Counts the keys that exist.")
 def exists(client: Client, args: list[Argument]) -> Reply:
     """The number of existing keys. A key named twice counts twice."""
+    return sum(_is_there(client, key) for key in plain_all(args))
+
+
+def _is_there(client: Client, key: bytes) -> bool:
     keyspace = client.server.keyspace
-    return sum(_is_there(keyspace, key) for key in plain_all(args))
-
-
-def _is_there(keyspace: Keyspace, key: bytes) -> bool:
     entry = keyspace.look(key)
     if entry is None:
         return lists_pages(keyspace, key)
-    keyspace.memory.promise(key, entry)
+    if client.touches:
+        keyspace.memory.promise(key, entry)
     return True
 
 

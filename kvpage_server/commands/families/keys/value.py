@@ -16,7 +16,7 @@ from kvpage_server.core.piece import Piece
 from kvpage_server.page import HEADER_SIZE, MAGIC, PageError, PageHeader, PageKey, decode_page
 from kvpage_server.resp.reply import Reply, ReplyError
 from kvpage_server.store.eviction.quotas import text_size
-from kvpage_server.store.memory.cold import Absent, Cold
+from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Entry, Text, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.quota_limit import Coming
@@ -33,7 +33,7 @@ def string_of(entry: Entry | None) -> Reply:
     if isinstance(entry, Text):
         return entry.data
     if type(entry) is Cold:
-        raise Absent(entry.name)  # now, not when the reply is sent
+        return string_of(entry.slot)  # raises Absent now, not when the reply is sent
     return (b"$%d\r\n%b" % (HEADER_SIZE + entry.size, bytes(entry.header)), entry.part(0, entry.size), b"\r\n")
 
 

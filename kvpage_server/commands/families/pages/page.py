@@ -28,7 +28,7 @@ from kvpage_server.resp.reply import OK, Raw, Reply, ReplyError, Stream
 from kvpage_server.store.disk.needed import Needed
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.memory.cold import Cold
-from kvpage_server.store.memory.entry import Entry, Page, is_cold, is_page
+from kvpage_server.store.memory.entry import Entry, Page, has_bytes, is_cold, is_page
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.reading import Found
 
@@ -255,7 +255,8 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
         if not is_page(entry):
             pieces.append(absent)
         elif is_cold(entry):
-            pieces += (ahead.loan_of([entry]) if ahead is not None else None) or (absent,)
+            loan = ahead.loan_of([entry]) if ahead is not None else None
+            pieces += loan or (spell_page(entry) if has_bytes(entry) else (absent,))
         else:
             pieces += spell_page(entry)
     return (*pieces,)

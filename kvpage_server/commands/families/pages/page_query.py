@@ -9,13 +9,14 @@ from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.page import page_name, page_names
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.keys import pages
-from kvpage_server.commands.table.needs import extents, nothing
+from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Parts
 from kvpage_server.core import Argument
 from kvpage_server.core.arguments import NAME_WORDS
-from kvpage_server.page import unix_ms
+from kvpage_server.page import PageHeader, unix_ms
 from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
-from kvpage_server.store.memory.entry import header_of, is_cold, is_page
+from kvpage_server.store.memory.entry import Page, header_of, is_cold, is_page
+from kvpage_server.store.memory.extent import ExtentPage
 
 
 @command(
@@ -47,13 +48,15 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     "kvpagestat req layer head page type",
     flags="readonly fast",
     uses=pages(0),
-    needs=extents,
+    needs=nothing,
     reply="map | null",
     summary="Returns a page's header, time to live, protection and tier.",
     group="page",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
-    """A map, or null if there is no such page."""
+    """A map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a block that
+    was stored whole and lies on disk alone: it would have to be computed.
+    """
     name, keyspace = page_name(args), client.keyspace
     page = keyspace.find(name.key)
     if page is None:
@@ -61,7 +64,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     block = keyspace.block(name.req_id, name.page)
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
-    header, guard, now = header_of(page), keyspace.leases.of(block), unix_ms()
+    (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
     return {
         "dtype": int(header.dtype),
         "page_size": header.page_size,
@@ -71,7 +74,7 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "page": header.page,
         "type": header.kv_type,
         "bytes": header.body_size,
-        "checksum": f"{header.checksum:016x}",
+        "checksum": checksum,
         "created_ms": header.created_ms,
         "ttl": header.ttl,
         "ttl_left_ms": page.expires - now if page.expires else -1,
@@ -79,3 +82,11 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "pinned": int(guard.pinned),
         "tier": "disk" if is_cold(page) else "memory",
     }
+
+
+def _header(page: Page) -> tuple[PageHeader, str | None]:
+    """What a page's header says, and its checksum, None as long as nobody knows that."""
+    if type(page) is ExtentPage and not page.extent.has_checksums:
+        return PageHeader.parse(page.header_with(0)), None
+    header = header_of(page)
+    return header, f"{header.checksum:016x}"

@@ -214,7 +214,7 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
                 yield ()
                 continue
             for key in chain.from_iterable(keys_in(block)):
-                yield from fetched(client, partial(_value_of, key))
+                yield from fetched(client, partial(_value_of, key), touches=client.touches)
                 page = keyspace.find(key)
                 if not is_page(page):
                     continue
@@ -239,7 +239,8 @@ def _fetch(client: Client, block: Block) -> Generator[Reply, None, list[bytes]]:
     for some in keys_in(block):
         parts.append(some)
         yield ()
-    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([(block.req_id, block.page)]))
+    name = block.req_id, block.page
+    yield from fetched(client, lambda tiered: tiered.needs.blocks_at([name]), touches=client.touches)
     for some in parts:
         gone += [PageKey.parse(key) for key in some if client.keyspace.find(key) is None]
         yield ()
@@ -255,8 +256,8 @@ def _check_extent(extent: Extent) -> Generator[Reply, None, bool | None]:
     """Whether a block's body is what was stored, in steps; None when that is not known. Which page is not, neither."""
     if not extent.digest:
         return None
-    slot = extent.slot  # keeps its memory, should the block be dropped from it meanwhile
-    return (yield from hash_in_steps(slot.body)) == extent.digest
+    body = extent.slot.part(0, extent.slot.size)  # keeps its memory, should the block be dropped from it meanwhile
+    return (yield from hash_in_steps(body.view)) == extent.digest
 
 
 def _check(page: Page) -> Generator[Reply, None, bool | None]:

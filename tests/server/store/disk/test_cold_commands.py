@@ -187,6 +187,11 @@ class CommandsMachine(RuleBasedStateMachine):
     def command(self, words: Words) -> None:
         self.check(words, self.wire.ask(*words))
 
+    @rule(word=st.sampled_from([b"ON", b"OFF"]))
+    def look(self, word: bytes) -> None:
+        """Who only looks is answered alike."""
+        assert self.wire.ask(b"CLIENT", b"NO-TOUCH", word) == b"+OK\r\n"
+
     @rule()
     def press(self) -> None:
         """What was used before has to leave memory: only to be held, or not to be on disk yet, would keep it there."""

@@ -1,0 +1,116 @@
+"""Who only looks (CLIENT NO-TOUCH) changes nothing: what lies on disk alone stays there, what goes next is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import redis
+from test_tiered import BLOCK, SHAPE, body, disk_info, settle, tiered
+from waiting import eventually, until
+
+LONG = body(100_000, 7)
+PAGES = [body(20_000, seed) for seed in range(4)]
+WHOLE = body(BLOCK, 9)
+
+
+def fill(client: redis.Redis) -> None:
+    """Something of every kind: a block stored whole, one page by page, a long string and one where a page would be."""
+    client.execute_command("KVBLOCKSET", "whole", 0, *SHAPE, WHOLE)
+    for head, page in enumerate(PAGES):
+        client.execute_command("KVPAGESET", "single", head // 2, head % 2, 0, 0, 1, 1, 10_000, 0, page)
+    client.set("long", LONG)
+    client.set("kv:single:0:0:7:0", LONG)
+    settle(client)
+
+
+@pytest.fixture(scope="module")
+def looker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[redis.Redis]:
+    """Of a store that was started anew, so that everything lies on disk alone, and was not used for a while."""
+    directory = tmp_path_factory.mktemp("store")
+    with tiered(directory) as (_, client):
+        fill(client)
+    with tiered(directory) as (_, client):
+        client.execute_command("CLIENT", "NO-TOUCH", "ON")
+        until(lambda: client.object("idletime", "long") >= 2, "the value to be idle")
+        yield client
+
+
+def tiers(client: redis.Redis) -> list[Any]:
+    return [client.execute_command("KVPAGESTAT", req, 0, 0, 0, 0)[b"tier"] for req in ("whole", "single")]
+
+
+QUESTIONS: list[tuple[list[Any], Any]] = [
+    (["GET", "long"], LONG),
+    (["GETRANGE", "long", 5, 99], LONG[5:100]),
+    (["MGET", "long", "nothing", "kv:single:0:0:7:0"], [LONG, None, LONG]),
+    (["KVPAGEGET", "single", 0, 1, 0, 0], PAGES[1]),
+    (["KVPAGEGET", "whole", 0, 1, 0, 0], WHOLE[BLOCK // 4 : BLOCK // 2]),
+    (["KVPAGEMGET", 2, "single", 0, 0, 0, 0, "single", 1, 1, 0, 0], [PAGES[0], PAGES[3]]),
+    (["KVPAGEMGET", 2, "single", 0, 0, 0, 0, "single", 0, 0, 7, 0], [PAGES[0], None]),
+    (["KVPAGEMGET", 1, "whole", 1, 1, 0, 0], [WHOLE[-BLOCK // 4 :]]),
+    (["KVBLOCKGET", "whole", 0], WHOLE),
+    (["KVBLOCKGET", "single", 0], b"".join(PAGES)),
+    (["KVBLOCKMGET", 3, "whole", 0, "single", 0, "whole", 1], [WHOLE, b"".join(PAGES), None]),
+    (["KVPAGEVERIFY", "single", 0], {b"checked": 4, b"unchecked": 0, b"corrupt": []}),
+    (["KVPAGEVERIFY", "whole"], {b"checked": 4, b"unchecked": 0, b"corrupt": []}),
+    (["EXISTS", "long", "kv:whole:0:0:0:0"], 2),
+    (["STRLEN", "long"], len(LONG)),
+]
+
+
+@pytest.mark.parametrize(("words", "answer"), QUESTIONS, ids=lambda part: str(part[:2]) if type(part) is list else "")
+def test_a_look_is_answered_and_leaves_everything_on_disk(looker: redis.Redis, words: list[Any], answer: Any) -> None:
+    used, idle = looker.info("memory")["used_memory"], looker.object("idletime", "long")
+    assert looker.execute_command(*words) == answer
+    assert eventually(lambda: looker.info("memory")["used_memory"] == used)
+    assert tiers(looker) == [b"disk", b"disk"]
+    assert looker.object("idletime", "long") >= idle
+    assert looker.object("idletime", "kv:whole:0:0:0:0") >= 2
+
+
+def test_a_page_of_a_block_on_disk_is_told_of_without_being_fetched(looker: redis.Redis) -> None:
+    before = disk_info(looker)["disk_fetched"]
+    told = looker.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)
+    assert (told[b"tier"], told[b"bytes"], told[b"checksum"]) == (b"disk", BLOCK // 4, None)
+    assert looker.execute_command("KVPAGESTAT", "single", 0, 1, 0, 0)[b"checksum"]
+    assert disk_info(looker)["disk_fetched"] == before
+
+
+def test_who_uses_what_another_looks_at_has_it_in_memory(tmp_path: Path) -> None:
+    with tiered(tmp_path) as (_, client):
+        fill(client)
+    with tiered(tmp_path) as (server, client), server.client() as looker:
+        looker.execute_command("CLIENT", "NO-TOUCH", "ON")
+        until(lambda: looker.object("idletime", "long") >= 2, "the value to be idle")
+        assert looker.set("kv:single:0:0:7:0", b"x", get=True) == LONG  # a write is no look
+        assert [looker.get("long"), client.get("long"), looker.get("long")] == [LONG] * 3
+        assert client.object("idletime", "long") < looker.object("idletime", "kv:whole:0:0:0:0")
+        assert client.execute_command("KVBLOCKGET", "whole", 0) == WHOLE
+        assert tiers(looker) == [b"memory", b"disk"]
+        looker.execute_command("KVPAGESET", "whole", 0, 0, 0, 0, 1, 1, 10, 0, b"y" * 20)  # splits the block
+        assert client.execute_command("KVPAGEGET", "whole", 0, 1, 0, 0) == WHOLE[BLOCK // 4 : BLOCK // 2]
+        assert client.execute_command("KVPAGESTAT", "whole", 0, 1, 0, 0)[b"checksum"]
+
+
+def test_a_look_brings_nothing_to_a_disk_that_has_what_is_used_again(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--appendfsync", "no") as (server, client), server.client() as looker:
+        looker.execute_command("CLIENT", "NO-TOUCH", "ON")
+        client.set("long", LONG)
+        assert looker.get("long") == LONG
+        assert looker.mget(["long", "long"]) == [LONG, LONG]
+        assert disk_info(client)["disk_waiting_bytes"] == disk_info(client)["disk_values"] == 0
+        assert client.get("long") == LONG
+        assert eventually(lambda: disk_info(client)["disk_values"] == 1)
+
+
+def test_a_look_promises_nothing(tmp_path: Path) -> None:
+    with tiered(tmp_path, "--maxmemory", "10mb") as (server, client), server.client() as looker:
+        looker.execute_command("CLIENT", "NO-TOUCH", "ON")
+        client.set("long", LONG)
+        assert looker.exists("long")
+        assert client.info("kvpage")["leased_or_pinned_bytes"] == 0
+        assert client.exists("long")
+        assert client.info("kvpage")["leased_or_pinned_bytes"] > 0
