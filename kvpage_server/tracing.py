@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar, Token
+from threading import Thread
 from types import TracebackType
 from typing import Any, Self
 
@@ -24,6 +25,7 @@ except ImportError:
 else:
     INSTALLED = True
 
+FLUSH_SECONDS = 2.0  # where nobody takes spans, exporters try for longer than anybody wants to wait
 PREFIX = "kvpage."  # of every attribute's name
 Value = str | int | float | None
 _ENDS = (CancelledError, GeneratorExit)  # what ends a span without being an error
@@ -88,9 +90,11 @@ def continued(headers: Iterable[tuple[bytes, bytes]]) -> AbstractContextManager[
 
 
 def flush() -> None:
-    """Have all spans handed on that have ended: for a process that ends in a hurry."""
+    """Have all spans handed on that have ended, if that is soon done: for a process that ends at once."""
     if INSTALLED and hasattr(provider := trace.get_tracer_provider(), "force_flush"):
-        provider.force_flush()
+        flushing = Thread(target=provider.force_flush, daemon=True)
+        flushing.start()
+        flushing.join(FLUSH_SECONDS)
 
 
 class _Seen(TraceSpan):

@@ -10,7 +10,7 @@ import redis
 from kvpage_server.monitor.entrance import MONITOR, Entrance
 from kvpage_server.observe.engines import CHANNEL, Engines
 
-AGAIN_SECONDS = 1.0  # after the connection was lost
+AGAIN_SECONDS = 5.0  # after the connection was lost: a server that is full counts who asks
 TURN_SECONDS = 5.0
 
 

@@ -193,6 +193,21 @@ def test_a_client_tells_what_it_moved_and_missed(server: RunningServer, exporter
     ]
 
 
+def test_a_batch_for_several_servers_is_one_span(
+    server: RunningServer, second_server: RunningServer, exporter: InMemorySpanExporter
+) -> None:
+    keys = [PageKey(b"spread-%d" % i, 0, 0, 0, 0) for i in range(40)]
+    body = np.zeros((16, 8), np.float16)
+    with PageClient(f"{server.url},{second_server.url}") as client:
+        client.mset([Page(key, body, DType.FLOAT16, 16, 8) for key in keys])
+        exporter.clear()
+        absent = PageKey(b"absent", 0, 0, 0, 0)
+        found = client.mget_into([*keys, absent], list(np.empty((41, 16, 8), np.float16)))
+    assert found == [True] * 40 + [False]
+    (span,) = exporter.get_finished_spans()
+    assert told(span) == {"bytes": 40 * 256, "missed": 1, "reason": "absent"}
+
+
 def test_the_page_names_every_span_and_attribute(computed: Spans, restored: Spans) -> None:
     page = PAGE.read_text().partition("## What is told")[2]
     listed = {name for name in re.findall(r"`(kvpage\.[\w.]+)`", page) if not name.startswith("kvpage.client")}

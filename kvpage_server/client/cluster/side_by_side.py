@@ -19,7 +19,7 @@ import xxhash
 from typing_extensions import Buffer
 
 from kvpage_server.address import urls_of
-from kvpage_server.client.calls import Call, Calls
+from kvpage_server.client.calls import Call, Calls, count_misses
 from kvpage_server.client.cluster.plan import GONE, Errand, Failed, Plan, Round, timed
 from kvpage_server.client.commands import BlobCommands, ask_dialect
 from kvpage_server.client.errors import Disconnected, PageClientError, Refused
@@ -252,7 +252,7 @@ class SideBySideCalls:
         found = [nothing] * count
         for part, answer in answers:
             if isinstance(answer, Failed):
-                self.misses[GONE] += len(part.items)
+                count_misses(self.misses, [GONE] * len(part.items), list)
                 continue
             for i, value in zip(part.items, answer, strict=True):
                 found[i] = value
