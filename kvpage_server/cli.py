@@ -29,7 +29,7 @@ from kvpage_server.look.status import status
 from kvpage_server.look.top import top
 from kvpage_server.look.why import why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
-from kvpage_server.system.terminal import out
+from kvpage_server.system.terminal import out, print_json
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -61,6 +61,8 @@ def _run(args: argparse.Namespace) -> int:
 
 def _ask(args: argparse.Namespace) -> int:
     with _connected(args.url) as store:
+        url = shown(args.url)
+        args.home, args.unreachable = lambda key: url, list
         return _shown(store, args)
 
 
@@ -68,7 +70,9 @@ def _ask_as_one(args: argparse.Namespace) -> int:
     """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
-        return _shown(SideBySide(stores), args)
+        several = SideBySide(stores)
+        args.home, args.unreachable = several.home, lambda: several.unreachable
+        return _shown(several, args)
 
 
 def _shown(store: redis.Redis | SideBySide, args: argparse.Namespace) -> int:
@@ -95,10 +99,12 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
             out.print(f"[bold]{escape(shown(url))}[/]")
         try:
             codes.append(_ask(of_one))
-        except LookError as failure:
-            codes.append(say("kvpage", str(failure), 1))
-        except redis.ConnectionError as error:
-            codes.append(say("kvpage", f"cannot reach {shown(url)}: {error}", 2))
+        except (LookError, redis.ConnectionError) as failure:
+            gone = isinstance(failure, redis.ConnectionError)
+            why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
+            codes.append(say("kvpage", why, 2 if gone else 1))
+            if getattr(args, "json", False):
+                print_json({"url": shown(url), "error": why})
     return max(codes)
 
 

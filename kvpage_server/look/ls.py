@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
@@ -12,6 +13,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.whose import Agent, Holdings, LookLimits, OtherRequest, SharedPrefix, holdings_of_store
@@ -29,7 +31,7 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
         return _ls_blocks(store, args)
     holdings = ask(store, holdings_of_store(LIMITS))
     if args.json:
-        print_json(as_json(holdings))
+        print_json(as_json(holdings, args))
         return True
     tables = [*tables_of(holdings)]
     for i, table in enumerate(tables):
@@ -99,9 +101,10 @@ def _requests(requests: tuple[OtherRequest, ...]) -> Table:
     return table
 
 
-def agent_as_json(agent: Agent) -> dict[str, Any]:
+def agent_as_json(agent: Agent, args: argparse.Namespace) -> dict[str, Any]:
     manifest = agent.manifest
     return {
+        "url": args.home(manifest.key),
         "agent": agent.agent_id,
         "tenant": agent.tenant,
         "model": manifest.model,
@@ -120,9 +123,11 @@ def agent_as_json(agent: Agent) -> dict[str, Any]:
     }
 
 
-def as_json(holdings: Holdings) -> dict[str, Any]:
+def as_json(holdings: Holdings, args: argparse.Namespace) -> dict[str, Any]:
     return {
-        "agents": [agent_as_json(agent) for agent in holdings.agents],
+        "url": shown(args.url),
+        "unreachable": args.unreachable(),
+        "agents": [agent_as_json(agent, args) for agent in holdings.agents],
         "shared": [
             {
                 "agents": prefix.agents,
@@ -135,6 +140,7 @@ def as_json(holdings: Holdings) -> dict[str, Any]:
         ],
         "requests": [
             {
+                "url": args.home(request.req_id),
                 "request": request.req_id,
                 "blocks": request.blocks,
                 "pages": request.pages,
@@ -155,7 +161,8 @@ def _ls_blocks(store: AskedStore, args: argparse.Namespace) -> bool:
         raise LookError(f"request {args.req} has no page; kvpage why {args.req} may say why")
     if args.json:
         rows = [block | {"memory_bytes": block["memory"], "complete": bool(block["complete"])} for block in blocks]
-        print_json({"request": text(args.req), "blocks": [{k: row[k] for k in row if k != "memory"} for row in rows]})
+        told = [{k: row[k] for k in row if k != "memory"} for row in rows]
+        print_json({"url": args.home(os.fsencode(args.req)), "request": text(args.req), "blocks": told})
         return True
     table = table_of("page", "complete", "planes", "layers", "heads", "pages", "size", "in memory", numbers_from=3)
     for block in blocks:

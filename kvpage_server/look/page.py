@@ -10,6 +10,7 @@ from typing import Any
 import redis
 from rich.text import Text
 
+from kvpage_server.address import shown
 from kvpage_server.look.ls import agent_as_json, ago
 from kvpage_server.look.output import LookError, titled
 from kvpage_server.observe.asking import AskedStore, ask, named, text
@@ -35,7 +36,9 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
     page = named(found)
     dtype, plane = DType(page["dtype"]).name.lower(), KVType(page["type"]).name
     if args.json:
-        print_json({"key": args.key} | page | {"dtype": dtype, "pinned": bool(page["pinned"])})
+        print_json(
+            {"url": args.home(key.req_id), "key": args.key} | page | {"dtype": dtype, "pinned": bool(page["pinned"])}
+        )
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
@@ -61,7 +64,8 @@ def _stat_agent(store: AskedStore, args: argparse.Namespace) -> bool:
         raise LookError(_no_agent(store, args.key))
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in found]
     if args.json:
-        print_json({"contexts": [context_as_json(agent, places) for agent, places in contexts]})
+        told = [context_as_json(agent, places, args) for agent, places in contexts]
+        print_json({"url": shown(args.url), "unreachable": args.unreachable(), "contexts": told})
         return True
     for agent, places in contexts:
         _show_context(agent, places)
@@ -99,10 +103,11 @@ def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     out.print(table, soft_wrap=False)
 
 
-def context_as_json(agent: Agent, places: list[BlockPlace]) -> dict[str, Any]:
+def context_as_json(agent: Agent, places: list[BlockPlace], args: argparse.Namespace) -> dict[str, Any]:
     """An agent's context and its blocks."""
     blocks = [
         {
+            "url": args.home(place.block.name),
             "block": place.block.name,
             "tokens": place.block.tokens,
             "bytes": place.block.bytes,
@@ -117,7 +122,7 @@ def context_as_json(agent: Agent, places: list[BlockPlace]) -> dict[str, Any]:
         }
         for place in places
     ]
-    return agent_as_json(agent) | {"places": blocks}
+    return agent_as_json(agent, args) | {"places": blocks}
 
 
 def verify(store: AskedStore, args: argparse.Namespace) -> bool:
@@ -129,7 +134,8 @@ def verify(store: AskedStore, args: argparse.Namespace) -> bool:
     if not (checked or corrupt or unchecked):
         raise LookError(f"request {args.req} has no such page; kvpage why {args.req} may say why")
     if args.json:
-        print_json({"request": text(args.req), "checked": checked, "unchecked": unchecked, "corrupt": corrupt})
+        counts = {"checked": checked, "unchecked": unchecked, "corrupt": corrupt}
+        print_json({"url": args.home(os.fsencode(args.req)), "request": text(args.req)} | counts)
         return not corrupt
     if unchecked:
         out.print(f"{how_many(unchecked, 'page')} written without a checksum")

@@ -34,6 +34,15 @@ class SideBySide:
             raise refusal
         return answers[0]
 
+    def home(self, key: bytes) -> str:
+        """The URL of the server that a key or a request belongs to."""
+        return shown(self._rendezvous.server(segment_of(key)).url)
+
+    @property
+    def unreachable(self) -> list[str]:
+        """The URLs of servers that gave no answer."""
+        return sorted(shown(server.url) for server in self._gone)
+
     def pipeline(self, transaction: bool) -> _Pipeline:
         """Collects commands, and sends each to its server."""
         return _Pipeline(self)

@@ -29,7 +29,22 @@ def status(store: redis.Redis, args: argparse.Namespace) -> bool:
         told = _told(now) if now.everything else _told_to_a_tenant(store, now)
         return Group(headline(args.url, now), titled(told))
 
-    return watch(args, frame, lambda: asdict(overview(store, args.url)))
+    return watch(args, frame, lambda: _as_json(store, args.url))
+
+
+def _as_json(store: redis.Redis, url: str) -> dict[str, Any]:
+    """What the server does not tell a user who may not use every key is null."""
+    now = overview(store, url)
+    found = {"url": shown(url)} | asdict(now)
+    if not now.everything:
+        found |= dict.fromkeys(found.keys() - {"url", "at", "everything", "server"})
+        found["memory"] = {"limit": now.memory.limit, "policy": now.memory.policy}
+        found["contents"] = {"requests": _requests_of(store), "keys": store.dbsize()}
+    return found
+
+
+def _requests_of(store: redis.Redis) -> int:
+    return sum(1 for _ in store.scan_iter(count=1000, _type="set"))
 
 
 def overview(store: redis.Redis, url: str) -> Overview:
@@ -50,7 +65,7 @@ def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, 
     """What is shown to a user who may not use every key: nothing about other users."""
     limit = now.memory.limit
     yield "memory", f"limit {as_size(limit)}, {now.memory.policy}" if limit else "no limit"
-    requests = how_many(sum(1 for _ in store.scan_iter(count=1000, _type="set")), "request")
+    requests = how_many(_requests_of(store), "request")
     yield "store", f"{requests}, {how_many(store.dbsize(), 'key')} that you may use"
     yield "", "a user who may use every key is shown the rest"
 

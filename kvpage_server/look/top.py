@@ -10,6 +10,7 @@ import redis
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from kvpage_server.address import shown
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
@@ -60,7 +61,13 @@ class _View:
         now = overview(self._store, self._url)
         moment = self._history.add(now)
         rates = None if moment is None else {name: getattr(moment, name) for name in _RATES}
-        return {"at": now.at, "used_bytes": now.memory.used, "clients": now.connections.now, "per_second": rates}
+        return {
+            "url": shown(self._url),
+            "at": now.at,
+            "used_bytes": now.memory.used if now.everything else None,
+            "clients": now.connections.now if now.everything else None,
+            "per_second": rates,
+        }
 
     def _whose(self) -> Holdings:
         began = time.monotonic()
@@ -91,7 +98,7 @@ def _rows(now: Overview, moments: list[Moment]) -> Iterator[tuple[str, str, list
         yield "memory", used, [moment.used for moment in moments]
     if now.disk is not None:
         yield "disk", as_size(now.disk.bytes), [moment.waiting for moment in moments]
-    if moments:
+    if moments and now.everything:
         last = moments[-1]
         ratio = "" if last.hit_ratio is None else f"{last.hit_ratio:.1%} hits, "
         missed = ", ".join(f"{count:,.0f} {reason}" for reason, count in last.page_misses.items() if count >= 1)

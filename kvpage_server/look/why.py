@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.markup import escape
 
+from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
 from kvpage_server.observe.asking import AskedStore, ask, named, text
@@ -39,7 +40,7 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
         whole = sum(block["complete"] for block in blocks)
         answer |= {"pages": sum(block["pages"] for block in blocks), "whole_blocks": whole}
     if args.json:
-        print_json({"request": req, "page": args.name} | answer)
+        print_json({"url": args.home(req), "request": req, "page": args.name} | answer)
         return True
     for line in _said(text(req), answer):
         out.print(escape(line))
@@ -72,8 +73,9 @@ def _explained(reason: str, answer: Answer) -> str:
 def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings) -> None:
     contexts = [(agent, ask(store, context_of(agent, holdings))) for agent in holdings.agents]
     if args.json:
-        found = [context_as_json(agent, places) for agent, places in contexts]
-        print_json({"agent": args.req, "contexts": found, "unreadable": holdings.unreadable})
+        found = [context_as_json(agent, places, args) for agent, places in contexts]
+        of_agent = {"agent": args.req, "contexts": found, "unreadable": holdings.unreadable}
+        print_json({"url": shown(args.url), "unreachable": args.unreachable()} | of_agent)
         return
     for agent, places in contexts:
         for line in _lines(agent, places):

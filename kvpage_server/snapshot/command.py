@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from kvpage_server.address import shown
 from kvpage_server.page import KVType, PageKey
 from kvpage_server.snapshot.amount import Amount
 from kvpage_server.snapshot.dump import Selection, dump
@@ -43,7 +44,8 @@ def run_dump(server: redis.Redis, args: argparse.Namespace) -> bool:
     with RunningStore(args.url) as store, _bar("dumping", keys) as done:
         dumped = dump(store, args.directory, selection, update=args.update, done=done)
     if args.json:
-        print_json(_told(dumped.amount) | {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt})
+        counts = {"files": dumped.files, "kept_files": dumped.kept, "corrupt": dumped.corrupt}
+        print_json({"url": shown(args.url)} | _told(dumped.amount) | counts)
         return not dumped.corrupt
     kept = f", {dumped.kept:,} of them as they were" if dumped.kept else ""
     files, took = how_many(dumped.files, "file"), time.monotonic() - started
@@ -71,7 +73,7 @@ def run_restore(server: redis.Redis, args: argparse.Namespace) -> bool:
     if args.json:
         names = {"corrupt": restored.corrupt, "no_room": restored.no_room}
         counts = {"there": restored.there, "expired": restored.expired, "evicted": evicted}
-        print_json(_told(restored.amount) | counts | names | {"finished": restored.finished})
+        print_json({"url": shown(args.url)} | _told(restored.amount) | counts | names | {"finished": restored.finished})
         return restored.finished and not restored.corrupt and not restored.no_room
     out.print(f"{_counted(restored.amount)} restored, {time.monotonic() - started:.1f} s")
     if restored.there:

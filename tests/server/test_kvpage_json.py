@@ -14,14 +14,21 @@ from typing import Any
 import pexpect
 import pytest
 import redis
-from servers import RunningServer, can_be_interrupted
+from servers import RunningServer, can_be_interrupted, free_port, start_server
 from test_kvpage_cli import kvpage, set_block
+
+from kvpage_server.client.cluster.side_by_side import Rendezvous, servers_of
 
 ROOT = Path(__file__).parents[2]
 TABLE = (ROOT / "docs" / "operations.md").read_text().partition("These keys stay")[2].partition("\n\nWhat is slow")[0]
 LISTED = {
-    row[0]: re.findall(r"`(\w+)`", row[1].partition("; of an agent")[0])
+    row[0]: re.findall(r"`(\w+)`", row[1].partition("; of ")[0])
     for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)
+}
+PARTS = {
+    (row[0], what): re.findall(r"`(\w+)`", part)
+    for row in re.findall(r"^\| ([\w ]+) \| (`.*)", TABLE, re.M)
+    for what, part in re.findall(r"; of (an agent|a request|what is shared|a block|a place) ([^;]*)", row[1])
 }
 PROGRAM = str(Path(sys.executable).with_name("kvpage"))
 
@@ -43,13 +50,89 @@ def told(*words: str, url: str = "") -> dict[str, Any]:
         ("stat KEY", ["stat", "kv:chat-7:0:0:0:0"]),
         ("verify", ["verify", "chat-7"]),
         ("why REQ", ["why", "chat-7"]),
+        ("stat AGENT", ["stat", "alice"]),
+        ("why AGENT", ["why", "alice"]),
     ],
 )
 def test_its_keys_are_those_of_the_page(
     server: RunningServer, client: redis.Redis, name: str, words: list[str]
 ) -> None:
     set_block(client, "chat-7")
-    assert set(LISTED[name]) <= told(*words, url=server.url).keys()
+    remember(client, "alice")
+    found = told(*words, url=server.url)
+    assert set(LISTED[name]) <= found.keys()
+    assert found["url"] == server.url
+
+
+def test_the_keys_of_their_parts_are_those_of_the_page(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "chat-7")
+    remember(client, "alice")
+    remember(client, "bob", "alice")
+    looked = told("ls", url=server.url)
+    assert PARTS["ls", "an agent"] == [*looked["agents"][0]]
+    assert PARTS["ls", "what is shared"] == [*looked["shared"][0]]
+    assert PARTS["ls", "a request"] == [*looked["requests"][0]]
+    assert set(PARTS["ls REQ", "a block"]) == told("ls", "chat-7", url=server.url)["blocks"][0].keys()
+    context = told("stat", "alice", url=server.url)["contexts"][0]
+    assert context.keys() == {*PARTS["ls", "an agent"], "places"}
+    assert PARTS["stat AGENT", "a place"] == [*context["places"][0]]
+
+
+def remember(client: redis.Redis, agent: str, of: str = "") -> None:
+    """A context of one block, which may be another agent's."""
+    set_block(client, f"of-{of or agent}")
+    manifest = {"agent_id": agent, "model": "tiny", "chain": [f"of-{of or agent}"], "count": 4, "tokens": [1] * 4}
+    client.set(f"manifest:{agent}:00000000000000aa", "0" * 16 + json.dumps(manifest))
+
+
+@pytest.mark.parametrize("gone", [False, True])
+def test_of_several_servers_each_part_says_which_it_comes_from(
+    server: RunningServer, second_server: RunningServer, gone: bool, tmp_path: Path
+) -> None:
+    urls = [server.url, f"redis://127.0.0.1:{free_port()}" if gone else second_server.url]
+    both = ",".join(urls)
+    where = Rendezvous(servers_of(both))
+    names = [f"request-{i}" for i in range(8)]
+    for url in urls[: 1 if gone else 2]:
+        with redis.Redis.from_url(url) as one:
+            one.flushall()
+            for name in names:
+                if str(where.server(name.encode())) == url:
+                    set_block(one, name)
+            if str(where.server(b"manifest:alice:00000000000000aa")) == url:
+                remember(one, "alice")
+    here = [name for name in names if not gone or str(where.server(name.encode())) == server.url]
+    assert 0 < len(here) <= 8
+
+    _, shown, _ = kvpage("ls", "--json", url=both)
+    found = json.loads(shown)
+    assert (found["url"], found["unreachable"]) == (both, urls[1:] if gone else [])
+    assert {each["request"]: each["url"] for each in found["requests"] if each["request"] in names} == {
+        name: str(where.server(name.encode())) for name in here
+    }
+    for words in (["ls", here[0]], ["why", here[0]], ["verify", here[0]], ["stat", f"kv:{here[0]}:0:0:0:0"]):
+        _, shown, _ = kvpage(*words, "--json", url=both)
+        assert json.loads(shown)["url"] == str(where.server(here[0].encode())), words
+    for words in (["status"], ["dump", str(tmp_path / "dump")]):
+        code, shown, said = kvpage(*words, "--json", url=both)
+        objects = [json.loads(line) for line in shown.splitlines()]
+        assert [each["url"] for each in objects] == urls
+        assert ["error" in each for each in objects] == [False, gone]
+        assert (code, f"cannot reach {urls[1]}" in said) == (2 * gone, gone)
+    for words in (["top"], ["restore", str(tmp_path)]):
+        code, shown, said = kvpage(*words, "--json", url=both)
+        assert (code, shown, "names several" in said) == (1, "", True)
+
+
+def test_what_a_tenant_is_not_told_is_null() -> None:
+    with start_server("--user", "app", "on", ">word", "~kv:app.*", "+@all") as server, server.client() as client:
+        set_block(client, "app.chat")
+        set_block(client, "other")
+        found = told("status", url=server.url.replace("//", "//app:word@"))
+    assert set(LISTED["status"]) <= found.keys()
+    assert found["contents"] == {"requests": 1, "keys": 12}
+    assert found["traffic"] is found["connections"] is found["misses"] is None
+    assert found["url"] == server.url
 
 
 def test_dumps_tell_what_they_did(server: RunningServer, client: redis.Redis, tmp_path: Path) -> None:
