@@ -1,4 +1,4 @@
-"""Logins of viewers. They are users of the store's ACL, and each has its own connection, so that they see what they may.
+"""Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only what it may.
 
 All viewers with the same name and password share one connection, which asks once a second. If the server needs no
 password from this machine, viewers need none either.
@@ -48,7 +48,7 @@ class _Session:
 
 
 class Logins:
-    """Users by name and password, and browsers by their cookie. Above the limits, the least recently used are removed."""
+    """Users by name and password, and browsers by cookie. Above the limits, the least recently used are removed."""
 
     def __init__(self, entrance: Entrance) -> None:
         self.engines = Engines()
