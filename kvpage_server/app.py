@@ -50,11 +50,11 @@ _OWN_DESCRIPTORS = 32  # what the process needs besides its clients
 USAGE = f"""kvpage-server {__version__}: keeps KV pages, speaks the Redis protocol
 
   kvpage-server [FILE] [--name value ...]    serve
-  kvpage-server --check-config [FILE] ...    say whether the configuration is valid
+  kvpage-server --check-config [FILE] ...    check the configuration
   kvpage-server --help | --version
 
-FILE has `name value` lines as redis.conf does; each can be given here too, and then wins. Without a file, maxmemory is
-a quarter of the machine's, and dir is {defaults.data_directory()}
+FILE has `name value` lines, as in redis.conf. Parameters on the command line override it. Without a file, maxmemory is
+a quarter of the machine's memory, and dir is {defaults.data_directory()}
 
 {{parameters}}
 Try it:  kvpage-server --port 9221 --maxmemory 4gb &   redis-cli -p 9221 ping
@@ -114,7 +114,7 @@ def _usage() -> str:
 
 
 def _check(config: Config) -> None:
-    """Raises what a start would, as far as that can be known without touching the store."""
+    """Raises the errors of a start, as far as possible without touching the store."""
     if config.metrics_port and (lacks := missing()):
         raise ConfigError(f"metrics-port: {lacks}")
     _load_users(Server(config, Keyspace()))
@@ -124,7 +124,7 @@ def _check(config: Config) -> None:
 
 
 def _placing(config: Config) -> Placing | None:
-    """The map of slots, where there is one. Raises ConfigError, MapError, OSError."""
+    """The map of slots, if there is one. Raises ConfigError, MapError, OSError."""
     if not config.cluster_config:
         if config.cluster_node:
             raise ConfigError("cluster-node needs cluster-config: it names a node of that map")
@@ -137,7 +137,7 @@ def _placing(config: Config) -> Placing | None:
 
 
 def _upstream(config: Config) -> Upstream | None:
-    """The cluster that has the values, where this is a gateway. Raises ConfigError."""
+    """The cluster behind this server, if it is a gateway. Raises ConfigError."""
     if config.store != "cluster":
         if config.cluster_nodes:
             raise ConfigError(f"cluster-nodes needs `store cluster`, and store is {config.store}")
@@ -168,7 +168,7 @@ def _open_store(config: Config) -> Keyspace:
 
 
 def _load_users(server: Server) -> None:
-    """Have the users of the configuration. Raises UserFileError, ConfigError, OSError."""
+    """Load the users of the configuration. Raises UserFileError, ConfigError, OSError."""
     config = server.config
     if config.requirepass:
         server.users.require_password(config.requirepass)
@@ -183,7 +183,7 @@ def _load_users(server: Server) -> None:
 
 
 async def serve(server: Server, upstream: Upstream | None) -> None:
-    """Serve until a signal or SHUTDOWN says otherwise. Raises ListenError; DiskError when something is not on disk."""
+    """Serve until a signal or SHUTDOWN. Raises ListenError; DiskError if something could not be written to disk."""
     loop = asyncio.get_running_loop()
     stopping, renewing = asyncio.Event(), asyncio.Event()
     server.stop = stopping.set

@@ -87,7 +87,7 @@ class Tokens:
                 )
             name, token = words
             if token in tenants:
-                raise TokenFileError(f"{path}, line {number}: the token of {tenants[token]!r} stands here again")
+                raise TokenFileError(f"{path}, line {number}: the token of {tenants[token]!r} is used again")
             tenants[token] = name
         if not tenants:
             raise TokenFileError(f"{path} has no tokens")
@@ -97,7 +97,7 @@ class Tokens:
         """Whose agents may be asked for. Raises ApiError when that is nobody who may."""
         tenant = self.who(request)
         if tenant.name == WATCHER:
-            raise ApiError(403, "this token is for /metrics alone", code="metrics_only")
+            raise ApiError(403, "this token is for /metrics only", code="metrics_only")
         return tenant
 
     def who(self, request: Request) -> Tenant:

@@ -1,5 +1,4 @@
-"""The process beside the server that answers HTTP: figures for Prometheus, who may look, and the way to the store.
+"""The process beside the server that answers HTTP: figures for Prometheus, logins, and its connections to the store.
 
-All it knows of the store it asks over the Redis protocol, so that nobody who reads, slowly or wrongly, costs the server
-more than the question.
+It asks the store over the Redis protocol. So slow or broken HTTP clients do not disturb the server.
 """

@@ -1,4 +1,4 @@
-"""The routes that need no page: figures for Prometheus, whether it is alive, and logging in and out."""
+"""The routes besides the web page: figures for Prometheus, health, login and logout."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from kvpage_server.monitor.logins import (
 
 HEALTH = "/health"
 EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
-MOST_BODY = 4096  # bytes of what is sent to log in
+MOST_BODY = 4096  # bytes of a login form
 BODY_SECONDS = 10.0
-NO_ANSWER = "the store gives no answer; one that needs no password takes connections of its own machine alone\n"
+NO_ANSWER = "the store does not answer; without a password it accepts connections from its own machine only\n"
 ASK = {"WWW-Authenticate": 'Basic realm="kvpage", charset="UTF-8"'}
 
 
@@ -43,9 +43,9 @@ class NotLoggedIn(Exception):
 
 
 def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -> Starlette:
-    """The application. `closed` counts connections by why they were, `pages` is what there is beside the figures.
+    """The application. `closed` counts closed connections by reason. `pages` are further routes.
 
-    A page asks `login_of(request)` who looks. One at /login is shown to who has to log in: its form is sent back there.
+    A page calls `login_of(request)` for its user. The page at /login has a form, which is sent back to /login.
     """
     app = Starlette(
         routes=[
@@ -70,7 +70,7 @@ def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -
 
 
 async def login_of(request: Request) -> Login:
-    """Who looks. Raises NotLoggedIn, or RedisError without an answer of the store."""
+    """The login of a request. Raises NotLoggedIn, or RedisError if the store does not answer."""
     logins: Logins = request.app.state.logins
     login = await logins.of_request(request)
     if login is None:
@@ -79,7 +79,7 @@ async def login_of(request: Request) -> Login:
 
 
 async def _metrics(request: Request) -> Response:
-    """Everything to who is on this machine; to others what their user may see."""
+    """All figures for requests from this machine; for others, what their user may see."""
     logins: Logins = request.app.state.logins
     who = credentials(request)
     if who is not None:
@@ -90,7 +90,7 @@ async def _metrics(request: Request) -> Response:
     elif is_from_here(request):
         observer = logins.figures
     else:
-        return PlainTextResponse("from another machine, a user of the store and their password are needed\n", 401, ASK)
+        return PlainTextResponse("from another machine, log in as a user of the store\n", 401, ASK)
     told = exposition(await observer.overview(), request.app.state.closed, await observer.engines())
     return Response(told, media_type=EXPOSITION)
 
@@ -100,7 +100,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _log_in(request: Request) -> Response:
-    """With a form of `user` and `password`. To the first page, or back with what was wrong in the address."""
+    """Takes a form of `user` and `password`. Redirects to the first page, or back to the form with ?wrong."""
     try:
         told = parse_qs(await _body(request), keep_blank_values=True, max_num_fields=8)
     except ValueError as error:
@@ -117,7 +117,7 @@ async def _log_in(request: Request) -> Response:
 
 
 async def _body(request: Request) -> str:
-    """What was sent, if it is no more than that, and in time."""
+    """The request's body. Raises HTTPException if it is too long or too slow."""
     raw = b""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_SECONDS):

@@ -1,7 +1,7 @@
-"""The way to the store: connections that the server takes from this process, and from nobody else, without a listener.
+"""Connections to the store, which the server accepts only from this process, and without a listener.
 
-A connection is one end of a pair of sockets, of which the server is handed the other. It belongs to the user that shows
-the figures, or to nobody until it has authenticated; then the server is told whose address it is for.
+A connection is a pair of sockets, of which the server gets the other end. A connection for figures has its own user.
+Others have to authenticate, and the server is told the address of the viewer.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from redis.exceptions import NoPermissionError
 from kvpage_server.system.handing import hand_over
 
 CLIENT_NAME = "kvpage-monitor"
-MONITOR = "monitor"  # what is said of a connection that is for figures alone
-ANSWER_SECONDS = 10.0  # that the store has
+MONITOR = "monitor"  # the words for a connection for figures
+ANSWER_SECONDS = 10.0  # for an answer of the store
 
 
 class Entrance:
@@ -44,7 +44,7 @@ class Entrance:
         return ours
 
     def store(self, words: str, user: str = "", password: str = "") -> redis.asyncio.Redis:
-        """A client of the store, with one connection. `words`: MONITOR, or the address of who asks."""
+        """A client of the store, with one connection. `words` is MONITOR, or the address of the viewer."""
         options: dict[str, Any] = {"username": user, "password": password} if user or password else {}
         pool = redis.asyncio.BlockingConnectionPool(
             connection_class=HandedConnection,
@@ -72,7 +72,7 @@ class HandedConnection(AbstractConnection):
         return [("words", self._words)]
 
     async def on_connect_check_health(self, check_health: bool = True) -> None:
-        """A user who may do no more than ask for INFO goes without a name; redis-py's own `client_name` would fail."""
+        """Names the connection, if the user has the right to. redis-py's own `client_name` would fail otherwise."""
         await super().on_connect_check_health(check_health)
         with contextlib.suppress(NoPermissionError):
             await self.send_command("CLIENT", "SETNAME", CLIENT_NAME)

@@ -1,6 +1,6 @@
-"""The store's figures, as Prometheus reads them. docs/monitoring/ explains them, and has alerts and a dashboard.
+"""The store's figures for Prometheus. docs/monitoring/ explains them, and has alerts and a dashboard.
 
-What a label says comes from the server, and there are few of each; where an operator decides, it is so many at most.
+Labels come from the server and have few values each. Those that an operator chooses are limited in number.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Who looks: users of the store's ACL, each by a connection of their own, so that they see what they may see.
+"""Logins of viewers. They are users of the store's ACL. Each has its own connection, and so sees only what it may.
 
-Everybody who knows the same name and password shares one connection, and one question a second. Where the server takes
-anybody from this machine without a password, so it is here.
+All viewers with the same name and password share one connection, which asks once a second. If the server needs no
+password from this machine, viewers need none either.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from kvpage_server.observe.observer import Observer
 MOST_USERS = 64  # connections to the store
 MOST_SESSIONS = 1024  # browsers that are logged in
 IDLE_SECONDS = 12 * 3600.0  # after which a browser has to log in again
-CHECKED_SECONDS = 10.0  # that a password is believed for
+CHECKED_SECONDS = 10.0  # after which a password is checked again
 COOKIE = "kvpage"
 DEFAULT = "default"
 
 
 class Malformed(ValueError):
-    """Authorization that is no user and password of HTTP's basic authentication."""
+    """The Authorization header is not a user and password in HTTP's basic authentication."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,7 @@ class _Session:
 
 
 class Logins:
-    """Users by name and password, and browsers by their cookie. The least recently used go when there are too many."""
+    """Users by name and password, and browsers by cookie. Above the limits, the least recently used are removed."""
 
     def __init__(self, entrance: Entrance) -> None:
         self.engines = Engines()
@@ -58,7 +58,7 @@ class Logins:
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
 
     async def log_in(self, user: str, password: str, address: str) -> str:
-        """A new cookie for who knows the password. Raises AuthenticationError, or RedisError without an answer."""
+        """A new cookie. Raises AuthenticationError for a wrong password, RedisError if the store does not answer."""
         key = await self._enter(user, password, address)
         cookie = secrets.token_urlsafe(32)
         self._sessions[_digest(cookie)] = _Session(key, time.monotonic())
@@ -70,11 +70,11 @@ class Logins:
         self._sessions.pop(_digest(cookie), None)
 
     async def of_password(self, user: str, password: str, address: str) -> Login:
-        """Who says their password with each request. Raises as `log_in` does."""
+        """The login for a password that is sent with each request. Raises as `log_in`."""
         return self._logins[await self._enter(user, password, address)]
 
     async def of_request(self, request: Request) -> Login | None:
-        """Who a browser is logged in as. None when it has to log in first. Raises RedisError without an answer."""
+        """The login of a browser, or None if it has to log in first. Raises RedisError if the store does not answer."""
         known = self._by_cookie(request.cookies.get(COOKIE, ""))
         if known is not None:
             return known
@@ -97,13 +97,13 @@ class Logins:
         return self._logins[session.login]
 
     async def forget(self, login: Login) -> None:
-        """The store does not take the password any more."""
+        """Remove a login whose password the store does not accept any more."""
         for key in [key for key, known in self._logins.items() if known is login]:
             del self._logins[key]
         await login.observer.close()
 
     async def _enter(self, user: str, password: str, address: str) -> bytes:
-        """The key of a login whose password the store takes, or took a moment ago."""
+        """The key of a login whose password the store accepts, or accepted a moment ago."""
         key = hashlib.blake2b(f"{user}\0{password}".encode("utf-8", "surrogateescape"), digest_size=16).digest()
         known = self._logins.get(key)
         if known is not None and time.monotonic() - known.checked < CHECKED_SECONDS:
@@ -135,14 +135,14 @@ def address_of(request: Request) -> str:
 
 
 def is_from_here(request: Request) -> bool:
-    """Whether somebody on this machine asks, and not a proxy for somebody else."""
+    """Whether the request comes from this machine, and not through a proxy."""
     host = request.client.host if request.client else ""
     forwarded = any(name in request.headers for name in ("forwarded", "x-forwarded-for", "x-real-ip"))
     return (host == "::1" or host.startswith("127.")) and not forwarded
 
 
 def credentials(request: Request) -> tuple[str, str] | None:
-    """User and password of HTTP's basic authentication; None where nothing is said. Raises Malformed."""
+    """User and password of HTTP's basic authentication; None without the header. Raises Malformed."""
     told = request.headers.getlist("authorization")
     if not told:
         return None

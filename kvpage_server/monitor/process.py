@@ -1,4 +1,4 @@
-"""The process: serves until the server that has started it is gone."""
+"""The process. It serves until the server that started it is gone."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvpage_server.monitor.entrance import Entrance
 from kvpage_server.monitor.listening import listen
 from kvpage_server.monitor.logins import Logins
 
-CONNECTIONS, FOR_EACH = 256, 64  # of everybody, of one address
+CONNECTIONS, FOR_EACH = 256, 64  # in all, and from one address
 GRACE_SECONDS = 1.0
 
 
 def main(pages: Sequence[BaseRoute]) -> None:
-    """`sys.argv` has descriptors: of the channel to the server, and of the sockets to listen on.
+    """`sys.argv` has the descriptors of the channel to the server, and of the sockets to listen on.
 
-    Signals are for the server, which ends, and this process with it.
+    Signals are ignored: they are for the server, and this process ends with it.
     """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

@@ -1,1 +1,1 @@
-"""What a browser is shown of the store, by the process beside the server; what is in `shared`, the engine shows too."""
+"""The store's web page, for the process beside the server. The engine's page uses `shared`, too."""

@@ -1,4 +1,4 @@
-"""The process that answers HTTP, with its pages. `kvpage-server` starts it; by itself it is of no use."""
+"""The process that answers HTTP. `kvpage-server` starts it; by itself it is of no use."""
 
 from kvpage_server.monitor.process import main
 from kvpage_server.web.routes import ROUTES

@@ -1,4 +1,4 @@
-"""What the page asks a store for besides: slow calls, who is connected, and what agents have lost."""
+"""What else the page asks a store: slow calls, connections, and blocks that agents have lost."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Shown = dict[str, Any]
 
 
 def slow_calls() -> Reading[list[Shown] | None]:
-    """The last ones, the newest first; None where the user may not know."""
+    """The last slow calls, newest first; None if the user lacks the right."""
     (answer,) = yield [[b"SLOWLOG", b"GET", SLOW_CALLS]]
     if refused(answer):
         return None
@@ -35,7 +35,7 @@ def _slow(call: Any) -> Shown:
 
 
 def clients() -> Reading[Shown | None]:
-    """Who is connected; None where the user may not know."""
+    """The connections; None if the user lacks the right."""
     (answer,) = yield [[b"CLIENT", b"LIST"]]
     if refused(answer):
         return None
@@ -48,7 +48,7 @@ def clients() -> Reading[Shown | None]:
 
 
 def losses(holdings: Holdings) -> Reading[list[Shown]]:
-    """Of agents whose contexts have holes: the first that is missing, why, and whose context was stored next."""
+    """For agents with missing blocks: the first missing one, why, and which agent was saved next."""
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
     told = list(islice(holes, MOST_LOSSES))
     reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in told]

@@ -1,4 +1,4 @@
-"""What the dashboards of one user are told: asked for once, however many of them are open."""
+"""Events for the open pages of one user. The store is asked once for all of them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from kvpage_server.observe.observer import Observer
 from kvpage_server.web import asked, shown
 
 EVERY_SECONDS = 1.0
-SLOWLY_SECONDS = 5.0  # between two looks at what changes slowly, and takes longer to find out
+SLOWLY_SECONDS = 5.0  # between two readings of what changes slowly and takes longer to read
 
 
 class Feed:
-    """Of one user."""
+    """The events for one user."""
 
     def __init__(self, observer: Observer) -> None:
         self.watchers = 0

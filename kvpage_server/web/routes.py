@@ -1,4 +1,4 @@
-"""Every page of the store, and what it is told. Nothing here changes anything."""
+"""The routes of the store's page and its data. Nothing here changes anything."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_WATCHERS = 64  # of one user
 
 
 async def index(request: Request) -> Response:
-    """Nothing in it is anybody's; who is not logged in goes to /login."""
+    """The page itself has no data. A browser that is not logged in is sent to /login."""
     await login_of(request)
     return FileResponse(PAGE / "index.html")
 
@@ -31,23 +31,23 @@ async def login(request: Request) -> Response:
 
 
 async def events(request: Request) -> Response:
-    """The store as it is now, every second, and whose it is, as that changes."""
+    """The store's state every second, and its agents when they change."""
     login = await login_of(request)
     feed = feed_of(login.observer)
     if feed.watchers >= MOST_WATCHERS:
-        raise HTTPException(503, f"{MOST_WATCHERS} pages are shown already, as many as may", {"Retry-After": "10"})
+        raise HTTPException(503, f"this user has {MOST_WATCHERS} open pages, the most allowed", {"Retry-After": "10"})
     return StreamingResponse(feed.events(login.user), media_type="text/event-stream")
 
 
 async def agent(request: Request) -> Response:
-    """The contexts of an agent, one a model, block by block."""
+    """The contexts of an agent, one for each model, block by block."""
     login = await login_of(request)
     found = await login.observer.agent(request.query_params.get("id", ""))
     return JSONResponse([shown.context(agent, places) for agent, places in found])
 
 
 async def block(request: Request) -> Response:
-    """One block, page by page; null for one that is not there complete."""
+    """One block, page by page; null if it is not complete."""
     login = await login_of(request)
     try:
         name = bytes.fromhex(request.query_params.get("name", ""))

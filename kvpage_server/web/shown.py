@@ -1,4 +1,4 @@
-"""What is observed, as the page takes it: names and numbers that JSON has, and no more of them than the page shows."""
+"""Turns what was observed into JSON for the page, with no more than the page shows."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def moment(then: Moment) -> Shown:
 
 
 def holdings(found: Holdings) -> Shown:
-    """Whose memory it is, the largest first. `shared` has each block that several agents have once."""
+    """Who uses the memory, the largest first. `shared` has each block that several agents have once."""
     told = [_agent(agent) for agent in found.agents[:MOST_AGENTS]]
     requests = [_request(request) for request in found.requests[:MOST_REQUESTS]]
     tenants: Counter[str] = Counter()
@@ -121,7 +121,7 @@ def _request(request: OtherRequest) -> Shown:
 
 
 def _shared(found: Holdings) -> list[Shown]:
-    """Blocks that the same agents have in common, together."""
+    """Groups of blocks that the same agents share."""
     blocks = {
         block.name: block for agent in found.agents for block in agent.blocks if len(found.owners[block.name]) > 1
     }

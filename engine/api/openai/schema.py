@@ -36,7 +36,7 @@ def _only(*allowed: object) -> AfterValidator:
     def check(value: object) -> object:
         if value not in allowed:
             shown = " or ".join(map(repr, allowed))
-            raise PydanticCustomError("unsupported_value", "this engine supports {allowed} alone", {"allowed": shown})
+            raise PydanticCustomError("unsupported_value", "this engine supports only {allowed}", {"allowed": shown})
         return value
 
     return AfterValidator(check)
@@ -50,7 +50,7 @@ def _text(content: Any) -> Any:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
             shown = {"i": i, "kind": shortened(kind)}
-            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes text alone", shown)
+            raise PydanticCustomError("unsupported_value", "part {i} is {kind}; this engine takes only text", shown)
         if not isinstance(part.get("text"), str):
             raise PydanticCustomError("invalid_value", "part {i} has no text", {"i": i})
     return "".join(part["text"] for part in content)

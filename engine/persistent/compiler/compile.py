@@ -234,7 +234,7 @@ class _Compiler:
     def _increment(self, statement: nodes.Increment) -> Action:
         layout = self._persistent(nodes.Access(statement.name, at=statement.at), bare=True)
         if not layout.is_scalar or layout.dtype.name == "bool":
-            raise DTypeError(f"only scalars that are numbers count, {statement.name} is none", statement.at)
+            raise DTypeError(f"increment and decrement need a numeric scalar, {statement.name} is none", statement.at)
         name, amount = statement.name, statement.amount
         return Action(
             lambda frame: frame.memory.scalars[name].increment(amount), f"cache.increment {name}", at=statement.at

@@ -62,7 +62,7 @@ def resolve(graph: Graph, sizes: Mapping[str, int], *, on_gpu: bool = False) -> 
         if dtype is None:
             raise UnknownNameError(f"there is no dtype {declaration.dtype}, only {', '.join(DTYPES)}", at)
         if dtype.name == "f64" and on_gpu:
-            raise DeviceError(f"{declaration.name} is f64, which MLX computes on the CPU alone; use Device.CPU")
+            raise DeviceError(f"{declaration.name} is f64, which MLX computes only on the CPU; use Device.CPU")
         _check_attributes(declaration)
         shape = tuple(_dim(dim, declaration, sizes) for dim in declaration.dims)
         if (nbytes := math.prod(shape) * dtype.itemsize) > MEMORY_BYTES:

@@ -180,7 +180,7 @@ STATEMENTS = [
     ("cache.write half >> A[0];", e.DTypeError, 17, "A holds f32, half is f16"),
     ("cache.reset A[0..1];", e.SliceResetError, 17, "a reset takes A, an entry or its first indices, no slice"),
     ("cache.reset M[1];", e.RankError, 17, "the dimensions of M can't be reset alone"),
-    ("cache.increment A;", e.DTypeError, 5, "only scalars that are numbers count, A is none"),
+    ("cache.increment A;", e.DTypeError, 5, "increment and decrement need a numeric scalar, A is none"),
     ("cache.increment y;", e.AccessError, 5, "y is volatile"),
     ("op sine(x) >> y;", e.UnknownNameError, 5, "there is no operation sine, only add, sub"),
     ("op add(x) >> y;", e.RankError, 5, "add takes 2 arguments, got 1"),
@@ -237,7 +237,7 @@ def test_a_model_that_lacks_what_the_graph_names() -> None:
 def test_f64_is_for_the_cpu() -> None:
     text = "persistent { a: f64[D]; } block entry { return; }"
     assert simulator(text, Device.CPU).make_executor().fetch("a").dtype == mx.float64
-    with pytest.raises(e.DeviceError, match="a is f64, which MLX computes on the CPU alone"):
+    with pytest.raises(e.DeviceError, match="a is f64, which MLX computes only on the CPU"):
         simulator(text, Device.GPU)
 
 
