@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import socket
 import subprocess
 import sys
@@ -276,6 +277,27 @@ class TestWhatIsNotRead:
                 wire.ask(b"SET", b"k", bytes(20 * MIB))
             assert int(client.info("memory")["mem_clients_normal"]) <= 128 * MIB
             assert client.info("stats")["evicted_clients"] > before
+
+
+def test_a_process_takes_no_more_memory_than_operations_says() -> None:
+    """A third more than `maxmemory`, and 200 MB: whatever the sizes of values, which change again and again."""
+    maxmemory, chance, most, count = 96, random.Random(1), 0, 0
+    sizes = ((1, 600), (600, 20_000), (20_000, 400_000), (400_000, 4 * MIB), (4 * MIB, 20 * MIB))
+    with start_server("--store", "memory", "--maxmemory", f"{maxmemory}mb") as server, server.client() as client:
+        for phase in range(15):
+            low, high = sizes[phase % len(sizes)]
+            left = maxmemory * MIB
+            while left > 0 and count < 500 * (phase + 1):
+                with client.pipeline(transaction=False) as pipe:
+                    for _ in range(20):
+                        size, count = chance.randint(low, high), count + 1
+                        pipe.set(f"k{chance.randrange(5000)}", bytes(size))
+                        left -= size
+                    pipe.execute()
+                most = max(most, server.rss())
+            client.delete(*(f"k{i}" for i in range(0, 5000, 3)))
+        assert int(client.info("memory")["used_memory"]) > maxmemory * MIB // 4
+    assert most < maxmemory * MIB * 4 // 3 + 200 * MIB
 
 
 def _waits_for(client: redis.Redis) -> int:
