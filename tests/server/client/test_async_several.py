@@ -18,7 +18,7 @@ from benchmarks import valkey_cluster
 from kvpage_server.client import AsyncPageClient, PageClient, PageClientError, Unsupported
 from kvpage_server.client.questions import Question, integer
 
-NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(48)]
+NAMES = [(b"{segment-%d}%d" % (i // 4, i), i) for i in range(160)]  # 40 segments: servers have random names
 BODIES = [block_body(i) for i in range(len(NAMES))]
 Store = tuple[str, Callable[[signal.Signals], None]]  # its URL, and what sends one of its servers a signal
 
