@@ -26,7 +26,7 @@ from time import monotonic
 
 from kvpage_server.core.sizes import round_up
 
-SPARE_FOR = 5.0  # seconds; twice as long at most
+SPARE_FOR = 20.0  # seconds; twice as long at most
 SMALLEST_REGION, LARGEST_REGION = 64 << 20, 1 << 30
 HUGE = 2 << 20  # bytes of a huge page
 

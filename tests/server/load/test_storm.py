@@ -23,7 +23,6 @@ from waiting import until
 from wire import spell
 
 from benchmarks.watchers import watching
-from kvpage_server.core.regions import SPARE_FOR
 
 pytestmark = pytest.mark.alone
 
@@ -113,15 +112,14 @@ def _check_pages(server: RunningServer) -> None:
 
 
 def _settled_size(server: RunningServer) -> int:
-    """Bytes of the process once nobody is connected any more and what they wrote has gone."""
+    """Bytes of the process but for spare ones, once nobody is connected any more and what they wrote has gone."""
     with server.client() as client:
         until(lambda: len(client.client_list()) == 1, "quiet")
         until(lambda: int(client.info("memory")["mem_clients_normal"]) == 0, "the memory of clients being free")
         for key in client.scan_iter(count=10_000):
             if not key.startswith((b"kv:kept:", b"kv:r:")):
                 client.delete(key)
-        time.sleep(2 * SPARE_FOR + 3)  # until memory that lies empty has gone back
-        return server.rss()
+        return server.rss() - int(client.info("memory")["arena_spare"])
 
 
 async def _be_honest(server: RunningServer, seconds: float) -> tuple[list[float], list[float]]:
