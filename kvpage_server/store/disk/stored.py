@@ -41,7 +41,7 @@ class Stored:
 
     def __init__(self, contents: Contents, maxdisk: int) -> None:
         self.maxdisk = maxdisk
-        self.usage = DiskUsage()
+        self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
         self.unproven: set[Unit] = set()  # written and not used since: not for the disk yet
         self._evictor = contents.evictor
