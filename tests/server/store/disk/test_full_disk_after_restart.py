@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
 from test_disk_policies import SMALL, taken
-from test_tiered import BLOCK, body, disk_info, page_args, set_block, set_page, settle, tiered
+from test_tiered import BLOCK, MB, body, disk_info, page_args, set_block, set_page, settle, tiered
 
 FULL = (*SMALL, "--maxmemory", "4mb")
 TTL = 5000  # seconds
@@ -76,3 +77,21 @@ def test_what_is_leased_on_disk_is_at_most_half_of_it_and_the_rest_is_said(tmp_p
         assert client.execute_command("KVPAGEPREFIX", 4, 10_000, 20, *names) == 11  # of 12 MiB and their pieces
         with pytest.raises(redis.ResponseError, match="6291456 bytes together, half of what maxdisk has for values"):
             client.execute_command("KVPAGEPIN", "b")
+
+
+def test_a_quota_that_was_used_up_before_a_restart_is_so_after_it(tmp_path: Path) -> None:
+    options = ("--quota", "kv:r:*", "5mb", "--maxmemory-policy", "noeviction")
+
+    def store(client: redis.Redis, first: int) -> bool:
+        pages = [word for page in range(first, first + 500) for word in ("r", 0, 0, page, 0, 8, 1, 100, 0, bytes(100))]
+        try:
+            return bool(client.execute_command("KVPAGEMSET", 500, *pages))
+        except redis.OutOfMemoryError as error:
+            assert "the quota of 'kv:r:*'" in str(error)  # noqa: PT017 - nothing else is refused
+            return False
+
+    with tiered(tmp_path, *options) as (_, client):
+        stored = sum(takewhile(bool, (store(client, first) for first in range(0, 50_000, 500))))
+        assert stored == 5 * MB // (500 * 164)
+    with tiered(tmp_path, *options) as (_, client):
+        assert not any(store(client, first) for first in range(50_000, 55_000, 500))
