@@ -66,7 +66,7 @@ class Stored:
         else:
             self.behind.note(name, value, value.footprint)
 
-    def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot] | Sequence[ExtentPage]) -> None:
+    def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         """The same for pages."""
         names = [*map(name_of_key, keys)]
         if self.maxdisk:

@@ -214,7 +214,8 @@ def check(keyspace: Keyspace) -> None:
         assert block.pages == len(pages[block.req_id, block.page])
         assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
         assert keyspace.leases.of(block).size in (0, block.footprint)
-        full = block.layers * block.heads * len(block.planes) == block.pages
+        layers, heads, planes = block.measure()
+        full = layers * heads * len(planes) == block.pages
         assert block.is_full == full
     assert keyspace.leases.bytes == sum(keyspace.leases.of(block).size for block in blocks)
 
