@@ -92,6 +92,8 @@ def main(arguments: list[str] | None = None) -> None:
         server.users.warn_of_absent()
         server.tls = certificates.load(config)
         apply(server, (name for name in config.parameters() if name != "requirepass"))
+        while server.keyspace.quotas.go_on():
+            pass  # nobody writes before it is known what each quota holds
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             runner.run(serve(server, upstream))
     except (

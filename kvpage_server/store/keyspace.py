@@ -10,6 +10,7 @@ It is put together of parts, and nobody's parent:
       ghosts        what went, and why
     memory          what happens when memory is full
     quotas          what happens when a quota is used up
+    protection      what may be leased and pinned
     reader          finding and reading, and what counts as a use, a hit or a miss
     listing         which keys and requests there are
     tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
@@ -40,6 +41,7 @@ from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
 from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
+from kvpage_server.store.protection import Protection
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
 from kvpage_server.store.reading import Reader
 
@@ -76,6 +78,7 @@ class Keyspace:
         self.quotas = QuotaLimit(contents)
         self.listing = Listing(contents)
         self.tier = DiskTier(disk, contents, self.memory, maxdisk) if disk is not None else None
+        self.protection = Protection(contents, self.memory, self.tier.limit if self.tier is not None else None)
         self.reader = reader = Reader(contents, self.tier)
         self._catalogue = contents.catalogue
 

@@ -7,19 +7,16 @@ is about to read it.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from typing import Protocol, cast
 
 from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents, unit_of
-from kvpage_server.store.eviction.leases import SHARE
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from kvpage_server.store.eviction.policy import Unit
-from kvpage_server.store.memory.entry import Entry, Text
+from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
 
-PROMISE = 10_000  # milliseconds
 MOST_LEAVE = 250  # keys that leave memory before others have their turn
 _MOST_PASSED = 1024  # units that do not leave, before no more are looked at
 
@@ -129,29 +126,4 @@ class MemoryLimit:
     def soonest(self) -> Iterator[Unit]:
         """The units that expire, the soonest first."""
         get = self._contents.catalogue.get
-        return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest())
-
-    # -- what is spared ----------------------------------------------------------------------------------------------
-
-    def promise(self, key: bytes, entry: Entry) -> None:
-        """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.
-
-        The client of LMCache that asks EXISTS and then misses with GET waits for ever.
-        """
-        if self.maxmemory and not isinstance(entry, Text):
-            unit = unit_of(key, entry)
-            size = unit.footprint if isinstance(unit, Block) else entry.footprint
-            self._contents.leases.lease(unit, size, unix_ms() + PROMISE, self.leasable(unit))
-
-    def leasable(self, unit: Unit) -> int:
-        """Bytes that leases and pins may take together: of a unit's quota, or of all that have none.
-
-        Quotas that are more than there is of memory, taken together, have no more of it than it is.
-        """
-        quotas = self._contents.evictor.quotas
-        quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
-        if not self.maxmemory:
-            return int(quota.limit * SHARE) if quota is not None else sys.maxsize
-        if quota is not None:
-            return int(quota.limit * min(1, self.maxmemory / promised) * SHARE)
-        return int((self.maxmemory - min(promised, self.maxmemory)) * SHARE)
+        return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest(unix_ms()))

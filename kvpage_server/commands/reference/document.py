@@ -40,9 +40,9 @@ value under its own key writes the page.
 `kv:{{req}}:index` is a read-only set of the page keys of a request. `KEYS` and `SCAN` do not list it. `SCAN` with
 `TYPE set` lists only these keys, so it lists the requests.
 
-A block that is leased or pinned is not evicted. Leases and pins together can take half of `maxmemory`, and those of the
-blocks of a quota half of that quota. They do not protect from deletion and expiry. A lease lasts an hour at most. It
-can be prolonged, but not ended.
+A block that is leased or pinned is not evicted. Leases and pins together can take half of `maxmemory` and half of what
+`maxdisk` has for values, and those of the blocks of a quota half of that quota. They do not protect from deletion and
+expiry. A lease lasts an hour at most. It can be prolonged, but not ended.
 """
 
 _TITLES = {

@@ -55,8 +55,7 @@ class Changes:
             if isinstance(value, Cold):
                 continue
             if value is None or isinstance(value, Corrupt):
-                usage.remove(name)
-                self._drop_unit(name)
+                self._removed(name)
             elif isinstance(value, Slot | ExtentPage) and isinstance(value.unit, Block):
                 if value.unit is not last:
                     last, unit = value.unit, name_of_unit(value.unit)
@@ -64,10 +63,11 @@ class Changes:
             else:
                 usage.add(name, name, takes(name, value))
 
-    def _drop_unit(self, name: bytes) -> None:
-        """Forget the unit of a value that is gone, if that is gone, too."""
+    def _removed(self, name: bytes) -> None:
+        """A value is gone; forget its unit, if that is gone, too."""
+        usage = self._stored.usage
         page = page_named(name[1:]) if name[:1] == b"k" else None
-        if page is None:
-            self._stored.usage.remove_unit(name)
-        elif self._contents.index.block(page.req_id, page.page) is None:
-            self._stored.usage.remove_unit(name_of_block(page.req_id, page.page))
+        unit = name if page is None else name_of_block(page.req_id, page.page)
+        usage.remove(name, unit)
+        if page is None or self._contents.index.block(page.req_id, page.page) is None:
+            usage.remove_unit(unit)

@@ -6,6 +6,9 @@ what was read or left memory the longest ago before the others, then what memory
 expires soonest; under `noeviction` nothing, and what has no room is refused. What is leased or pinned stays. With
 `appendfsync no`, what memory has is not evicted for that: it leaves the disk alone, and nothing was promised of it.
 
+Where all that is looked at stays for now, since it is leased or waits to be written, nothing is refused: values take a
+part of what LMDB needs, and those that come next make room for them too.
+
 Where others fill the disk, what memory has stays where it is, whatever the policy: room is made of what lies on disk
 alone. When there is no more of that, writing fails until there is room.
 """
@@ -39,6 +42,7 @@ from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
 
 _SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
+_SHARE_FOR_NOW = 0.875  # until what waits to be written, or is leased, may go
 _MOST_PASSED = 4096  # units that stay, before no more are looked at
 
 Sizes = dict[bytes, int]  # footprints on disk, by name
@@ -66,15 +70,19 @@ class DiskLimit:
     # -- before something is stored --------------------------------------------------------------------------------
 
     @property
-    def _most(self) -> int:
-        """Bytes of the disk that values may take."""
+    def most(self) -> int:
+        """Bytes of the disk that values may take, 0 for no limit."""
         return int(self._stored.maxdisk * _SHARE_OF_DISK)
+
+    def size_of(self, unit: Unit) -> int:
+        """Bytes of the disk that a unit takes."""
+        return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def admit(self, coming: Collection[Coming]) -> None:
         """Make room for values. Raises DiskUsedUp: nothing has changed."""
         if not self._stored.maxdisk or not self._stored.keeps_all:
             return
-        if self._stored.usage.expected + sum(map(_takes_coming, coming)) > self._most:
+        if self._stored.usage.expected + sum(map(_takes_coming, coming)) > self.most:
             sizes = {name_of_key(value.key): _takes_coming(value) for value in coming}
             blocks = {name_of_block(*value.block) for value in coming if value.block is not None}
             self._have_room(sizes, {*sizes, *blocks})
@@ -101,13 +109,17 @@ class DiskLimit:
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
         """Have room for values of those sizes, without the units that are to `stay`. Raises DiskUsedUp."""
-        usage, most = self._stored.usage, self._most
+        usage, most = self._stored.usage, self.most
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
         lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered: step by step
         if lacking <= 0:
             return
-        if growth > most or self._policy == NO_EVICTION or not self._free(lacking, stay, alone=False):
+        if growth > most or self._policy == NO_EVICTION:
             raise DiskUsedUp(self._stored.maxdisk, growth)
+        if not self._free(lacking, stay, alone=False):
+            nothing_goes = self._policy == VOLATILE_TTL and not self._contents.expirer.keys
+            if nothing_goes or usage.expected + growth > self._stored.maxdisk * _SHARE_FOR_NOW:
+                raise DiskUsedUp(self._stored.maxdisk, growth)
 
     @property
     def _policy(self) -> str:

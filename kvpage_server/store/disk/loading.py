@@ -15,7 +15,7 @@ from kvpage_server.page import unix_ms
 from kvpage_server.store.contents import Contents
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.encoding import extent_of
-from kvpage_server.store.disk.naming import parse_block
+from kvpage_server.store.disk.naming import name_of_unit, parse_block
 from kvpage_server.store.disk.stored import Stored
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
@@ -93,7 +93,7 @@ class Loader:
             units.append(record.name)
             used.append(record.used)
             takes = footprint(record.name, record.body.size)
-            self._stored.usage.know(record.name, takes)
+            self._stored.usage.know(record.name, record.name, takes)
             size += takes
         return size
 
@@ -126,13 +126,13 @@ class Loader:
     def _wake(self, block: Block, rows: bytes) -> None:
         """Give a block the pages that have those rows; all of them are cold."""
         entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
-        pages = sheet.pages(block.req_id, block.page, rows)
+        pages, unit = sheet.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):
             name = name_of_key(key)
             cold = Cold(name, sheet.size_of(header), expires=expires, header=header, unit=block, used=used // 1000)
             entries[key] = cold
             block.add(layer, head, kv_type)
-            know(name, sheet.footprint_of(cold.size))
+            know(name, unit, sheet.footprint_of(cold.size))
             if expires:
                 block.expires_at(expires)
                 note(key, expires)

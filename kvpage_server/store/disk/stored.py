@@ -41,7 +41,7 @@ class Stored:
 
     def __init__(self, contents: Contents, maxdisk: int) -> None:
         self.maxdisk = maxdisk
-        self.usage = DiskUsage()
+        self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
         self.unproven: set[Unit] = set()  # written and not used since: not for the disk yet
         self._evictor = contents.evictor
@@ -66,7 +66,7 @@ class Stored:
         else:
             self.behind.note(name, value, value.footprint)
 
-    def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot] | Sequence[ExtentPage]) -> None:
+    def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
         """The same for pages."""
         names = [*map(name_of_key, keys)]
         if self.maxdisk:

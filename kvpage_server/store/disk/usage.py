@@ -13,14 +13,16 @@ class DiskUsage:
     """Names of values with their footprints, and the units that they belong to. `used` is bytes of the disk, nearly.
 
     `expected` is what that will be when all that waits is written. A unit is named as a string, or as a block stored
-    whole, is. Every operation is O(1).
+    whole, is. Every operation is O(1). What each block takes is known if it `counts_blocks`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, counts_blocks: bool = True) -> None:
         self.used = 0
         self.expected = 0
         self._sizes: dict[bytes, int] = {}
         self._expected: dict[bytes, int] = {}  # of what waits to be written, 0 for what is to go
+        self._blocks: dict[bytes, int] = {}  # sizes of those whose pages are values of their own
+        self._counts_blocks = counts_blocks
         self._alone: dict[bytes, None] = {}  # units that memory has not; the next to go is first
         self._in_memory: dict[bytes, None] = {}  # units of which it has some; the next to go is first
 
@@ -44,17 +46,34 @@ class DiskUsage:
         size = self._expected.get(name)
         return self._sizes.get(name, 0) if size is None else size
 
+    def size_of_unit(self, unit: bytes) -> int:
+        """Bytes of the disk that a unit takes. Of a block, as long as nobody has asked for one of its pages: 0."""
+        return self._sizes.get(unit, 0) + self._blocks.get(unit, 0)
+
     def add(self, name: bytes, unit: bytes, size: int) -> None:
         """A value was written."""
         self._settle(name, size)
-        self.used += size - self._sizes.get(name, 0)
+        grown = size - self._sizes.get(name, 0)
+        self.used += grown
         self._sizes[name] = size
+        self._grow(name, unit, grown)
         self.is_in_memory(unit)
 
-    def remove(self, name: bytes) -> None:
+    def remove(self, name: bytes, unit: bytes) -> None:
         """A value is gone."""
         self._settle(name, 0)
-        self.used -= self._sizes.pop(name, 0)
+        size = self._sizes.pop(name, 0)
+        self.used -= size
+        self._grow(name, unit, -size)
+
+    def _grow(self, name: bytes, unit: bytes, size: int) -> None:
+        if unit == name or not self._counts_blocks:
+            return
+        left = self._blocks.get(unit, 0) + size
+        if left > 0:
+            self._blocks[unit] = left
+        else:
+            self._blocks.pop(unit, None)
 
     def _settle(self, name: bytes, size: int) -> None:
         """What was expected has happened, unless something else is expected by now."""
@@ -69,9 +88,10 @@ class DiskUsage:
             (self._in_memory if unit in in_memory else self._alone)[unit] = None
         self.used = self.expected = size
 
-    def know(self, name: bytes, size: int) -> None:
+    def know(self, name: bytes, unit: bytes, size: int) -> None:
         """One of the values that were there at the start."""
         self._sizes[name] = size
+        self._grow(name, unit, size)
 
     def remove_unit(self, unit: bytes) -> None:
         """Nothing of a unit is left."""
@@ -112,7 +132,8 @@ class DiskUsage:
     def was_cleared(self) -> None:
         """Everything that was written is gone from the disk; what is expected is that still."""
         for name in list(self._sizes):
-            self.remove(name)
+            self.remove(name, name)
+        self._blocks.clear()
         self._alone.clear()
         self._in_memory.clear()
 
@@ -120,6 +141,7 @@ class DiskUsage:
         """Everything is about to go, and nothing is expected."""
         self._sizes.clear()
         self._expected.clear()
+        self._blocks.clear()
         self._alone.clear()
         self._in_memory.clear()
         self.used = self.expected = 0

@@ -3,6 +3,9 @@
 A bucket has every key that was given an expiry in its second. If the expiry was changed since, the key is not due then.
 Stale notes are dropped together when they outnumber the others. Costs: O(1) for a note and a key that is due,
 amortised.
+
+Who makes room asks for what is due next, and may have to spare it. What was spared is returned again after all others,
+or after a while. Otherwise it would be looked at for every write.
 """
 
 from __future__ import annotations
@@ -11,6 +14,7 @@ import heapq
 from collections.abc import Callable, Iterator, Sequence
 
 _SLACK = 1024
+_SPARED_FOR = 3_000  # milliseconds
 
 
 class Expirer:
@@ -20,6 +24,8 @@ class Expirer:
         self._expires_of = expires_of
         self._buckets: dict[int, list[bytes]] = {}
         self._seconds: list[int] = []  # heap of the buckets' seconds
+        self._spared: dict[int, list[bytes]] = {}  # keys that are in no bucket, by the second of their expiry
+        self._again = 0  # when they are put back, in unix milliseconds
         self._notes = 0
         self.keys = 0  # keys that have an expiry now; kept by the owner
 
@@ -41,6 +47,8 @@ class Expirer:
 
     def due(self, now: int) -> Iterator[bytes]:
         """The keys whose second of expiry has passed at `now` (unix milliseconds). Each is returned once."""
+        if self._spared and (min(self._spared) + 1) * 1000 <= now:
+            self._put_back(now)
         while self._seconds and (self._seconds[0] + 1) * 1000 <= now:
             bucket = self._buckets[self._seconds[0]]
             while bucket:
@@ -50,26 +58,42 @@ class Expirer:
                     yield key
             del self._buckets[heapq.heappop(self._seconds)]
 
-    def nearest(self) -> Iterator[bytes]:
-        """The keys that expire, in order of the second. A key that still exists afterwards is kept."""
-        stay = []
+    def nearest(self, now: int) -> Iterator[bytes]:
+        """The keys that expire, in order of the second. A key that still exists afterwards was spared."""
+        if now >= self._again:
+            self._put_back(now)
+        given = []
         try:
-            while self._seconds:
+            while self._seconds or self._spared:
+                if not self._seconds:
+                    self._put_back(now)
                 second = self._seconds[0]
                 bucket = self._buckets[second]
                 while bucket:
                     key = bucket.pop()
                     self._notes -= 1
                     if self._expires_of(key) // 1000 == second:
-                        stay.append(key)
+                        given.append(key)
                         yield key
                 del self._buckets[heapq.heappop(self._seconds)]
         finally:
-            for key in stay:
+            for key in given:
                 if expires := self._expires_of(key):
-                    self.note(key, expires)
+                    self._spared.setdefault(expires // 1000, []).append(key)
+                    self._notes += 1
+
+    def _put_back(self, now: int) -> None:
+        for second, keys in self._spared.items():
+            if second in self._buckets:
+                self._buckets[second] += keys
+            else:
+                self._buckets[second] = keys
+                heapq.heappush(self._seconds, second)
+        self._spared.clear()
+        self._again = now + _SPARED_FOR
 
     def _drop_stale(self) -> None:
+        self._put_back(0)
         self._notes = 0
         for second in list(self._buckets):
             bucket = [k for k in dict.fromkeys(self._buckets[second]) if self._expires_of(k) // 1000 == second]
@@ -81,4 +105,5 @@ class Expirer:
     def clear(self) -> None:
         self._buckets.clear()
         self._seconds.clear()
+        self._spared.clear()
         self._notes = self.keys = 0

@@ -1,9 +1,8 @@
 """Leases and pins: units that must not be evicted, for a while or until they are unpinned.
 
-A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. Leased and
-pinned units together may take `SHARE` of their quota, or, without a quota, `SHARE` of the memory that is in no quota.
-Otherwise there would be nothing to evict for new pages. Leases and pins do not prevent deletion and expiry. Costs:
-O(log n) for a lease, O(1) for everything else.
+A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. How much may be
+protected is limited, in memory and on disk (see `protection`). Otherwise there would be nothing to evict for new pages.
+Leases and pins do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for everything else.
 """
 
 from __future__ import annotations
@@ -12,25 +11,37 @@ import heapq
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import count
+from typing import NamedTuple
 
 from kvpage_server.store.eviction.policy import Unit
 
-SHARE = 0.5  # of a quota, or of what quotas leave of maxmemory
 _AT_ONCE = 1000  # leases that are let go of
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin it
 
 
+class Bytes(NamedTuple):
+    """What units take, or may take."""
+
+    memory: int
+    disk: int
+
+
 @dataclass(slots=True)
 class Lease:
-    """What protects a unit of `size` bytes: a lease `until` a unix time in milliseconds (0: none), or a pin."""
+    """What protects a unit: a lease `until` a unix time in milliseconds (0: none), or a pin.
+
+    `size` is what it takes of memory now, `on_disk` what it took of the disk when it began to be protected.
+    """
 
     size: int
+    on_disk: int
     until: int = 0
     pinned: bool = False
     account: object = None
 
 
-_NONE = Lease(0)
+_NONE = Lease(0, 0)
+_NOTHING = Bytes(0, 0)
 
 
 class Leases:
@@ -41,7 +52,7 @@ class Leases:
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
         self._account_of = account_of
-        self._bytes: dict[object, int] = {}  # of every account
+        self._bytes: dict[object, Bytes] = {}  # of every account
         self._leases: dict[Unit, Lease] = {}
         self._due: list[tuple[int, int, Unit, Lease]] = []  # heap; one entry a lease that has a lease
         self._tickets = count()
@@ -49,25 +60,29 @@ class Leases:
     def __len__(self) -> int:
         return len(self._leases)
 
+    def __contains__(self, unit: Unit) -> bool:
+        return unit in self._leases
+
     @property
     def bytes(self) -> int:
-        """The bytes of all protected units."""
-        return sum(self._bytes.values())
+        """The bytes of memory of all protected units."""
+        return sum(size.memory for size in self._bytes.values())
 
-    def beside(self, unit: Unit) -> int:
+    def beside(self, unit: Unit) -> Bytes:
         """The bytes of all protected units of the same account."""
-        return self._bytes.get(self._account_of(unit), 0)
+        return self._bytes.get(self._account_of(unit), _NOTHING)
 
     def recount(self) -> None:
         """Units may belong to other accounts now."""
         self._bytes.clear()
         for unit, lease in self._leases.items():
             lease.account = self._account_of(unit)
-            self._count(lease, lease.size)
+            self._count(lease, lease.size, lease.on_disk)
 
-    def _count(self, lease: Lease, size: int) -> None:
-        left = self._bytes.get(lease.account, 0) + size
-        if left:
+    def _count(self, lease: Lease, size: int, on_disk: int = 0) -> None:
+        had = self._bytes.get(lease.account, _NOTHING)
+        left = Bytes(had.memory + size, had.disk + on_disk)
+        if any(left):
             self._bytes[lease.account] = left
         else:
             self._bytes.pop(lease.account, None)
@@ -81,7 +96,7 @@ class Leases:
         lease = self._leases.get(unit)
         return lease is not None and (lease.pinned or lease.until > now)
 
-    def lease(self, unit: Unit, size: int, until: int, most: int) -> bool:
+    def lease(self, unit: Unit, size: Bytes, until: int, most: Bytes) -> bool:
         """Protect a unit of `size` bytes until then. False if its account would then have more than `most`."""
         lease = self._lease(unit, size, most)
         if lease is None:
@@ -92,7 +107,7 @@ class Leases:
             lease.until = until
         return True
 
-    def pin(self, unit: Unit, size: int, most: int) -> bool:
+    def pin(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
         """Protect a unit until it is unpinned. False as for `lease`."""
         lease = self._lease(unit, size, most)
         if lease is None:
@@ -100,12 +115,17 @@ class Leases:
         lease.pinned = True
         return True
 
-    def _lease(self, unit: Unit, size: int, most: int) -> Lease | None:
+    def _lease(self, unit: Unit, size: Bytes, most: Bytes) -> Lease | None:
         lease = self._leases.get(unit)
-        if lease is None and self.beside(unit) + size <= most:
-            lease = self._leases[unit] = Lease(size, account=self._account_of(unit))
-            self._count(lease, size)
+        if lease is None and self.have_room(unit, size, most):
+            lease = self._leases[unit] = Lease(*size, account=self._account_of(unit))
+            self._count(lease, *size)
         return lease
+
+    def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
+        """Whether so much more of a unit's account may be protected."""
+        beside = self.beside(unit)
+        return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
     def unpin(self, unit: Unit) -> bool:
         """End a pin, if there was one; a lease goes on."""
@@ -128,7 +148,7 @@ class Leases:
         """Remove a unit that is gone or not protected any more."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
-            self._count(lease, -lease.size)
+            self._count(lease, -lease.size, -lease.on_disk)
 
     def settle(self, now: int) -> None:
         """Remove leases that have ended, a limited number each time."""

@@ -91,8 +91,13 @@ class Record:
 
 
 def footprint(name: bytes, size: int) -> int:
-    """Bytes of the database that a value takes, nearly: LMDB stores pieces in whole pages of 4 KiB."""
-    return 2 * (64 + len(name)) + room_for(size)
+    """Bytes of the database that a value takes, nearly: LMDB stores pieces in whole pages of 4 KiB.
+
+    Records share pages, two thirds full, and a commit that changes a record writes all of its page anew: one that
+    changes short values here and there needs room for every page of them twice.
+    """
+    record = 64 + len(name) + (size if size <= INLINE else 0)
+    return 3 * record + (room_for(size) if size > INLINE else 0)
 
 
 def room_for(size: int) -> int:

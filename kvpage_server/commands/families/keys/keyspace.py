@@ -66,7 +66,7 @@ def _is_there(client: Client, key: bytes) -> bool:
     if entry is None:
         return lists_pages(keyspace, key)
     if client.touches:
-        keyspace.memory.promise(key, entry)
+        keyspace.protection.promise(key, entry)
     return True
 
 

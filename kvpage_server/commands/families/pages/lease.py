@@ -1,7 +1,7 @@
 """The page family's protection: KVPAGEPREFIX, KVPAGELEASE, KVPAGEPIN, KVPAGEUNPIN.
 
-Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. Together they may take
-half of a quota, and for blocks without a quota, half of the part of maxmemory that is in no quota.
+Leases and pins protect a block from eviction. They do not protect it from expiry or deletion. How many bytes they may
+take together, `store/protection.py` says.
 """
 
 from __future__ import annotations
@@ -21,18 +21,20 @@ from kvpage_server.commands.table.spec import AT_ONCE, Parts
 from kvpage_server.core import Argument
 from kvpage_server.page import MAX_U32, unix_ms
 from kvpage_server.resp.reply import Reply, ReplyError
-from kvpage_server.store.eviction.leases import LONGEST_LEASE
+from kvpage_server.store.eviction.leases import LONGEST_LEASE, Bytes
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.index import Block
 
 
-def _lease(keyspace: Keyspace, block: Block, milliseconds: int) -> bool:
-    until = unix_ms() + milliseconds
-    return keyspace.leases.lease(block, block.footprint, until, keyspace.memory.leasable(block))
-
-
-def _of_what(keyspace: Keyspace) -> str:
-    return "the quota, or of what quotas leave of maxmemory" if keyspace.evictor.every_quota else "maxmemory"
+def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
+    most, memory_alone = keyspace.protection.most(block), Bytes(wanted.memory, 0)
+    more, may, room = wanted.disk, most.disk, "what maxdisk has for values"
+    if not keyspace.leases.have_room(block, memory_alone, most):
+        more, may, room = wanted.memory, most.memory, "maxmemory"
+    of_what = f"the quota, or of what quotas leave of {room}" if keyspace.evictor.every_quota else room
+    return ReplyError(
+        f"ERR leases and pins may take {may} bytes together, half of {of_what}: {more} more would be too many"
+    )
 
 
 _protection = partial(command, group="page", needs=nothing, reply="integer")
@@ -67,7 +69,7 @@ def kvpageprefix(client: Client, args: list[Argument]) -> Reply:
             if block is None or block.pages != pages_per_block:
                 yield from _count_misses(client, names[at:], pages_per_block)
                 break
-            if milliseconds and not _lease(keyspace, block, milliseconds):
+            if milliseconds and not keyspace.protection.lease(block, unix_ms() + milliseconds):
                 break
             found.append(block)
             if at % STEP == 0:
@@ -106,7 +108,7 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
         blocks = yield from named_blocks(client, args[0], args[2:])
         keyspace.leases.settle(unix_ms())
         for leased, block in enumerate(blocks):
-            if not _lease(keyspace, block, milliseconds):
+            if not keyspace.protection.lease(block, unix_ms() + milliseconds):
                 return leased
             if leased % STEP == STEP - 1:
                 yield ()
@@ -125,27 +127,21 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     """The number of pinned blocks: all that exist, or an error if that would exceed the limit; then none is pinned."""
-    keyspace, leases = client.keyspace, client.keyspace.leases
-
-    def too_many(block: Block, wanted: int) -> ReplyError:
-        most = keyspace.memory.leasable(block)
-        return ReplyError(
-            f"ERR leases and pins may take {most} bytes together, half of {_of_what(keyspace)}: "
-            f"{wanted} more would be too many"
-        )
+    keyspace, leases, protection = client.keyspace, client.keyspace.leases, client.keyspace.protection
 
     def steps() -> Steps[int]:
         blocks = yield from named_blocks(client, args[0], args[1:])
         leases.settle(unix_ms())
-        sizes = yield from each(blocks, lambda some: [0 if leases.of(one).size else one.footprint for one in some])
-        if blocks and leases.beside(blocks[0]) + sum(sizes) > keyspace.memory.leasable(blocks[0]):
-            raise too_many(blocks[0], sum(sizes))
+        sizes = yield from each(blocks, lambda some: [protection.size_of(one) for one in some if one not in leases])
+        wanted = Bytes(sum(size.memory for size in sizes), sum(size.disk for size in sizes))
+        if blocks and not leases.have_room(blocks[0], wanted, protection.most(blocks[0])):
+            raise _too_many(keyspace, blocks[0], wanted)
         new = [block for block in blocks if not leases.of(block).pinned]
         for pinned, block in enumerate(new):
-            if not leases.pin(block, block.footprint, keyspace.memory.leasable(block)):
+            if not protection.pin(block):
                 for one in new[:pinned]:
                     leases.unpin(one)  # somebody else took the room meanwhile
-                raise too_many(block, sum(sizes))
+                raise _too_many(keyspace, block, wanted)
             if pinned % STEP == STEP - 1:
                 yield ()
         return len(blocks)

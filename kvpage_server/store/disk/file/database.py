@@ -150,19 +150,32 @@ class Disk:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def make_room(self, changes: Iterable[Change]) -> None:
-        """Remove values where there is no room for anything else. Raises DiskFull, DiskError.
+        """Remove values, best in the order of their names, where there is no room for anything else.
 
-        To remove something, LMDB needs room, too: that is what the reserve is for. What one commit frees can be used
-        after another one, which has to change something.
+        To remove something, LMDB needs room, too: that is what the reserve is for. Many at once need room for all that
+        lies around them: where `maxdisk` has not that much, they go in several commits. What one frees can be used
+        after another one, which has to change something. Raises DiskFull, DiskError; some may be gone then.
         """
         with told(self.path, writing=True):
             self._has_reserve = False
             self._reserve.unlink(missing_ok=True)
-            self._commit(changes)
+            self._commit_in_parts(list(changes))
             with self._env.begin(write=True, db=self._about) as txn:
                 txn.put(b"turn", _NUMBER.pack(txn.id()))
             self._witness.committed()
             self._keep_reserve(least=0)  # what comes next is to use what was freed
+
+    def _commit_in_parts(self, changes: list[Change]) -> None:
+        at, many = 0, len(changes)
+        while at < len(changes):
+            try:
+                self._commit(changes[at : at + many])
+            except lmdb.MapFullError:
+                if many == 1:
+                    raise
+                many //= 2
+            else:
+                at += many
 
     def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
         """Take a little of the disk, if so much of it is free."""

@@ -314,7 +314,7 @@ class WriteBehind(Generic[T]):
     def _take_removals(self) -> Batch[T] | None:
         """What may leave the disk before anything is written; None when that would help nobody."""
         batch, made_at = self._next, self._room_made_at
-        gone = [name for name in batch.removed if self._owner.is_gone(name)]
+        gone = sorted(name for name in batch.removed if self._owner.is_gone(name))
         if not gone and not batch.clears and made_at == self.commits:
             return None
         self._room_made_at = self.commits

@@ -12,7 +12,7 @@ from stored_pages import ask, fill, held, prefix, set_block, set_page, small_sto
 
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import PageKey, unix_ms
-from kvpage_server.store.eviction.leases import Leases
+from kvpage_server.store.eviction.leases import Bytes, Leases
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
 
@@ -186,9 +186,9 @@ def test_whatever_happens_to_pages_index_accounts_and_store_agree() -> None:
             case 7:
                 if block := keyspace.block(req, page):
                     if chance.random() < 0.5:
-                        keyspace.leases.lease(block, block.footprint, unix_ms() + 5, keyspace.memory.leasable(block))
+                        keyspace.protection.lease(block, unix_ms() + 5)
                     else:
-                        keyspace.leases.pin(block, block.footprint, keyspace.memory.leasable(block))
+                        keyspace.protection.pin(block)
             case _:
                 if (block := keyspace.block(req, page)) and not keyspace.leases.unpin(block) and chance.random() < 0.2:
                     keyspace.remove_block(block, "del")
@@ -214,18 +214,23 @@ def check(keyspace: Keyspace) -> None:
         assert block.pages == len(pages[block.req_id, block.page])
         assert block.footprint == sum(page.footprint for page in keyspace.pages_at(block.page_keys()))
         assert keyspace.leases.of(block).size in (0, block.footprint)
-        full = block.layers * block.heads * len(block.planes) == block.pages
+        layers, heads, planes = block.measure()
+        full = layers * heads * len(planes) == block.pages
         assert block.is_full == full
     assert keyspace.leases.bytes == sum(keyspace.leases.of(block).size for block in blocks)
 
 
 def test_a_lease_of_something_that_is_gone_protects_nothing() -> None:
     guards = Leases(lambda unit: None)
-    assert guards.lease(b"key", 100, 50, most=150)
-    assert not guards.lease(b"other", 100, 50, most=150)
+    most = Bytes(150, 10_000)
+    assert guards.lease(b"key", Bytes(100, 4096), 50, most)
+    assert not guards.lease(b"other", Bytes(100, 4096), 50, most)
+    assert not guards.lease(b"on disk", Bytes(0, 8192), 50, most)
     guards.removed(b"key")
     assert guards.bytes == 0
-    assert guards.lease(b"key", 100, 80, most=150)
+    assert guards.lease(b"on disk", Bytes(0, 8192), 50, most)
+    guards.removed(b"on disk")
+    assert guards.lease(b"key", Bytes(100, 0), 80, most)
     guards.settle(60)
     assert guards.spares(b"key", 60)
     guards.settle(80)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,11 @@ import redis
 from servers import start_server
 from test_tiered import BLOCK, MB, TIERED, body, disk_info, get_page, page_args, set_block, set_page, settle, tiered
 
+from kvpage_server.store.disk.file.change import Delete, Write
+from kvpage_server.store.disk.file.database import Disk
+from kvpage_server.store.disk.file.lmdb_file import MaxDisk
 from kvpage_server.store.disk.usage import DiskUsage
+from kvpage_server.store.records.record import Record
 
 SMALL = ("--maxdisk", "16mb")  # of which 12 are for values
 USED_UP = "command not allowed when used disk > 'maxdisk'"
@@ -189,9 +194,55 @@ def test_what_is_expected_on_the_disk_is_what_will_be_there() -> None:
                     if size:
                         on_disk.add(written, written, size)
                     else:
-                        on_disk.remove(written)
+                        on_disk.remove(written, written)
                 batch = {}
             assert on_disk.expected == sum(expected.values())
             assert all(on_disk.size_of(name) == expected.get(name, 0) for name in names)
             if not waits and not batch:
                 assert on_disk.used == on_disk.expected
+
+
+def test_a_disk_full_of_short_strings_takes_them_all_anew_at_once(tmp_path: Path) -> None:
+    """Each of them lies in a page of the database that has others, and all of these pages are written again."""
+    options = (*SMALL, "--maxmemory", "256mb", "--maxmemory-policy", "allkeys-lru")
+
+    def put(client: redis.Redis, keys: list[str], value: str) -> None:
+        with client.pipeline(transaction=False) as pipe:
+            for key in keys:
+                pipe.set(key, value * 200)
+            assert pipe.execute() == [True] * len(keys)
+
+    with tiered(tmp_path, *options) as (_, client):
+        filled = 0
+        while not disk_info(client)["disk_evicted"]:
+            put(client, [f"key:{i}" for i in range(filled, filled + 1000)], "0")
+            filled += 1000
+        keys = sorted(key.decode() for key in client.scan_iter(count=1000))
+        changed = [*keys[::2], "one more"]
+        put(client, changed, "1")
+        settle(client)
+        assert disk_info(client)["disk_failing"] == ""
+    with tiered(tmp_path, *options) as (_, client):
+        found = client.mget(changed)
+        assert set(found) <= {b"1" * 200, None}
+        assert found.count(None) < 100  # evicted
+
+
+def test_where_maxdisk_leaves_no_room_to_remove_many_values_they_go_a_few_at_a_time(tmp_path: Path) -> None:
+    disk = Disk(tmp_path, maxdisk=16 * MB)
+    names = [b"k%d" % i for i in range(100_000)]
+    random.Random(1).shuffle(names)
+
+    def write(first: int) -> None:
+        disk.write(Write(name, b"", bytes(200)) for name in names[first : first + 100])
+
+    written = 0
+    with suppress(MaxDisk):
+        for written in range(0, len(names), 100):
+            write(written)
+    gone = sorted(names[:written])[::2]
+    disk.make_room(map(Delete, gone))
+    write(written)
+    there = {record.name for _, record in disk.records() if isinstance(record, Record)}
+    assert there == {*names[: written + 100]} - {*gone}
+    disk.close()
