@@ -22,6 +22,7 @@ from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
+from kvpage_server.look.nodes import is_cluster, status_of_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
 from kvpage_server.look.several import SideBySide
@@ -44,6 +45,8 @@ def _run(args: argparse.Namespace) -> int:
     try:
         args.url = _url(args)
         urls = urls_of(args.url)
+        if is_cluster(args.url):
+            return _ask_cluster(args)
         if len(urls) == 1:
             return _ask(args)
         return _ask_as_one(args) if args.show in (ls, stat, verify, why) else _ask_all(args, urls)
@@ -64,6 +67,16 @@ def _ask(args: argparse.Namespace) -> int:
         url = shown(args.url)
         args.home, args.unreachable = lambda key: url, list
         return _shown(store, args)
+
+
+def _ask_cluster(args: argparse.Namespace) -> int:
+    if args.show is not status:
+        name = args.show.__name__
+        raise LookError(
+            f"kvpage {name} looks into kvpage-servers: --url takes one of them, or several with commas; of a cluster "
+            "kvpage status tells each node's share"
+        )
+    return 0 if status_of_cluster(args) else 2
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
+import redis
 from page_batches import SHAPE, block_body
 from servers import RunningServer, free_port
+from slot_maps import start_mapped
 
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
@@ -60,3 +63,25 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
     assert f"cannot reach {gone}" in said.err
     assert "kvpage-server" in said.out
     assert run("restore", "nowhere", "--url", f"{gone},{server.url}") == 1
+
+
+def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixture[str]) -> None:
+    with start_mapped() as mapped:
+        with redis.RedisCluster("127.0.0.1", mapped.ports[0]) as client:
+            for i in range(20):
+                client.set(f"key-{i}", "x")
+        assert run("status", "--url", mapped.url) == 0
+        said = capsys.readouterr().out
+        assert all(f"redis://127.0.0.1:{port}" in said for port in mapped.ports)
+        assert "2 nodes" in said
+        assert "Valkey and Redis" not in said
+        assert run("status", "--json", "--url", mapped.url) == 0
+        found = json.loads(capsys.readouterr().out)
+        assert found["total"]["keys"] == sum(node["keys"] for node in found["nodes"]) == 20
+        assert all(0 < node["keys"] < 20 for node in found["nodes"])
+        mapped.servers[1].stop()
+        assert run("status", "--json", "--url", mapped.url) == 2
+        nodes = json.loads(capsys.readouterr().out)["nodes"]
+        assert ["error" in node for node in nodes] == [False, True]
+        assert run("ls", "--url", mapped.url) == 1
+        assert "of a cluster kvpage status tells each node's share" in capsys.readouterr().err

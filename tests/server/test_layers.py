@@ -43,7 +43,7 @@ MAY_KNOW = {
     "renewal": "commands configuration slot_map",
     "app": "client commands configuration core gateway net page renewal slot_map store system",
     "client": "address core page tracing",
-    "snapshot": "client page system",
+    "snapshot": "address client page system",
     "replay": "segments slot_map store system",
     "bench": "client page system",
     "look": "address client observe page system",

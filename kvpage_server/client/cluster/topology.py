@@ -69,10 +69,10 @@ class SlotMap:
 def ask_slots(of: Node) -> Request[SlotMap]:
     """Asks a node for its map of slots."""
     text = command(b"CLUSTER", b"SLOTS")
-    return Request(lambda: iter((text,)), Values, lambda values: SlotMap(_ranges(only(values), of)))
+    return Request(lambda: iter((text,)), Values, lambda values: SlotMap(ranges_of(only(values), of)))
 
 
-def _ranges(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
+def ranges_of(value: Any, asked: Node) -> Iterator[tuple[int, int, Shard]]:
     """Raises WrongReply."""
     if not isinstance(value, list):
         raise WrongReply(f"instead of the cluster's slots came {value!r:.80}")

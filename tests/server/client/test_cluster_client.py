@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import subprocess
@@ -31,6 +32,7 @@ from waiting import until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster, Node
+from kvpage_server.cli import main
 from kvpage_server.client import AsyncPageClient, Page, PageClient, Refused, Unsupported
 from kvpage_server.client.cluster.block_value import block_key, head_size
 from kvpage_server.client.cluster.topology import slot_of
@@ -343,3 +345,18 @@ def test_options_may_stand_in_the_url(cluster: Cluster) -> None:
         pages.set_page(page)
         assert pages.exists(name)
         assert any(b"of-the-url" in node.ask("CLIENT", "LIST") for node in cluster.masters)
+
+
+def test_kvpage_status_tells_the_share_of_each_master(
+    cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pages.mset_blocks(NAMES, SHAPE, bodies())
+    with pytest.raises(SystemExit) as ended:
+        main(["status", "--json", "--url", cluster.url])
+    found = json.loads(capsys.readouterr().out)
+    assert ended.value.code == 0
+    assert found["total"]["keys"] == len(NAMES)
+    assert {node["server"].split()[0] for node in found["nodes"]} == {"Valkey"}
+    with pytest.raises(SystemExit):
+        main(["status", "--url", cluster.url])
+    assert "Valkey and Redis tell nothing of pages" in capsys.readouterr().out
