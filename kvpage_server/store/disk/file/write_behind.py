@@ -4,9 +4,9 @@ A change replaces an earlier one of the same value that has not been written yet
 to disk as often as there is a commit. A batch is taken at one moment of the loop and committed whole: what is on disk
 is always the store as it was at some moment, never half of a command or of a transaction.
 
-Where the disk is full, what is gone from the store leaves the disk first, since that makes room for the rest: in a commit
-of its own, or in several where `maxdisk` has no room for one. A process that is killed in between leaves part of a batch
-on disk, which under `always` nobody was told of. Values that are overwritten stay until the new ones are there.
+Where the disk is full, what is gone from the store leaves the disk first, since that makes room for the rest: in a
+commit of its own, or in several where `maxdisk` has no room for one. A process that is killed in between leaves part of
+a batch on disk, which under `always` nobody was told of. Values that are overwritten stay until the new ones are there.
 
 When a batch begins depends on `appendfsync`: with `always` as soon as the one before is done, with `everysec` so that
 nothing waits for more than a second, as long as commits take less than that, with `no` when half of what may wait does,
