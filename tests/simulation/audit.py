@@ -263,7 +263,7 @@ class Audit:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def final(self) -> None:
-        """Engines end, all but one peer leave, and that one has everything removed."""
+        """Engines and tools end, all but one peer leave, and that one has everything removed."""
         run = self._run
         for engine in run.engines:
             engine.close()
@@ -272,9 +272,9 @@ class Audit:
 
     def _wait_for_engines(self) -> None:
         run = self._run
-        going = [engine.number for engine in run.engines if not engine.over]
+        going = [one for one in (*run.engines, *run.dumpers) if not one.over]
         if going and run.machine.clock.now - self._since > 5 * PATIENCE:
-            self._judge.fail(f"engines {going} do not end")
+            self._judge.fail(f"{len(going)} engines and tools do not end")
         if going:
             run.machine.later(20 * MS, self._wait_for_engines)
         else:
