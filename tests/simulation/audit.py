@@ -67,7 +67,8 @@ class Audit:
                 self._check_quiet()
             then()
             return
-        if run.machine.clock.now - self._since > PATIENCE:
+        begun = max(self._since, self._judge.model.paused_until * MS)  # who waits for the end of a pause, has to
+        if run.machine.clock.now - begun > PATIENCE:
             self._judge.fail("\n".join(f"waits for ever: {_of(peer)}" for peer in loud))
         run.machine.later(5 * MS, lambda: self._wait(then, check))
 
