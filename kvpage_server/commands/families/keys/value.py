@@ -61,7 +61,7 @@ def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
-    """Store a value that `page_of` has checked and `admit` has admitted. `expires` is in unix milliseconds, 0 for never."""
+    """Store a value that `page_of` has checked and `admit` admitted. `expires` is in unix milliseconds, 0 for never."""
     if page is None:
         client.server.keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
     else:
