@@ -127,10 +127,11 @@ class Keyspace:
         return self.contents.on_event is None and self.evictor.quotas is None and self._catalogue.has_all_entries
 
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
-        """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated."""
+        """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated.
+
+        Where that may be refused, it was admitted.
+        """
         slot.header[:] = header
-        if self.is_limited:
-            self.admit([Coming(name.key, HEADER_SIZE + slot.size, (name.req_id, name.page))])
         self.set_pages(NewPages.one(name, slot, expires))
 
     def set_pages(self, pages: NewPages) -> None:
@@ -268,8 +269,6 @@ class Keyspace:
         old = self.contents.own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
-        if self.is_limited:
-            self.admit([Coming(key, text_size(key, value.size if isinstance(value, Slot) else len(value)))])
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:
                 self._rewrite(key, old, value, expires, event)

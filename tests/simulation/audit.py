@@ -67,7 +67,8 @@ class Audit:
                 self._check_quiet()
             then()
             return
-        if run.machine.clock.now - self._since > PATIENCE:
+        begun = max(self._since, self._judge.model.paused_until * MS)  # who waits for the end of a pause, has to
+        if run.machine.clock.now - begun > PATIENCE:
             self._judge.fail("\n".join(f"waits for ever: {_of(peer)}" for peer in loud))
         run.machine.later(5 * MS, lambda: self._wait(then, check))
 
@@ -263,7 +264,7 @@ class Audit:
     # -- the end ---------------------------------------------------------------------------------------------------
 
     def final(self) -> None:
-        """Engines end, all but one peer leave, and that one has everything removed."""
+        """Engines and tools end, all but one peer leave, and that one has everything removed."""
         run = self._run
         for engine in run.engines:
             engine.close()
@@ -272,9 +273,9 @@ class Audit:
 
     def _wait_for_engines(self) -> None:
         run = self._run
-        going = [engine.number for engine in run.engines if not engine.over]
+        going = [one for one in (*run.engines, *run.dumpers) if not one.over]
         if going and run.machine.clock.now - self._since > 5 * PATIENCE:
-            self._judge.fail(f"engines {going} do not end")
+            self._judge.fail(f"{len(going)} engines and tools do not end")
         if going:
             run.machine.later(20 * MS, self._wait_for_engines)
         else:

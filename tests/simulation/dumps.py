@@ -25,6 +25,7 @@ class Dumper:
         self._run = run
         self._step = step
         self._path = run.directory / f"dump-{step.number}"
+        self.over = False
 
     def start(self) -> None:
         """Begin."""
@@ -32,6 +33,12 @@ class Dumper:
             threading.Thread(target=self._work, name=self._path.name).start()
 
     def _work(self) -> None:
+        try:
+            self._dump()
+        finally:
+            self.over = True
+
+    def _dump(self) -> None:
         try:
             with RunningStore(f"unix://{self._run.now / SOCKET}") as store:
                 dumped = dump(store, self._path, Selection(), file_bytes=30_000)

@@ -68,6 +68,7 @@ class Run:
         self._after: Callable[[], None] = self.begin_work
         self.audit = Audit(self)
         self._patience = Patience(self)
+        self.dumpers: list[Dumper] = []
         self._doom: int | None = None  # nanoseconds between the next change that somebody is told of, and the end
         self.judge.tenants = [b"u%d" % peer for peer in TENANTS if program.tenants]
         self.now = directory / "now"  # where the process lives that serves now
@@ -337,7 +338,8 @@ class Run:
             engine.order(step.extra["what"], *step.extra["args"])
 
     def _do_dump(self, step: Step) -> None:
-        Dumper(self, step).start()
+        self.dumpers.append(Dumper(self, step))
+        self.dumpers[-1].start()
 
     def _do_clock(self, step: Step) -> None:
         if step.extra["milliseconds"] < 0:

@@ -160,7 +160,7 @@ class Store:
     @contextmanager
     def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[dict[bytes, Cell]]:
         """As if that were the state; yields what is different at the end. All is as before after it."""
-        before, start, changed = dict(self.keys), len(self.log), self.changed
+        before, start, changed, gone = dict(self.keys), len(self.log), self.changed, self.gone
         self.changed = lambda key: None  # it is known afterwards whether it did
         for variant in choice:
             for key, value in variant.items():
@@ -174,8 +174,7 @@ class Store:
         finally:
             result.update({key: self.keys.get(key) for key, _, _ in self.log[start:]})
             del self.log[start:]
-            self.keys = before
-            self.changed = changed
+            self.keys, self.changed, self.gone = before, changed, gone
 
     def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt]) -> None:
         """Go on from what a command did in each case: certain where all agree, in doubt elsewhere."""
@@ -191,6 +190,8 @@ class Store:
                 if doubt.pending and key in doubt.variants[0] and doubt.variants[0][key] not in ends:
                     ends.append(doubt.variants[0][key])
             self.settle([key])
+            old = self.keys.get(key)
+            self.gone += old is not None and ends[0] is None and 0 < old.expires <= self.now
             self._set(key, ends[0])
             if len(ends) > 1:
                 self.doubts.append(Doubt([{key: end} for end in ends]))

@@ -6,6 +6,7 @@ from functools import partial
 
 from kvpage_server.commands.arguments import I64, NOT_AN_INTEGER, as_integer, integer, plain
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.families.keys.value import admit
 from kvpage_server.commands.registry import command
 from kvpage_server.commands.table.keys import READ, WRITE
 from kvpage_server.commands.table.needs import extents
@@ -24,7 +25,9 @@ def _add(client: Client, key: bytes, amount: int) -> Reply:
     new = old + amount
     if not I64[0] <= new <= I64[1]:
         raise ReplyError("ERR increment or decrement would overflow")
-    keyspace.set_string(key, b"%d" % new, entry.expires if entry is not None else 0, "incrby")
+    value = b"%d" % new
+    admit(client, [(key, value, None)])
+    keyspace.set_string(key, value, entry.expires if entry is not None else 0, "incrby")
     return new
 
 

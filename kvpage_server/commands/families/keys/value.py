@@ -55,11 +55,13 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
     """Store SET's value. Raises ReplyError if it is a page with a damaged body."""
-    put(client, key, value, page_of(client, key, value), expires)
+    page = page_of(client, key, value)
+    admit(client, [(key, value, page)])
+    put(client, key, value, page, expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
-    """Store a value that `page_of` has checked. `expires` is in unix milliseconds, 0 for never."""
+    """Store a value that `page_of` has checked and `admit` admitted. `expires` is in unix milliseconds, 0 for never."""
     if page is None:
         client.server.keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
     else:

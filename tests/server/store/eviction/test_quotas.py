@@ -346,6 +346,21 @@ def test_a_name_is_matched_once_however_often_it_is_used() -> None:
     assert sorted(asked) == [b"b", b"b", b"kv:a:", b"kv:a:"]
 
 
+def test_what_fits_as_a_whole_is_not_refused_half_way(client: redis.Redis) -> None:
+    """The first values grow past the quota for as long as the last has not become smaller."""
+    client.config_set("maxmemory-policy", "noeviction")
+    client.mset({"note:a": "1", "note:b": "2", "note:c": "c" * 800})
+    client.config_set("quota", "note:* 1800")
+    new = {"note:a": "a" * 300, "note:b": "b" * 300, "note:c": "3"}
+    assert client.mset(new)
+    assert client.mget(new) == list(map(str.encode, new.values()))
+    with pytest.raises(redis.ResponseError, match="is used up"):
+        client.set("note:d", "d" * 2000)
+    client.set("note:d", "d" * 350)
+    with pytest.raises(redis.ResponseError, match="is used up"):
+        client.incr("note:e")
+
+
 def test_a_large_store_is_counted_in_steps() -> None:
     keys = Keyspace()
     for number in range(10_000):
