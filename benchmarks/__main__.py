@@ -11,6 +11,7 @@ ALL = (
     "pages",
     "tiered",
     "cluster",
+    "cluster_engine",
     "stalls",
     "persistent",
     "engine_reconstruct",

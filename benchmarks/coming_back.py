@@ -8,7 +8,7 @@ hand, and with what mlx-lm says from its own prompt cache file.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,17 +123,20 @@ def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Re
 
 
 @contextmanager
-def tiers(machine: Machine, remembered: Sequence[Remembered], directory: Path) -> Iterator[dict[str, Tier]]:
-    """Engines of their own, to each of which the contexts are known in another tier."""
+def tiers(
+    machine: Machine, remembered: Sequence[Remembered], directory: Path, several: Mapping[str, str] | None = None
+) -> Iterator[dict[str, Tier]]:
+    """Engines of their own, to each of which the contexts are known in another tier; of `several` servers by URL."""
     with ExitStack() as stack:
         url = stack.enter_context(start_kvpage()).url
         found = {}
-        for name in ("hot", SERVER, "cold file"):
+        urls = {SERVER: url, **(several or {})}
+        for name in ("hot", *urls, "cold file"):
             pool = BlockPool(4 * POOL_BLOCKS)
             store = AgentCacheStore(
                 machine.spec,
                 pool,
-                pages=PageTier(url, machine.spec, pool) if name == SERVER else None,
+                pages=PageTier(urls[name], machine.spec, pool) if name in urls else None,
                 cold=SafetensorsCacheAdapter(machine.spec, pool, directory) if name == "cold file" else None,
             )
             stack.callback(store.close)
