@@ -245,17 +245,21 @@ def mget(client: Client, args: list[Argument]) -> Reply:
     keys, tiered = plain_all(args), client.server.tiered
     found = client.server.keyspace.read_all(keys)
     cold = tiered is not None and tiered.any_cold and tiered.needs.cold_of(keys)
-    if cold or sum([entry.size for entry in found if entry is not None]) > MANY_BYTES:
-        return Stream(None, _in_parts(client, keys))
+    much = sum([entry.size for entry in found if entry is not None]) > MANY_BYTES
+    if cold or much:
+        return Stream(None, _in_parts(client, keys, whole=not much))
     return [*map(string_of, found)]
 
 
-def _in_parts(client: Client, keys: list[bytes]) -> Iterator[Reply]:
-    """An array of values, some of them at a time. Raises ReplyError when the first ones cannot be read from disk."""
+def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Reply]:
+    """An array of values, some of them at a time, or all at one moment if it is to be `whole`.
+
+    Raises ReplyError when the first ones cannot be read from disk.
+    """
     at, find = 0, client.server.keyspace.find
     while at < len(keys):
         start, size, most = at, 0, client.server.found_at_once
-        while at < len(keys) and (at == start or size < most):
+        while at < len(keys) and (whole or at == start or size < most):
             entry = find(keys[at])
             size += entry.size if entry is not None else 0
             at += 1
