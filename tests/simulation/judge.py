@@ -22,7 +22,7 @@ from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
 
 READS_IN_STEPS = frozenset(
-    (b"kvpagemget", b"kvblockget", b"kvblockmget", b"kvpagemexists", b"kvblockexists", b"kvpageindex", b"kvpageverify")
+    b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
 )
 SETS_IN_STEPS = frozenset((b"keys", b"smembers"))
 _CHANGE = frozenset(
