@@ -22,7 +22,7 @@ from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
 
 READS_IN_STEPS = frozenset(
-    (b"kvpagemget", b"kvblockget", b"kvblockmget", b"kvpagemexists", b"kvblockexists", b"kvpageindex", b"kvpageverify")
+    b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
 )
 SETS_IN_STEPS = frozenset((b"keys", b"smembers"))
 _CHANGE = frozenset(
@@ -257,6 +257,10 @@ class Judge:
         """A command in steps has said what became of it."""
         store, doubt = self.model.store, asked.doubt
         self._abandon(asked)
+        if is_error(reply):
+            if not self._may_fail_late(reply):
+                self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
+            asked.expected = Err(str(reply)[:12])
         if doubt not in store.doubts:
             return  # others have settled it
         store.doubts.remove(doubt)
@@ -264,9 +268,6 @@ class Judge:
             self._learn_times(asked, doubt)
             self._learn_evicted(doubt)
             return
-        if not self._may_fail_late(reply):
-            self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
-        asked.expected = Err(str(reply)[:12])
         for talk in self.model.talks:
             talk.not_changed(doubt.variants[0])
         store.sure = False

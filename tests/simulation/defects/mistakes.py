@@ -117,8 +117,8 @@ MISTAKES = [
     Mistake(
         "split-forgets-pages",
         _STORE + "disk.tier",
-        "        for key in block.page_keys():\n            self.stored.store(",
-        "        for key in list(block.page_keys())[1:]:\n            self.stored.store(",
+        "self.stored.store_pages([*pages], [*pages.values()])",
+        "self.stored.store_pages([*pages][1:], [*pages.values()][1:])",
         "when a block is split, one page is not on disk any more",
     ),
     Mistake(

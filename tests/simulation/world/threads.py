@@ -55,7 +55,7 @@ class Turns:
     def mine(self) -> Thread | None:
         """The thread of the world that asks, if one does."""
         thread = self.current
-        return thread if thread is not None and thread.ident == _thread.get_ident() else None
+        return thread if thread is not None and thread.works and thread.ident == _thread.get_ident() else None
 
     def kill(self, owner: str) -> None:
         """End every thread of a process where it stands."""
@@ -77,6 +77,7 @@ class Thread(_RealThread):
         self._simulated = turns is not _nobodys
         self.owner = turns.owner
         self.begun = self.over = self.killed = False
+        self.works = False  # before and after that it is Python's own: what it waits for then, it waits for truly
         self._go, self._back = _thread.allocate_lock(), _thread.allocate_lock()
         self._go.acquire()
         self._back.acquire()
@@ -117,12 +118,13 @@ class Thread(_RealThread):
         turns.current = before
 
     def _run(self, work: Callable[[], None]) -> None:
+        self.works = True
         try:
             work()
         except Killed:
             pass
         finally:
-            self.over = True
+            self.works, self.over = False, True
             for waiting in self._joined:
                 waiting.wake(0)
             self._back.release()
