@@ -33,7 +33,7 @@ def main(words: list[str]) -> None:
     text = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")) * 4
     batch = machine.batch(BlockPool())
     compute(machine, batch, text[300:400])  # warms up
-    remembered = [compute(machine, batch, text[:size]) for size in (QUICK_SIZES if quick else SIZES)]
+    remembered = [compute(machine, batch, text[:size], 0) for size in (QUICK_SIZES if quick else SIZES)]
     findings: list[Finding] = []
     with (
         TemporaryDirectory() as scratch,

@@ -103,11 +103,13 @@ class Tier:
     forget: Callable[[], object]  # what is in memory
 
 
-def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Remembered:
+def compute(
+    machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens, most_prefilled: int = MOST_PREFILLED
+) -> Remembered:
     """Full prefill, several times where it is short; the context is the caller's to free."""
     agent_id, name = f"agent-{len(tokens)}", f"{len(tokens):,} tokens"
     taken = []
-    for again in reversed(range(max(1, MOST_PREFILLED // len(tokens)))):
+    for again in reversed(range(max(1, most_prefilled // len(tokens)))):
         batch.submit(agent_id, tokens, max_tokens=ANSWER)
         (first,) = batch.step()
         taken.append(first.time_to_first_token)
@@ -126,12 +128,13 @@ def compute(machine: Machine, batch: BlockPoolBatchEngine, tokens: Tokens) -> Re
 def tiers(
     machine: Machine, remembered: Sequence[Remembered], directory: Path, several: Mapping[str, str] | None = None
 ) -> Iterator[dict[str, Tier]]:
-    """Engines of their own, to each of which the contexts are known in another tier; of `several` servers by URL."""
+    """Engines of their own, to each of which the contexts are known in another tier; or on one server, and on
+    `several` by their URLs."""
     with ExitStack() as stack:
         url = stack.enter_context(start_kvpage()).url
         found = {}
         urls = {SERVER: url, **(several or {})}
-        for name in ("hot", *urls, "cold file"):
+        for name in urls if several else ("hot", *urls, "cold file"):
             pool = BlockPool(4 * POOL_BLOCKS)
             store = AgentCacheStore(
                 machine.spec,
