@@ -139,16 +139,16 @@ def test_bad_weather_before_a_node_never_becomes_wrong_bytes(masters: Cluster) -
         announce(node, proxy.port, masters)
         try:
             proxy.weather = Weather(flips=60, cuts=30, truncations=30, delays=60, random=chance)
-            with PageClient(masters.url, deadline=20, node_deadline=1.0, retry=NO_RETRY) as pages:
+            with PageClient(masters.url, deadline=20, node_deadline=1.0, retry=NO_RETRY) as other:
                 kinds = set()
                 for _ in range(20):
                     try:
-                        found = read(pages, deadline=20)
+                        found = read(other, deadline=20)
                         kinds.add("found" if any(found) else "missed")
                     except PageClientError as error:
                         kinds.add(type(error).__name__)
                     try:
-                        pages.prefix(NAMES, pages_per_block=SHAPE.pages)
+                        other.prefix(NAMES, pages_per_block=SHAPE.pages)
                     except PageClientError as error:
                         kinds.add(type(error).__name__)
                 assert "found" in kinds

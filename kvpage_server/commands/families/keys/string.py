@@ -265,7 +265,7 @@ def _in_parts(client: Client, keys: list[bytes], *, whole: bool) -> Iterator[Rep
             at += 1
         some, failed = keys[start:at], None
         try:
-            yield from fetched(client, partial(_values_of, some))
+            yield from fetched(client, partial(_values_of, some), touches=client.touches)
         except ReplyError as error:
             if not start:
                 raise
