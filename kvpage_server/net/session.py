@@ -231,9 +231,11 @@ class Session:
         self._events.acting = client
         try:
             while left and self._state is READING and not self._ending:
-                stopped = transport.queued > 0 and self._crowded
-                if stopped:
-                    break
+                if transport.queued:
+                    self._account()  # or several in a turn would find much, and not know of each other
+                    stopped = self._crowded
+                    if stopped:
+                        break
                 left -= 1
                 if replies.under_way:
                     if not self._continue(deadline):
