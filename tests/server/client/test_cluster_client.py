@@ -9,11 +9,13 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import redis
 from page_batches import SHAPE, batch, block_body, same
 from test_page_client import (  # noqa: F401 - what is promised of one server holds for a cluster
     test_a_block_and_its_pages_are_the_same_data,
@@ -215,9 +217,20 @@ def node_ids(cluster: Cluster) -> dict[int, str]:
     return {node.port: node.ask("CLUSTER", "MYID").decode() for node in cluster.masters}
 
 
-def set_slot(cluster: Cluster, slot: int, to: str) -> None:
+def set_slot(cluster: Cluster, slot: int, to: Node) -> None:
+    """Whoever imports a slot has it in a new epoch, so what others still hear of the old one counts no more."""
+    ids = node_ids(cluster)
+    with suppress(redis.ResponseError):  # it has the slot
+        to.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", next(other for port, other in ids.items() if port != to.port))
+    for node in (to, *cluster.masters):
+        node.ask("CLUSTER", "SETSLOT", slot, "NODE", ids[to.port])
     for node in cluster.masters:
-        node.ask("CLUSTER", "SETSLOT", slot, "NODE", to)
+        until(lambda node=node: _serves(node, slot) == to.port, "the cluster to agree")
+
+
+def _serves(node: Node, slot: int) -> int:
+    """The port of who has a slot, as a node knows it."""
+    return next(entry[2][1] for entry in node.ask("CLUSTER", "SLOTS") if entry[0] <= slot <= entry[1])
 
 
 def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: PageClient, cluster: Cluster) -> None:
@@ -248,7 +261,7 @@ def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: Page
     finally:
         for node in cluster.masters:
             node.ask("FLUSHALL")
-        set_slot(cluster, slot, ids[source.port])
+        set_slot(cluster, slot, source)
 
 
 # -- replicas ----------------------------------------------------------------------------------------------------------
