@@ -25,6 +25,7 @@ READS_IN_STEPS = frozenset(
     b"mget kvpagemget kvblockget kvblockmget kvpagemexists kvblockexists kvpageindex kvpageverify".split()
 )
 SETS_IN_STEPS = frozenset((b"keys", b"smembers"))
+_OF_ONE_MOMENT = frozenset((b"mget",))  # though it waits for the disk
 _CHANGE = frozenset(
     b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
 )
@@ -336,10 +337,10 @@ class Judge:
         if name in SETS_IN_STEPS and len(sets) == len(moments):
             return gathered(sets, reply)
         if isinstance(reply, list) and all(isinstance(one, list) and len(one) == len(moments[0]) for one in moments):
-            parts = [one_of(options) for options in zip(*moments, strict=True)]
+            if name not in _OF_ONE_MOMENT:
+                moments = [[one_of(options) for options in zip(*moments, strict=True)]]
             if self._may_miss:
-                parts = [one_of([part, None]) for part in parts]
-            return agrees(parts, reply)
+                moments = [[one_of([part, None]) for part in moment] for moment in moments]
         return any(agrees(moment, reply) for moment in moments)
 
     @property

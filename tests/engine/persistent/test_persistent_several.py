@@ -15,7 +15,7 @@ from servers import RunningServer, start_server
 from waiting import until
 
 # isort: split
-from test_persistent_store import advance, reference, simulator, state
+from test_persistent_store import advance, goes_on_after_a_save, reference, simulator, state
 
 from engine.cli import main
 from engine.persistent import PersistentStore
@@ -122,11 +122,7 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before() -> None:
                 saved = False
             for proxy in proxies:
                 proxy.cut_after = None
-            there = simulator(store).resume("cut")
-            assert there.steps in ((before + 1,) if saved else (before, before + 1))
-            assert state(there) == reference(there.steps)
-            advance(run, 1).save()  # the same executor goes on, whatever became of the last save
-            assert state(simulator(store).resume("cut")) == reference(before + 2)
+            goes_on_after_a_save(store, run, before, saved)
         store.close()
 
 

@@ -109,6 +109,15 @@ def reference(steps: int) -> dict[str, Any]:
     return state(advance(simulator(None).make_executor(), steps))
 
 
+def goes_on_after_a_save(store: PersistentStore, run: Executor, before: int, saved: bool) -> None:
+    """Of an instance "cut" that had so many steps before: there is one more, or none if the save broke off."""
+    there = simulator(store).resume("cut")
+    assert there.steps in ((before + 1,) if saved else (before, before + 1))
+    assert state(there) == reference(there.steps)
+    advance(run, 1).save()  # the same executor goes on, whatever became of the last save
+    assert state(simulator(store).resume("cut")) == reference(before + 2)
+
+
 def pages(client: redis.Redis) -> set[bytes]:
     return set(client.scan_iter(match="kv:*", count=1000))
 
@@ -380,11 +389,7 @@ def test_a_save_that_breaks_off_anywhere_leaves_the_state_of_before(
             except redis.RedisError:
                 saved = False
             proxy.cut_after = None
-            there = simulator(store).resume("cut")
-            assert there.steps in ((before + 1,) if saved else (before, before + 1))
-            assert state(there) == reference(there.steps)
-            advance(run, 1).save()  # the same executor goes on, whatever became of the last save
-            assert state(simulator(store).resume("cut")) == reference(before + 2)
+            goes_on_after_a_save(store, run, before, saved)
             broken.close()
             if saved:
                 break

@@ -28,7 +28,6 @@ from kvpage_server.core.regions import SPARE_FOR
 pytestmark = pytest.mark.alone
 
 WARM_UP = 4.0
-GIVEN_BACK = 2 * SPARE_FOR + 3  # seconds, until memory that lies empty has gone back
 HONEST = 66
 WAIT = 250  # milliseconds: 99 of 100 requests are answered within, on a machine that does nothing else
 PAIRS, PAIR_SECONDS = 5, 12.0  # of storms, one of them watched
@@ -45,10 +44,10 @@ def test_honest_clients_notice_nothing_of_a_storm(seconds: float, growth: float,
         _fill(server)
         with _storm(server, WARM_UP):
             asyncio.run(_be_honest(server, WARM_UP))  # the memory that any storm takes for itself, it takes in this one
-        before = _settled_size(server, GIVEN_BACK if seconds > WARM_UP else 0)  # or more, where that takes too long
+        before = _settled_size(server)
         with _storm(server, seconds) as deeds:
             waited, late = asyncio.run(_be_honest(server, seconds))
-        after = _settled_size(server, GIVEN_BACK)
+        after = _settled_size(server)
         _check_pages(server)
     print(
         f"\n{len(waited)} honest requests amid {deeds[0]} bad deeds: p50 {share(waited, 0.5):.0f} ms, "
@@ -113,7 +112,7 @@ def _check_pages(server: RunningServer) -> None:
             assert client.execute_command("KVPAGEGET", "kept", 0, 0, number, 0) == _body(number)
 
 
-def _settled_size(server: RunningServer, wait: float) -> int:
+def _settled_size(server: RunningServer) -> int:
     """Bytes of the process once nobody is connected any more and what they wrote has gone."""
     with server.client() as client:
         until(lambda: len(client.client_list()) == 1, "quiet")
@@ -121,7 +120,7 @@ def _settled_size(server: RunningServer, wait: float) -> int:
         for key in client.scan_iter(count=10_000):
             if not key.startswith((b"kv:kept:", b"kv:r:")):
                 client.delete(key)
-        time.sleep(wait)
+        time.sleep(2 * SPARE_FOR + 3)  # until memory that lies empty has gone back
         return server.rss()
 
 
