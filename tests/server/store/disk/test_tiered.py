@@ -263,6 +263,7 @@ def test_a_string_was_last_used_when_it_was_written_whatever_its_size(tmp_path: 
     with tiered(tmp_path) as (_, client):
         for size in sizes:
             client.set(f"s{size}", body(size))
+        settle(client)  # a record says when it was written to the disk
         time.sleep(1.1)
     with tiered(tmp_path) as (_, client):
         idle = [client.object("idletime", f"s{size}") for size in sizes]
