@@ -1,7 +1,8 @@
-"""What it costs to be watched: a server that nobody watches, one that is scraped, and one with dashboards open.
+"""What it costs a server to be watched: by nobody, by a scrape a second, by that and by open dashboards.
 
-All three are the same but for `metrics-port`. Who watches does so during the server's own passes alone. The process
-that answers HTTP has the server's core, as it has where there is but one; its time is told by itself.
+It is one and the same server in every pass: two processes of it differ by more than what is looked for, and
+`metrics-port` alone adds but a process that waits. The process that answers HTTP has the server's core, as it
+has where there is but one; its time is told by itself.
 """
 
 from __future__ import annotations
@@ -9,9 +10,8 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -25,92 +25,118 @@ from benchmarks.servers import Server, cpu_seconds, start_kvpage
 from benchmarks.watchers import DASHBOARDS, watching
 
 ALONE, SCRAPED, WATCHED = "nobody", "a scrape a second", f"a scrape a second, {DASHBOARDS} dashboards"
-WATCHERS = {ALONE: None, SCRAPED: 0, WATCHED: DASHBOARDS}
+DASHBOARDS_OF = {SCRAPED: 0, WATCHED: DASHBOARDS}
 TARGETS = {SCRAPED: Target(cpu=1.01, speed=0.99), WATCHED: Target()}
 MOST_SLOWER = 1.1
+ROUNDS = 8  # with each set of three
 PASS_BYTES = 4 << 30  # some seconds
-READ_SECONDS = 6.0  # what dashboards ask for every five seconds is in them
+READ_SECONDS = 3.0
+IDLE_SECONDS = 20.0  # what dashboards ask for every five seconds is in them
 
 
 @dataclass(frozen=True)
-class Side:
-    """A server, and who watches it."""
+class Work:
+    """What a server does while it is watched, or is not."""
 
     contestant: Contestant
     nbytes: int  # of a generation
     get: Callable[[], None]  # one page
-    watch: Callable[[], AbstractContextManager[None]]
+    watched: Callable[[str], AbstractContextManager[None]]
 
-    def one_pass(self, op: str, least: int) -> Pass:
-        """Writes or reads of 16 KiB, while it is watched."""
-        with self.watch():
+    def one_pass(self, op: str, who: str, least: int) -> Pass:
+        """Writes or reads of 16 KiB."""
+        with self.watched(who):
             return one_pass(self.contestant, op, self.nbytes, least)
 
-    def slow_reads(self, seconds: float) -> tuple[float, float]:
-        """Seconds that 99 of 100 single reads do not exceed, and that the process beside it computes in one."""
+    def slow_read(self, who: str, seconds: float) -> float:
+        """Seconds that 99 of 100 single reads do not exceed."""
         times = []
-        with self.watch():
-            before, began = _time_beside(self.contestant.server), time.perf_counter()
-            while (start := time.perf_counter()) < began + seconds:
+        with self.watched(who):
+            end = time.perf_counter() + seconds
+            while (start := time.perf_counter()) < end:
                 self.get()
                 times.append(time.perf_counter() - start)
-            used = (_time_beside(self.contestant.server) - before) / (time.perf_counter() - began)
-        return sorted(times)[99 * len(times) // 100], used
+        return sorted(times)[99 * len(times) // 100]
+
+    def idle(self, who: str, seconds: float) -> tuple[float, float]:
+        """CPU seconds a second of the store and of the process that answers HTTP, while nobody asks for pages."""
+        with self.watched(who):
+            before, began = self._cpu(), time.perf_counter()
+            time.sleep(seconds)
+            after, took = self._cpu(), time.perf_counter() - began
+        return (after[0] - before[0]) / took, (after[1] - before[1]) / took
+
+    def _cpu(self) -> tuple[float, float]:
+        server = self.contestant.server
+        return server.cpu_seconds(), _time_beside(server)
+
+
+@dataclass
+class Found:
+    """Of each set of rounds."""
+
+    passes: dict[str, list[Passes]]  # by op
+    slow: list[dict[str, float]]  # seconds of the slow reads, a round each
+    idle: list[dict[str, tuple[float, float]]]  # CPU seconds a second of store and HTTP, a set each
 
 
 @contextmanager
-def _side(watchers: int | None) -> Iterator[Side]:
+def _working() -> Iterator[Work]:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    options = () if watchers is None else ("--metrics-port", str(port))
-    with start_kvpage(*options) as server, server.connect() as sock, server.connect() as single:
+
+    def watched(who: str) -> AbstractContextManager[None]:
+        return nullcontext() if who == ALONE else watching(port, DASHBOARDS_OF[who])
+
+    with start_kvpage("--metrics-port", str(port)) as server, server.connect() as sock, server.connect() as single:
         work, body = pages(256, 16 * KIB, "an engine's order"), Random(0).randbytes(16 * KIB)
         server.admin.execute_command(*STORED, body)
-        watch = nullcontext if watchers is None else partial(watching, port, watchers)
-        yield Side(
-            Contestant(server, ordinary.kvpage_pages(sock, work)), work.nbytes, getter(single, ASKED, body), watch
-        )
+        contestant = Contestant(server, ordinary.kvpage_pages(sock, work))
+        yield Work(contestant, work.nbytes, getter(single, ASKED, body), watched)
 
 
 def _time_beside(server: Server) -> float:
-    """CPU seconds of the process that answers HTTP; 0 without one."""
+    """CPU seconds of the process that answers HTTP."""
     children = Path(f"/proc/{server.process.pid}/task/{server.process.pid}/children")
-    return sum(cpu_seconds(int(pid)) for pid in children.read_text().split()) if children.exists() else 0.0
+    return sum(cpu_seconds(int(pid)) for pid in children.read_text().split())
 
 
 def findings(plan: Plan) -> Iterator[Finding]:
-    """GB/s and CPU time of the server, single reads, and the time of the process beside it."""
-    passes: dict[str, list[Passes]] = {op: [] for op in OPS}
-    slow: list[dict[str, tuple[float, float]]] = []
+    """GB/s and CPU time of the server, single reads, and what watching costs a server that has nothing else to do."""
+    found = Found({op: [] for op in OPS}, [], [])
     for _ in range(plan.sets):
-        for op, found in _a_set(plan, slow).items():
-            passes[op].append(found)
-    for op, sets in passes.items():
-        for watched, target in TARGETS.items():
-            for finding in beside(f"{op} 256 pages of 16 KiB", together(sets), watched, ALONE, target):
-                yield replace(finding, against=f"{watched}, beside {ALONE}")
-    for watched in TARGETS:
-        ratio = median(each[watched][0] / each[ALONE][0] for each in slow)
-        told = " / ".join(f"{1e6 * median(each[who][0] for each in slow):.0f}" for who in (watched, ALONE))
-        against = f"{watched}, beside {ALONE}"
+        with _working() as work:
+            _measure(work, plan, found)
+    for op, sets in found.passes.items():
+        for who, target in TARGETS.items():
+            for finding in beside(f"{op} 256 pages of 16 KiB", together(sets), who, ALONE, target):
+                yield replace(finding, against=f"{who}, beside {ALONE}")
+    for who in TARGETS:
+        ratio = median(each[who] / each[ALONE] for each in found.slow)
+        told = " / ".join(f"{1e6 * median(each[name] for each in found.slow):.0f}" for name in (who, ALONE))
+        against = f"{who}, beside {ALONE}"
         yield Finding("one page of 16 KiB at a time", against, "p99, µs", told, ratio, at_most=MOST_SLOWER)
-        used = median(each[watched][1] for each in slow)
-        yield Finding("the process that answers HTTP", watched, "CPU s/s", f"{used:.3f}", used)
+    for who in TARGETS:
+        store = median(each[who][0] - each[ALONE][0] for each in found.idle)
+        beside_it = median(each[who][1] for each in found.idle)
+        yield Finding("the store, which nobody asks for pages", who, "CPU s/s", f"{store:.4f}", store, at_most=0.01)
+        yield Finding("the process that answers HTTP", who, "CPU s/s", f"{beside_it:.4f}", beside_it)
 
 
-def _a_set(plan: Plan, slow: list[dict[str, tuple[float, float]]]) -> dict[str, Passes]:
-    """Of servers that were started anew, one after the other in each round."""
-    least, seconds = (plan.least, 1.0) if plan.quick else (PASS_BYTES, READ_SECONDS)
-    found: dict[str, Passes] = {op: {who: [] for who in WATCHERS} for op in OPS}
-    with ExitStack() as stack:
-        sides = {who: stack.enter_context(_side(watchers)) for who, watchers in WATCHERS.items()}
-        for turn in range(-1, plan.rounds):  # the first round warms up
-            print("16 KiB, watched and not ...", flush=True)
-            order = [*sides][turn % len(sides) :] + [*sides][: turn % len(sides)]
-            for op in OPS:
-                for who in order:
-                    done = sides[who].one_pass(op, 0 if turn < 0 else least)
-                    found[op][who] += [done] if turn >= 0 else []
-            if turn >= 0:
-                slow.append({who: sides[who].slow_reads(seconds) for who in order})
-    return found
+def _measure(work: Work, plan: Plan, found: Found) -> None:
+    """Rounds of one server, in each of which everybody watches it in turn."""
+    rounds, least, seconds, idle = (
+        (1, plan.least, 1.0, 2.0) if plan.quick else (ROUNDS, PASS_BYTES, READ_SECONDS, IDLE_SECONDS)
+    )
+    names = [ALONE, *TARGETS]
+    for op in OPS:
+        work.one_pass(op, ALONE, 0)  # warms up, and is looked at
+        found.passes[op].append({who: [] for who in names})
+    for turn in range(rounds):
+        print("16 KiB, watched and not ...", flush=True)
+        order = names[turn % len(names) :] + names[: turn % len(names)]
+        for op in OPS:
+            for who in order:
+                found.passes[op][-1][who].append(work.one_pass(op, who, least))
+        found.slow.append({who: work.slow_read(who, seconds) for who in order})
+    found.idle.append({who: work.idle(who, idle) for who in names})
