@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import re
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if SLOW.fullmatch(item.path.stem):
             item.add_marker("slow")
+
+
+@pytest.fixture
+def no_collections() -> Iterator[None]:
+    """Of garbage: those of a test's process look at everything that all tests have imported."""
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

@@ -6,7 +6,6 @@ kind of JSON that a megabyte holds.
 
 from __future__ import annotations
 
-import gc
 import json
 import threading
 import time
@@ -98,14 +97,6 @@ def refused(kind: type[RequestBody], raw: bytes) -> ApiError | None:
     except ApiError as error:
         return error
     return None
-
-
-@pytest.fixture
-def no_collections() -> Iterator[None]:
-    """Of garbage: those of a test's process look at everything that all tests have imported."""
-    gc.disable()
-    yield
-    gc.enable()
 
 
 @pytest.mark.usefixtures("no_collections")

@@ -137,8 +137,12 @@ def found_states(prefixes: SharedPrefixCache) -> int:
 
 
 @pytest.fixture
-def engines(server: RunningServer, client: redis.Redis, pool: BlockPool) -> Iterator[Callable[[], Claims]]:
-    """Makes the claims of engines that share the emptied server."""
+def engines(
+    server: RunningServer, client: redis.Redis, pool: BlockPool, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[], Claims]]:
+    """Makes the claims of engines that share the emptied server, however long that takes for an answer."""
+    monkeypatch.setattr(prefill_claims, "ANSWER_SECONDS", PATIENCE)
+    monkeypatch.setattr(prefill_claims, "LEASE_SECONDS", PATIENCE)
     opened: list[tuple[Claims, PageTier]] = []
 
     def make(url: str = server.url) -> Claims:
@@ -278,6 +282,7 @@ def test_when_its_holder_dies_one_of_those_who_wait_takes_it_over(
 def test_without_an_answer_of_the_server_each_engine_computes(
     engines: Callable[..., Claims], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(prefill_claims, "ANSWER_SECONDS", 0.1)
     gone = engines(f"redis://127.0.0.1:{free_port()}")
     first, second = gone.begin("alice", TOKENS), gone.begin("bob", TOKENS)
     assert ends(first) == "mine"

@@ -48,6 +48,12 @@ TOKENS = some_tokens(1, 60)
 pool = pool_of(256)
 
 
+@pytest.fixture(autouse=True)
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file is read because this machine is busy."""
+    monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", PATIENCE)
+
+
 @pytest.fixture
 def cold(tmp_path: Path, pool: BlockPool) -> SafetensorsCacheAdapter:
     return SafetensorsCacheAdapter(SPEC, pool, tmp_path)
@@ -240,7 +246,7 @@ def test_while_the_server_is_gone_files_remember_and_the_server_learns_it_later(
 
 
 @pytest.fixture
-def sleeping(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def sleeping(server: RunningServer, patient: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Lets the server fall asleep; it wakes up at the end of the test."""
     monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", 0.1)
     yield lambda: server.process.send_signal(signal.SIGSTOP)
@@ -750,12 +756,13 @@ def test_fifty_agents_on_eight_slots_take_no_more_memory_than_they_may(
 
 
 def test_a_load_waits_for_no_server_longer_than_it_may_and_for_no_pipe(
-    server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path
+    server: RunningServer, client: redis.Redis, pool: BlockPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The server answers, too slowly, and the file is a pipe that nobody writes to. What is in memory is of use, and
     the engine computes the rest."""
     cold = SafetensorsCacheAdapter(SPEC, pool, tmp_path)
     os.mkfifo(tmp_path / "alice.safetensors")
+    monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", 0.1)
     with start_proxy(server.port) as proxy:
         pages = PageTier(proxy.url, SPEC, pool)
         store = AgentCacheStore(SPEC, pool, pages=pages, cold=cold, config=CacheConfig(restore_within=1.0))

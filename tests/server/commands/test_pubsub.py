@@ -196,7 +196,7 @@ class TestChannels:
                 for key in keys:
                     pipe.pexpireat(key, int(time.time() // 1 * 1000) + 500)
                 pipe.execute()
-            time.sleep(0.6 - time.time() % 1)
+            time.sleep(max(0, 0.6 - time.time() % 1))
             assert client.flushall()
             until(lambda: len(client.client_list()) == 1)
 

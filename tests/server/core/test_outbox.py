@@ -275,6 +275,7 @@ def test_signals_do_not_interrupt_what_is_sent(core: Any) -> None:
     assert arrived == (b"$%d\r\n" % MIB + b"x" * MIB + b"\r\n") * 64
 
 
+@pytest.mark.usefixtures("no_collections")
 @on_each_core
 def test_a_hundred_thousand_pieces_cost_no_more_each_than_a_thousand(core: Any) -> None:
     of = Kinds(core)

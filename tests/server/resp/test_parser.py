@@ -425,6 +425,7 @@ class TestMemory:
         parser.give_up()
         assert arena.used == 0
 
+    @pytest.mark.usefixtures("no_collections")
     @pytest.mark.parametrize("piece", [1, 512])
     @pytest.mark.parametrize("unit", [b"$2\r\nab\r\n", b"$511\r\n" + bytes(511) + b"\r\n"])
     def test_the_work_grows_with_the_input_not_with_its_square(self, core: ModuleType, unit: bytes, piece: int) -> None:

@@ -126,6 +126,7 @@ def test_a_policy_takes_over_in_steps_and_knows_what_was_used_when(start: type[Q
     assert set(policy) == {b"50", *came}
 
 
+@pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("to", ["allkeys-lru", "allkeys-s3fifo", "allkeys-prefix"])
 def test_a_change_of_policy_holds_nobody_up(to: str) -> None:
     keys = Keyspace(policy="allkeys-prefix" if to != "allkeys-prefix" else "allkeys-lru")
