@@ -246,7 +246,7 @@ def test_while_the_server_is_gone_files_remember_and_the_server_learns_it_later(
 
 
 @pytest.fixture
-def sleeping(server: RunningServer, patient: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+def sleeping(server: RunningServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
     """Lets the server fall asleep; it wakes up at the end of the test."""
     monkeypatch.setattr(loading, "HEDGE_AFTER_SECONDS", 0.1)
     yield lambda: server.process.send_signal(signal.SIGSTOP)
