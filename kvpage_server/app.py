@@ -12,12 +12,12 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import uvloop
 
 import kvpage_server.commands.families  # noqa: F401  fills the command table
 from kvpage_server import __version__, core
-from kvpage_server.client import PageClientError
 from kvpage_server.commands.access.users import UserFileError
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.families.server.config import apply
@@ -25,8 +25,6 @@ from kvpage_server.commands.families.server.info import human
 from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration import certificates, defaults, log
 from kvpage_server.configuration.config import Config, ConfigError, from_arguments
-from kvpage_server.gateway.rows import Rows
-from kvpage_server.gateway.upstream import Upstream, keep_memory
 from kvpage_server.net.companion import Companion, missing
 from kvpage_server.net.limits import Watch, keep_large_blocks_apart
 from kvpage_server.net.listener import Listener, ListenError, name_of, open_all
@@ -39,6 +37,9 @@ from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.system import signals
 from kvpage_server.system.durable import private, tighten
 from kvpage_server.system.plurals import how_many
+
+if TYPE_CHECKING:  # only a gateway needs the client and redis-py, which take as long to load as all the rest
+    from kvpage_server.gateway.upstream import Upstream
 
 SWEEP_EVERY = 0.1  # seconds
 SWEEP_MOST = 400  # keys a sweep: some milliseconds
@@ -146,6 +147,9 @@ def _upstream(config: Config) -> Upstream | None:
         return None
     if not config.cluster_nodes:
         raise ConfigError("`store cluster` needs cluster-nodes: some nodes as host:port,host:port, or a URL")
+    from kvpage_server.client import PageClientError
+    from kvpage_server.gateway.upstream import Upstream
+
     try:
         return Upstream(config.cluster_nodes)
     except (ValueError, PageClientError) as error:
@@ -199,16 +203,14 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             scrub_rate=config.scrub_rate,
             moved=partial(_renew, server),
         )
-    if upstream is not None:
-        server.instead = Rows(upstream)
+    if upstream is None:
+        keep_large_blocks_apart()
+    else:
+        _stand_before(upstream, server)
     listener = Listener(server, loop)
     addresses = listener.start()
     http = open_all(config.metrics_bind, config.metrics_port, config.tcp_backlog) if config.metrics_port else []
     _calm_the_collector()
-    if upstream is None:
-        keep_large_blocks_apart()
-    else:
-        keep_memory()
     _greet(server, addresses, list(map(name_of, http)))
     told = [_sweep(server.keyspace), _watch(Watch(server)), renew_when(renewing, server)]
     if server.placing is not None:
@@ -242,6 +244,14 @@ async def serve(server: Server, upstream: Upstream | None) -> None:
             logger.error(lost)
             raise DiskError(lost)
         logger.info("bye: %d commands served", server.stats.commands)
+
+
+def _stand_before(upstream: Upstream, server: Server) -> None:
+    from kvpage_server.gateway.rows import Rows
+    from kvpage_server.gateway.upstream import keep_memory
+
+    server.instead = Rows(upstream)
+    keep_memory()
 
 
 def _stop(stopping: asyncio.Event, number: int) -> None:

@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import re
+import sys
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -23,6 +24,9 @@ from kvpage_server.core.choice import STALE
 
 # Two threads of OpenBLAS wait for each other at every step of a decode while anything else runs.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+# Each of the servers that are started would compile all modules anew, which takes longer than to run them.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 _DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX

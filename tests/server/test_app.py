@@ -53,6 +53,11 @@ class TestWords:
         result = subprocess.run([command, "--version"], capture_output=True, text=True, timeout=100)
         assert result.stdout == VERSION
 
+    def test_it_starts_without_what_only_a_gateway_needs(self) -> None:
+        program = "import kvpage_server.app, sys; print({'redis', 'kvpage_server.client'} & set(sys.modules))"
+        result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+        assert result.stdout == "set()\n", "it takes as long to load as all the rest"
+
     def test_check_config_says_whether_it_would_start(self, tmp_path: Path) -> None:
         assert run("--check-config").returncode == 0
         assert run("--check-config", str(CONF)).stdout == "the configuration is valid\n"
