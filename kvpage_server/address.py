@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 DEFAULT_URL = "redis://127.0.0.1:9221"
 URL = "KVPAGE_URL"
@@ -42,6 +42,11 @@ def _with_credentials(url: str, user: str, password: str) -> str:
     start = url.index("//") + 2
     credentials = f"{user}:{password}@" if password else f"{user}@"
     return f"{url[:start]}{credentials}{where}{url[start + len(parts.netloc) :]}"
+
+
+def user_of(urls: str) -> str:
+    """The user of a store's URL, or of the first of a list."""
+    return unquote(urlsplit(urls_of(urls)[0]).username or "default")
 
 
 def shown(url: str) -> str:

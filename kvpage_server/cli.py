@@ -6,7 +6,8 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from getpass import getpass
 from pathlib import Path
@@ -95,7 +96,7 @@ def _shown(store: redis.Redis | SideBySide, args: argparse.Namespace) -> int:
 
 
 def _connected(url: str) -> redis.Redis:
-    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=1)
+    return plain_client(url, protocol=3, socket_connect_timeout=5, max_connections=2)
 
 
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
@@ -103,22 +104,32 @@ def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
     code."""
     if args.show in (top, restore, bench):
         raise LookError("this command takes one server, and --url names several")
-    codes = []
+    every = getattr(args, "watch", None)
+    while True:
+        if every is not None and out.is_terminal and not args.json:
+            out.clear()
+        code = max(_ask_each(args, urls))
+        if every is None:
+            return code
+        time.sleep(every)
+
+
+def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
+    """The exit code of each server."""
     for url in urls:
-        of_one = argparse.Namespace(**{**vars(args), "url": url})
+        of_one = argparse.Namespace(**{**vars(args), "url": url, "watch": None})
         if args.show is dump:
             of_one.directory = args.directory / re.sub(r"\W+", "-", urlsplit(url).netloc.rpartition("@")[2])
         if not getattr(args, "json", False):
             out.print(f"[bold]{escape(shown(url))}[/]")
         try:
-            codes.append(_ask(of_one))
+            yield _ask(of_one)
         except (LookError, redis.ConnectionError) as failure:
             gone = isinstance(failure, redis.ConnectionError)
             why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
-            codes.append(say("kvpage", why, 2 if gone else 1))
+            yield say("kvpage", why, 2 if gone else 1)
             if getattr(args, "json", False):
                 print_json({"url": shown(url), "error": why})
-    return max(codes)
 
 
 def _url(args: argparse.Namespace) -> str:

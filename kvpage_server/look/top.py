@@ -1,20 +1,23 @@
-"""`kvpage top`: rates, and who uses the memory, until interrupted."""
+"""`kvpage top`: rates, who uses the memory, and what engines tell, until interrupted."""
 
 from __future__ import annotations
 
 import argparse
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 
 import redis
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from kvpage_server.address import shown
+from kvpage_server.look.engines import HeardEngines, engines_table
 from kvpage_server.look.ls import remarks, tables_of
 from kvpage_server.look.output import titled, watch
 from kvpage_server.look.status import headline, of_limit, overview
 from kvpage_server.observe.asking import ask
+from kvpage_server.observe.engines import EngineFigures
 from kvpage_server.observe.history import History, Moment
 from kvpage_server.observe.observer import HOLDINGS_SECONDS, HOLDINGS_SHARE
 from kvpage_server.observe.overview import Overview
@@ -40,6 +43,7 @@ class _View:
         self._store = store
         self._url = url
         self._history = History()
+        self._engines = HeardEngines(store, url)
         self._known: Known = {}
         self._holdings = Holdings()
         self._until = 0.0  # monotonic seconds: until then the holdings are good enough
@@ -48,12 +52,12 @@ class _View:
         """What is shown now."""
         now = overview(self._store, self._url)
         self._history.add(now)
-        holdings = self._whose()
+        holdings, engines = self._whose(), self._engines.connected()
         rows = max((out.height - _OTHER_LINES) // 2, 3) if out.is_terminal else _ROWS
         return Group(
             headline(self._url, now),
             *_figures(now, [*self._history.moments]),
-            *(part for table in tables_of(holdings, rows) for part in (Text(), table)),
+            *(part for table in _tables(engines, holdings, rows) for part in (Text(), table)),
             *map(Text, remarks(holdings)),
         )
 
@@ -67,6 +71,7 @@ class _View:
             "used_bytes": now.memory.used if now.everything else None,
             "clients": now.connections.now if now.everything else None,
             "per_second": rates,
+            "engines": [asdict(engine) for engine in self._engines.connected()],
         }
 
     def _whose(self) -> Holdings:
@@ -79,6 +84,12 @@ class _View:
 
 
 _RATES = ("commands", "bytes_in", "bytes_out", "hits", "misses", "evicted", "expired", "page_misses")
+
+
+def _tables(engines: list[EngineFigures], holdings: Holdings, rows: int) -> Iterator[RenderableType]:
+    if engines:
+        yield engines_table(engines[:rows])
+    yield from tables_of(holdings, rows)
 
 
 def _figures(now: Overview, moments: list[Moment]) -> Iterator[RenderableType]:

@@ -17,22 +17,22 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from kvpage_server.observe.engines import Engines
+from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.overview import BOUNDS, CallFigures, DiskFigures, Overview
 
 MOST_LABELS = 100  # of quotas, and of codes of errors; the others are counted together
 OTHERS = "(others)"
 
 
-def exposition(overview: Overview, closed: Mapping[str, int], engines: Engines | None) -> bytes:
-    """All of it; `closed` are connections of HTTP that were, by reason. `engines` are nobody's who may not know."""
+def exposition(overview: Overview, closed: Mapping[str, int], engines: EnginesSeen) -> bytes:
+    """All of it; `closed` are connections of HTTP that were, by reason."""
     registry = CollectorRegistry(auto_describe=False)
     registry.register(_Figures(overview, closed, engines))
     return generate_latest(registry)
 
 
 class _Figures(Collector):
-    def __init__(self, overview: Overview, closed: Mapping[str, int], engines: Engines | None) -> None:
+    def __init__(self, overview: Overview, closed: Mapping[str, int], engines: EnginesSeen) -> None:
         self._overview = overview
         self._closed = closed
         self._engines = engines
@@ -42,6 +42,9 @@ class _Figures(Collector):
         yield _info(overview)
         yield _gauge("uptime_seconds", "Since the server was started", overview.server.uptime)
         yield _counter("http_connections_closed", "HTTP connections closed on their clients", "reason", self._closed)
+        yield _gauge("engines", "Engines that tell what they do", len(self._engines.connected))
+        help = "Tokens of the engines' prompts, by the tier that had them; none: they were computed"
+        yield _counter("prompt_tokens", help, "tier", self._engines.tokens)
         if not overview.everything:
             return
         yield from _memory(overview)
@@ -51,10 +54,6 @@ class _Figures(Collector):
         yield from _quotas(overview)
         if overview.disk is not None:
             yield from _disk(overview.disk)
-        if self._engines is not None:
-            yield _gauge("engines", "Engines that tell what they do", len(self._engines.connected()))
-            help = "Tokens of the engines' prompts, by the tier that had them; none: they were computed"
-            yield _counter("prompt_tokens", help, "tier", self._engines.tokens)
 
 
 def _info(overview: Overview) -> Metric:

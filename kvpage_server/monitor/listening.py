@@ -8,7 +8,7 @@ from contextlib import suppress
 import redis
 
 from kvpage_server.monitor.entrance import MONITOR, Entrance
-from kvpage_server.observe.engines import CHANNEL, Engines
+from kvpage_server.observe.engines import ALL_CHANNELS, Engines
 
 AGAIN_SECONDS = 5.0  # after the connection was lost: a server that is full counts who asks
 TURN_SECONDS = 5.0
@@ -20,10 +20,10 @@ async def listen(entrance: Entrance, engines: Engines) -> None:
         store = entrance.store(MONITOR)
         with suppress(redis.RedisError, OSError):  # the server ends, or has ended the connection
             async with store.pubsub(ignore_subscribe_messages=True) as channel:
-                await channel.subscribe(CHANNEL)
+                await channel.psubscribe(ALL_CHANNELS)
                 while True:
                     message = await channel.get_message(timeout=TURN_SECONDS)
                     if message is not None:
-                        engines.heard(message["data"])
+                        engines.heard(message["channel"], message["data"])
         await store.aclose()
         await asyncio.sleep(AGAIN_SECONDS)

@@ -52,7 +52,7 @@ class Logins:
 
     def __init__(self, entrance: Entrance) -> None:
         self.engines = Engines()
-        self.figures = Observer(entrance.store(MONITOR), self.engines)
+        self.figures = Observer(entrance.store(MONITOR), MONITOR, self.engines)
         self._entrance = entrance
         self._logins: OrderedDict[bytes, Login] = OrderedDict()
         self._sessions: OrderedDict[str, _Session] = OrderedDict()
@@ -121,7 +121,7 @@ class Logins:
             known.checked = time.monotonic()
             await store.aclose()
             return key
-        self._logins[key] = Login(user, Observer(store, self.engines), time.monotonic())
+        self._logins[key] = Login(user, Observer(store, user, self.engines), time.monotonic())
         while len(self._logins) > MOST_USERS:
             _, oldest = self._logins.popitem(last=False)
             await oldest.observer.close()

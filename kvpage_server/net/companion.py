@@ -23,7 +23,7 @@ from kvpage_server.system.handing import take_over
 PROGRAM = "kvpage_server.web"
 NEEDS = ("prometheus_client", "starlette", "uvicorn")
 MONITOR = "monitor"  # what is said of a socket whose session is for figures
-ENGINES = b"kvpage:engines"  # the channel on which engines tell what they do
+ENGINES = b"kvpage:engines*"  # the channels on which engines tell what they do
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before it is begun anew
 _STEADY = 60.0  # seconds after which it is not one that ends again and again
 _LAST_SECONDS = 5.0  # that it has to end
@@ -44,7 +44,7 @@ class Companion:
         """`sockets` listen, and are its own from now on."""
         self._listener = listener
         self._sockets = sockets
-        commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+subscribe"]
+        commands = [b"+info", b"+ping", b"+hello", b"+client|setinfo", b"+client|setname", b"+psubscribe"]
         self._user = User(MONITOR.encode()).changed(
             [b"on", b"nopass", b"%R~*", b"resetchannels", b"&" + ENGINES, b"-@all", *commands]
         )

@@ -1,7 +1,8 @@
-"""What engines tell of themselves on a channel: who they are, and what each of their tiers has spared them.
+"""What engines tell of themselves: who they are, and what each of their tiers has spared them.
 
-Every few seconds each of them publishes a JSON object. Who may publish there may tell anything: what makes no sense is
-passed over, names are cut, and there are so many engines at most.
+Every few seconds each of them publishes a JSON object, on the channel of the user as which it has logged in. Who may
+publish there may tell anything: what makes no sense is passed over, names are cut, and there are so many engines at
+most.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-CHANNEL = b"kvpage:engines"
+CHANNEL = b"kvpage:engines"  # of engines that may use no other; a user's own is followed by ":" and the user's name
+ALL_CHANNELS = CHANNEL + b"*"
 TIERS = ("hot", "prefix", "page", "cold")  # where contexts are found
 COMPUTED = "none"  # where the tokens come from that were found nowhere
 MOST_BYTES = 4096  # of what is told
 MOST_ENGINES = 100
+MOST_USERS = 100
 MOST_LETTERS = 100  # of a name
 MOST_COUNT = 1 << 62
 SILENT_SECONDS = 16.0  # after which an engine is not connected any more: three times it has told nothing
@@ -49,30 +52,45 @@ class EngineFigures:
         return {COMPUTED: self.computed} | {name: tier.tokens for name, tier in self.tiers.items()}
 
 
+@dataclass(frozen=True, slots=True)
+class EnginesSeen:
+    """All engines, or those of one user."""
+
+    connected: list[EngineFigures]  # that were heard lately, by name
+    tokens: Mapping[str, int]  # of prompts, by where they were found, since somebody listens
+
+
 class Engines:
     """Those that were heard lately, and what all of them have told so far."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        self.tokens = Counter(dict.fromkeys((COMPUTED, *TIERS), 0))  # of prompts, since this began to listen
         self._clock = clock
-        self._last: OrderedDict[str, tuple[float, EngineFigures]] = OrderedDict()  # when, and what
+        self._tokens: dict[str, Counter[str]] = {"": Counter()}  # by user; "" are those of no user
+        self._last: OrderedDict[tuple[str, str], tuple[float, EngineFigures]] = OrderedDict()  # by user and name
 
-    def heard(self, raw: bytes) -> None:
-        """One of them has told this."""
+    def heard(self, channel: bytes, raw: bytes) -> None:
+        """One of them has told this on that channel."""
         now = parse(raw)
         if now is None:
             return
-        if before := self._last.pop(now.name, None):
+        user = channel.removeprefix(CHANNEL).removeprefix(b":").decode("utf-8", "backslashreplace")
+        if user not in self._tokens and len(self._tokens) > MOST_USERS:
+            user = ""
+        tokens = self._tokens.setdefault(user, Counter())
+        if before := self._last.pop((user, now.name), None):
             was = before[1].tokens
-            self.tokens.update({where: max(count - was[where], 0) for where, count in now.tokens.items()})
-        self._last[now.name] = self._clock(), now
+            tokens.update({where: max(count - was[where], 0) for where, count in now.tokens.items()})
+        self._last[user, now.name] = self._clock(), now
         if len(self._last) > MOST_ENGINES:
             self._last.popitem(last=False)
 
-    def connected(self) -> list[EngineFigures]:
-        """By name."""
+    def seen(self, by: str | None = None) -> EnginesSeen:
+        """The engines of a user; without one, all of them."""
         since = self._clock() - SILENT_SECONDS
-        return sorted((figures for at, figures in self._last.values() if at >= since), key=lambda each: each.name)
+        found = [told for (user, _), (at, told) in self._last.items() if at >= since and by in (None, user)]
+        counts = [each for user, each in self._tokens.items() if by in (None, user)]
+        tokens = {where: sum(each[where] for each in counts) for where in (COMPUTED, *TIERS)}
+        return EnginesSeen(sorted(found, key=lambda each: each.name), tokens)
 
 
 def parse(raw: bytes) -> EngineFigures | None:

@@ -11,7 +11,7 @@ import redis.asyncio
 
 from kvpage_server.observe.asking import Reading, ask_async
 from kvpage_server.observe.context import BlockPlace, context_of
-from kvpage_server.observe.engines import Engines
+from kvpage_server.observe.engines import Engines, EnginesSeen
 from kvpage_server.observe.history import History
 from kvpage_server.observe.manifests import Manifest
 from kvpage_server.observe.overview import Overview, overview_of_store
@@ -36,9 +36,10 @@ class _Last(Generic[T]):
 class Observer:
     """Reads what the user of its connection may see. Its methods raise RedisError when the store gives no answer."""
 
-    def __init__(self, store: redis.asyncio.Redis, engines: Engines) -> None:
-        """`engines` are shown to users who may read every key, and to nobody else."""
+    def __init__(self, store: redis.asyncio.Redis, user: str, engines: Engines) -> None:
+        """All `engines` are shown to users who may read every key, to others those that have logged in as they have."""
         self.store = store
+        self._user = user
         self._engines = engines
         self.history = History()
         self._overview: _Last[Overview] = _Last()
@@ -55,9 +56,9 @@ class Observer:
                 self.history.add(last.value)
             return last.value
 
-    async def engines(self) -> Engines | None:
-        """What engines tell; None where the user may not read every key."""
-        return self._engines if (await self.overview()).everything else None
+    async def engines(self) -> EnginesSeen:
+        """The engines that the user may see."""
+        return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
         """Who uses the memory, at most five seconds old, or fifty times as old as reading it takes."""

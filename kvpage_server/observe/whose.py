@@ -21,8 +21,8 @@ from kvpage_server.observe import manifests
 from kvpage_server.observe.asking import AT_ONCE, Reading, parts_of, refused
 from kvpage_server.observe.manifests import Manifest
 
-SCAN_COUNT = 2000  # the COUNT of a SCAN
-MOST_SCANS = 2000
+SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
+MOST_SCANS = 8000
 MOST_READ = 64 << 20  # bytes of manifests that are read as a whole
 MOST_PREFIXES = 100
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents

@@ -10,7 +10,7 @@ from typing import Any
 
 from kvpage_server.observe.asking import text
 from kvpage_server.observe.context import BlockPlace, Pages
-from kvpage_server.observe.engines import Engines
+from kvpage_server.observe.engines import EnginesSeen
 from kvpage_server.observe.history import Moment
 from kvpage_server.observe.overview import Overview
 from kvpage_server.observe.whose import Agent, Holdings, OtherRequest
@@ -28,7 +28,7 @@ def event(name: str, data: object) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), json.dumps(data, separators=(",", ":")).encode())
 
 
-def overview(now: Overview, user: str, engines: Engines | None) -> Shown:
+def overview(now: Overview, user: str, engines: EnginesSeen) -> Shown:
     """The store in numbers, as `user` may see it."""
     shown = asdict(now)
     for unshown in ("commands", "errors"):
@@ -43,7 +43,7 @@ def overview(now: Overview, user: str, engines: Engines | None) -> Shown:
     }
     shown["traffic"]["hit_ratio"] = now.traffic.hit_ratio
     shown["user"] = user
-    shown["engines"] = None if engines is None else [asdict(engine) for engine in engines.connected()]
+    shown["engines"] = [asdict(engine) for engine in engines.connected]
     return shown
 
 

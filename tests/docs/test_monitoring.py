@@ -6,7 +6,7 @@ import json
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,17 @@ def families(told: str) -> dict[str, str]:
     return found
 
 
-def expressions() -> list[str]:
-    asked = re.findall(r"^ +expr: (.*)$", ALERTS.read_text(), re.MULTILINE)
+def of_alerts() -> list[str]:
+    return re.findall(r"^ +expr: (.*)$", ALERTS.read_text(), re.MULTILINE)
+
+
+def of_panels() -> list[str]:
     panels = json.loads(DASHBOARD.read_text())["panels"]
-    return asked + [target["expr"] for panel in panels for target in panel.get("targets", [])]
+    return [target["expr"] for panel in panels for target in panel.get("targets", [])]
+
+
+def expressions() -> list[str]:
+    return of_alerts() + of_panels()
 
 
 def test_alerts_and_dashboard_ask_for_metrics_that_exist(told: str) -> None:
@@ -59,6 +66,12 @@ def test_alerts_and_dashboard_ask_for_metrics_that_exist(told: str) -> None:
     asked = {name for expression in expressions() for name in NAME.findall(expression)}
     assert len(asked) > 30
     assert {name for name in asked if not name.startswith(ENGINE)} - there.keys() == set()
+
+
+@pytest.mark.parametrize("asked", [of_alerts, of_panels])
+def test_what_engines_tell_the_store_is_asked_for(asked: Callable[[], list[str]]) -> None:
+    names = {name for expression in asked() for name in NAME.findall(expression)}
+    assert names >= {"kvpage_engines", "kvpage_prompt_tokens_total"}
 
 
 def test_what_they_ask_of_the_engine_exists() -> None:
@@ -107,6 +120,35 @@ def test_the_dashboard_is_one_that_grafana_imports() -> None:
             assert set(re.findall(r"\$(\w+)", target["expr"])) <= variables
 
 
+def _trial(directory: Path) -> Path:
+    """A store whose engines end after eight hours, and begin to compute everything after six."""
+    of = 'instance="kv1:9223"'
+    spared, computed = (f'kvpage_prompt_tokens_total{{{of},tier="{tier}"}}' for tier in ("page", "none"))
+    told = [
+        (f"kvpage_engines{{{of}}}", "2x480 0x60"),
+        (spared, "0+900x360 324000x180"),
+        (computed, "0+100x360 36100+1000x180"),
+    ]
+    firing = {
+        "350m": [],
+        "460m": ["KvpagePromptsComputedAgain"],
+        "490m": ["KvpageEnginesGone", "KvpagePromptsComputedAgain"],
+    }
+    questions = [
+        {
+            "expr": 'count by (alertname) (ALERTS{alertstate="firing"})',
+            "eval_time": at,
+            "exp_samples": [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in names],
+        }
+        for at, names in firing.items()
+    ]
+    series = [{"series": name, "values": values} for name, values in told]
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": questions}
+    trial = directory / "trial.yml"
+    trial.write_text(json.dumps({"rule_files": [str(ALERTS)], "evaluation_interval": "1m", "tests": [test]}))
+    return trial
+
+
 @pytest.mark.skipif(not PROMTOOL, reason=NO_PROMTOOL)
 def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
     assert PROMTOOL
@@ -114,6 +156,8 @@ def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
     assert checked.returncode == 0, checked.stdout + checked.stderr
     linted = subprocess.run([PROMTOOL, "check", "metrics"], input=told, capture_output=True, text=True, timeout=60)
     assert linted.returncode == 0, linted.stdout + linted.stderr
+    checked = subprocess.run([PROMTOOL, "test", "rules", _trial(tmp_path)], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stdout + checked.stderr
     rules = {
         "groups": [
             {

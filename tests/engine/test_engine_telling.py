@@ -4,22 +4,26 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from io import StringIO
 from typing import Any
 
 import pytest
 from browsing import SeenServer, start_seen_server
+from rich.console import Console
 from test_agent_engine import SYSTEM, Bench
 from waiting import eventually, until
 
 from engine.tiers import telling
+from kvpage_server.look.top import _View
 
-TENANT = ("--user", "tenant", "on", ">sesame", "~kv:own*", "+@all")
+TENANT = ("--user", "tenant", "on", ">sesame", "~*:*", "&kvpage:engines:tenant", "+@all")
+OTHER = ("--user", "other", "on", ">sesame", "~*:*", "&kvpage:engines", "+@all")
 FIGURES = ("--user", "figures", "on", ">open", "%R~*", "+@all")
 
 
 @pytest.fixture(scope="module")
 def seen() -> Iterator[SeenServer]:
-    with start_seen_server(*TENANT, *FIGURES) as seen:
+    with start_seen_server(*TENANT, *OTHER, *FIGURES) as seen:
         yield seen
 
 
@@ -50,9 +54,36 @@ def test_the_store_says_how_many_tokens_of_prompts_were_not_computed(seen: SeenS
     assert seen.server.log == "" or "Traceback" not in seen.server.log
 
 
-def test_who_may_not_read_every_key_is_told_of_no_engine(seen: SeenServer) -> None:
-    assert tokens(seen, auth=("tenant", "sesame")) == {}
-    assert set(tokens(seen, auth=("figures", "open"))) == {"none", "hot", "prefix", "page", "cold"}
+def test_a_tenant_is_told_of_engines_that_have_logged_in_as_they_have(seen: SeenServer) -> None:
+    def engines(**options: object) -> float:
+        return seen.metrics(**options)["kvpage_engines",]
+
+    benches = [Bench(seen.server.url.replace("//", f"//{user}:sesame@")) for user in ("tenant", "other")]
+    for bench in benches:
+        bench.store.keep_telling()
+    until(lambda: engines(auth=("figures", "open")) >= 2, "both, of one name")
+    until(lambda: engines(auth=("tenant", "sesame")) == 1, "the tenant's engine")
+    spared = sum(tokens(seen, auth=("tenant", "sesame")).values())
+    benches[0].ask("alice", SYSTEM)
+    until(lambda: sum(tokens(seen, auth=("tenant", "sesame")).values()) == spared + len(SYSTEM), "its tokens")
+    assert engines(auth=("other", "sesame")) == 0  # it tells on the channel that all have in common
+    assert sum(tokens(seen, auth=("other", "sesame")).values()) == 0
+    for bench in benches:
+        bench.store.close()
+
+
+@pytest.mark.parametrize(("user", "shown"), [("tenant", True), ("other", False)])
+def test_top_shows_the_engines_that_its_user_may_hear(seen: SeenServer, user: str, shown: bool) -> None:
+    url = seen.server.url.replace("//", f"//{user}:sesame@")
+    bench = Bench(url)
+    bench.store.keep_telling()
+    with seen.server.client(username=user, password="sesame", protocol=3) as client:
+        top = _View(client, url)
+        assert eventually(lambda: top.as_json()["engines"], within=30.0 if shown else 1.0) is shown
+        drawn = Console(width=200, record=True, file=StringIO())
+        drawn.print(top.frame())
+    assert ("not computed" in drawn.export_text()) is shown
+    bench.store.close()
 
 
 def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> None:
@@ -74,7 +105,7 @@ def test_an_engine_that_may_not_tell_asks_once_and_works(seen: SeenServer) -> No
 def test_what_is_told_is_short_and_names_no_agent(seen: SeenServer) -> None:
     bench = Bench(seen.server.url)
     with seen.server.client() as client, client.pubsub(ignore_subscribe_messages=True) as channel:
-        channel.subscribe(telling.CHANNEL)
+        channel.subscribe(f"{telling.CHANNEL}:default")
         bench.ask("alice", SYSTEM[:20])
         bench.store.keep_telling()
         heard: list[Any] = []

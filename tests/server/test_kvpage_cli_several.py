@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -15,6 +17,7 @@ from slot_maps import start_mapped
 from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 
+PROGRAM = Path(sys.executable).with_name("kvpage")
 NAMES = [(b"{segment-%d}" % i, i) for i in range(16)]
 
 
@@ -52,6 +55,17 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
         into = [np.zeros(SHAPE.nbytes, np.uint8) for _ in NAMES]
         assert all(pages.mget_blocks_into(NAMES, SHAPE, into))
         assert all((a == block_body(i)).all() for i, a in enumerate(into))
+
+
+def test_a_watch_tells_of_all_servers_each_time(server: RunningServer, second_server: RunningServer) -> None:
+    command = [PROGRAM, "status", "--json", "--watch", "0.2", "--url", f"{server.url},{second_server.url}"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        try:
+            told = [json.loads(process.stdout.readline())["url"] for _ in range(4)]
+        finally:
+            process.kill()
+    assert told == 2 * [server.url, second_server.url]
 
 
 def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(

@@ -16,6 +16,7 @@ from redis.driver_info import DriverInfo
 from engine.tiers.server.breaker import CircuitBreaker
 from engine.tiers.server.cost_model import Rates
 from kvpage_server import __version__
+from kvpage_server.address import user_of
 from kvpage_server.client import (
     AsyncPageClient,
     DeadlineExceeded,
@@ -57,6 +58,7 @@ class ServerConnection:
 
         Raises ValueError for a URL that isn't one.
         """
+        self.user = user_of(url)
         self.several = names_several(url)
         self.deadline = deadline
         more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # as CLIENT LIST has it

@@ -10,10 +10,9 @@ const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 
-/** Without `engines` the user may not know of any. */
-export function showEngines(engines) {
-  at("engines-card").hidden = at("spared-box").hidden = engines === null;
-  if (engines === null) return;
+/** Who may not read every key is told of engines that have logged in as they have, if there are any. */
+export function showEngines({ engines, everything }) {
+  at("engines-card").hidden = at("spared-box").hidden = !everything && !engines.length;
   const [reused, all] = [sum(engines.map(found)), sum(engines.map(prompts))];
   say(at("spared"), ratio(reused, all));
   say(at("spared-note"), `${count(reused)} of ${plural(all, "token")}, ${plural(engines.length, "engine")}`);

@@ -42,7 +42,7 @@ function show() {
   showFigures();
   showCharts();
   showTiers();
-  showEngines(now.engines);
+  showEngines(now);
   if (holdings) {
     showWhose(holdings, now, openAgent);
     showShared(holdings);

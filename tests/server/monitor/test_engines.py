@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvpage_server.observe import engines
-from kvpage_server.observe.engines import MOST_ENGINES, SILENT_SECONDS, Engines, parse
+from kvpage_server.observe.engines import CHANNEL, MOST_ENGINES, MOST_USERS, SILENT_SECONDS, Engines, parse
 
 
 def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any) -> bytes:
@@ -21,32 +21,52 @@ def told(name: str = "host:1", computed: int = 0, page: int = 0, **changes: Any)
 def test_tokens_are_counted_from_when_an_engine_is_first_heard() -> None:
     """What it did before, perhaps for another store's process, is no rate of now."""
     heard = Engines()
-    heard.heard(told(computed=1000, page=5000))
-    assert not any(heard.tokens.values())
-    heard.heard(told(computed=1010, page=5090))
-    assert (heard.tokens["none"], heard.tokens["page"]) == (10, 90)
-    heard.heard(told(computed=3, page=0))  # it was started anew
-    assert (heard.tokens["none"], heard.tokens["page"]) == (10, 90)
+    heard.heard(CHANNEL, told(computed=1000, page=5000))
+    assert not any(heard.seen().tokens.values())
+    heard.heard(CHANNEL, told(computed=1010, page=5090))
+    assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
+    heard.heard(CHANNEL, told(computed=3, page=0))  # it was started anew
+    assert (heard.seen().tokens["none"], heard.seen().tokens["page"]) == (10, 90)
 
 
 def test_an_engine_that_is_silent_is_gone_until_it_tells_again() -> None:
     now = 0.0
     heard = Engines(lambda: now)
-    heard.heard(told("host:2"))
-    heard.heard(told("host:1", computed=1))
-    assert [each.name for each in heard.connected()] == ["host:1", "host:2"]
+    heard.heard(CHANNEL, told("host:2"))
+    heard.heard(CHANNEL, told("host:1", computed=1))
+    assert [each.name for each in heard.seen().connected] == ["host:1", "host:2"]
     now = SILENT_SECONDS + 1
-    assert heard.connected() == []
-    heard.heard(told("host:1", computed=5))
-    assert [each.name for each in heard.connected()] == ["host:1"]
-    assert heard.tokens["none"] == 4
+    assert heard.seen().connected == []
+    heard.heard(CHANNEL, told("host:1", computed=5))
+    assert [each.name for each in heard.seen().connected] == ["host:1"]
+    assert heard.seen().tokens["none"] == 4
 
 
 def test_there_are_so_many_engines_at_most() -> None:
     heard = Engines()
     for number in range(3 * MOST_ENGINES):
-        heard.heard(told(f"host:{number}"))
-    assert len(heard.connected()) == MOST_ENGINES
+        heard.heard(CHANNEL, told(f"host:{number}"))
+    assert len(heard.seen().connected) == MOST_ENGINES
+
+
+def test_a_user_is_shown_what_was_told_on_their_own_channel_alone() -> None:
+    heard = Engines()
+    for computed in (0, 10):
+        heard.heard(CHANNEL + b":ann", told(computed=computed))
+        heard.heard(CHANNEL + b":bob", told(computed=5 * computed))  # of the same name, which anybody may take
+        heard.heard(CHANNEL, told("host:2", computed=7 * computed))
+    assert [len(heard.seen(user).connected) for user in ("ann", "bob", "nobody", None)] == [1, 1, 0, 3]
+    assert [heard.seen(user).tokens["none"] for user in ("ann", "bob", "nobody", None)] == [10, 50, 0, 130]
+
+
+def test_there_are_so_many_users_at_most() -> None:
+    """The others' engines are told to who may see all of them."""
+    heard = Engines()
+    for number in range(3 * MOST_USERS):
+        heard.heard(b"%b:%d" % (CHANNEL, number), told(f"host:{number}"))
+    known = [number for number in range(3 * MOST_USERS) if heard.seen(str(number)).connected]
+    assert len(known) <= MOST_USERS
+    assert len(heard.seen().connected) == MOST_ENGINES
 
 
 @pytest.mark.parametrize(
@@ -70,8 +90,8 @@ def test_there_are_so_many_engines_at_most() -> None:
 )
 def test_what_makes_no_sense_is_passed_over(raw: bytes) -> None:
     heard = Engines()
-    heard.heard(raw)
-    assert (parse(raw), heard.connected()) == (None, [])
+    heard.heard(CHANNEL, raw)
+    assert (parse(raw), heard.seen().connected) == (None, [])
 
 
 def test_names_are_cut() -> None:

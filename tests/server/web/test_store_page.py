@@ -36,13 +36,13 @@ def remember(client: redis.Redis, agent: str, blocks: Sequence[str]) -> None:
     client.set(f"manifest:{agent}:00000000000000aa", "0" * 16 + json.dumps(manifest))
 
 
-def tell(client: redis.Redis, name: str) -> int:
+def tell(client: redis.Redis, name: str, channel: str = "kvpage:engines") -> int:
     """What an engine tells of itself; how many heard it."""
     tier = {"hits": 2, "tokens": 300, "bytes": 1 << 20}
     none = dict.fromkeys(tier, 0)
     told = {"name": name, "model": "tiny", "answers": 4, "computed": 100, "used": 3 << 20, "room": 12 << 20}
     tiers = {"hot": none, "prefix": none, "page": tier, "cold": none}
-    return int(client.publish("kvpage:engines", json.dumps(told | {"tiers": tiers})))
+    return int(client.publish(channel, json.dumps(told | {"tiers": tiers})))
 
 
 def work(client: redis.Redis) -> None:
@@ -209,6 +209,11 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
             page.locator("button").click()
             says(page, "#agents", "own")
             assert page.locator("#engines-card").is_hidden()
+            with seen.server.client(password="secret") as client:
+                tell(client, "other:1")
+                tell(client, "own:1", "kvpage:engines:tenant")
+            says(page, "#engines", "own:1")
+            assert page.locator("#engines tr").count() == 1
             says(page, "#hits-note", "told to who may use every key")  # and not 0 of 0 reads
             assert page.locator("#agents tr").count() == 1
             assert "other" not in page.locator("main").inner_text().replace("no other", "")
