@@ -18,12 +18,13 @@ _END = object()
 class Replies:
     """Of one client. `pieces` are to be sent next."""
 
-    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "pieces", "under_way")
+    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "broken", "pieces", "under_way")
 
     def __init__(self, client: Client) -> None:
         self._client = client
         self.pieces: list[Piece] = []
         self.under_way = False  # a reply is made in steps, and not at its end
+        self.broken = False  # `pieces` begin within a reply, of which the rest was sent
         self._borrowed = 0  # bytes of them that lie in the store's memory
         self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # it is a single reply, not the items of an array

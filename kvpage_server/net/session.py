@@ -333,7 +333,8 @@ class Session:
             return
         tiered = self._server.tiered
         if tiered is not None and tiered.behind.durable < self.client.owes and tiered.behind.failing:
-            self._replies.pieces = [b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()]
+            error = b"-MISCONF Errors writing to disk: %b\r\n" % tiered.behind.failing.encode()
+            self._replies.pieces = [] if self._replies.broken else [error]
             self.client.owes = 0
             self._ending = True
         self._flush()
@@ -411,7 +412,7 @@ class Session:
             return
         replies = self._replies
         if replies.pieces:
-            pieces, replies.pieces = replies.pieces, []
+            pieces, replies.pieces, replies.broken = replies.pieces, [], replies.under_way
             self._transport.write(pieces)
 
     def _is_held_back(self) -> bool:

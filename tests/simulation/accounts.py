@@ -13,8 +13,8 @@ from kvpage_server.store.memory.extent import ExtentPage
 ROOM = 1 << 16  # bytes: what a limit may be passed by, for what was stored last
 
 
-def mistakes(server: Server) -> Iterator[str]:
-    """What is counted otherwise than it is."""
+def mistakes(server: Server, just_stored: int) -> Iterator[str]:
+    """What is counted otherwise than it is. `just_stored` bytes were perhaps stored since room was made."""
     keyspace = server.keyspace
     memory, contents, quotas = keyspace.memory, keyspace.contents, keyspace.evictor.every_quota
     entries = contents.catalogue.entries
@@ -29,10 +29,11 @@ def mistakes(server: Server) -> Iterator[str]:
         sizes = {unit: keyspace.quotas.size_of(unit) for unit in quota.sizes}
         if quota.sizes != sizes or quota.bytes != sum(sizes.values()):
             yield f"the quota of {quota.pattern!r} counts {quota.bytes}, its keys have {sum(sizes.values())}"
-    if keyspace.evictor.policy not in (NO_EVICTION, VOLATILE_TTL) and not len(keyspace.leases) and not quotas:
-        held = memory.tier.held if memory.tier is not None else 0
-        if memory.used - held > memory.maxmemory + ROOM and memory.maxmemory and memory.tier is None:
-            yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}"
+    spared = len(keyspace.leases) or quotas or keyspace.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
+    if memory.maxmemory and memory.tier is None and not spared:
+        most = memory.maxmemory + just_stored * 5 // 4 + ROOM  # slots are larger than values by a fourth at the most
+        if memory.used > most:
+            yield f"{memory.used} bytes are used of a maxmemory of {memory.maxmemory}, {just_stored} were just stored"
 
 
 def _slots(server: Server) -> Iterator[Slot]:

@@ -48,6 +48,7 @@ class Audit:
         self._told: dict[bytes, list[Any]] = {}  # what will be found, as it comes
         self._least = 0  # changes that have to be there after a death
         self._most = 0  # and that can be
+        self._gone: set[bytes] = set()  # keys that were gone meanwhile: a full disk is told of these first
         self._failed_at = -1  # changes that there were when the disk began to fail
 
     # -- quiet -----------------------------------------------------------------------------------------------------
@@ -57,12 +58,15 @@ class Audit:
         self._since = self._run.machine.clock.now
         self._wait(then, check)
 
-    def _wait(self, then: Callable[[], None], check: bool) -> None:
+    def _wait(self, then: Callable[[], None], check: bool, turns: int = 20) -> None:
         run = self._run
         if run.process.over:
             return
         loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
         if not loud:
+            if check and turns and self._untold():  # what somebody's own command causes comes after its reply
+                run.machine.later(5 * MS, lambda: self._wait(then, check, turns - 1))
+                return
             if check:
                 self._check_quiet()
             then()
@@ -75,11 +79,8 @@ class Audit:
     def _check_quiet(self) -> None:
         judge, run = self._judge, self._run
         server, store = run.process.server, judge.model.store
-        for peer in run.peers:
-            if peer.pushes and peer.sock is not None:
-                judge.fail(f"peer {peer.number} was not told {peer.pushes[0]!r:.200}")
-            if peer.sock is not None and (owed := peer.talk.owed - {*judge.model.store.lately_expired()}):
-                judge.fail(f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed")
+        if untold := self._untold():
+            judge.fail(untold)
         store.now = run.machine.clock.unix_ms
         if not store.doubts and not store.fog:
             there, known = set(server.keyspace.listing.names()), set(store.living())
@@ -87,10 +88,20 @@ class Audit:
                 judge.fail(f"the server has lost {sorted(known - there)[:5]!r}")
             if extra := [key for key in there - known if not 0 < server.keyspace.expires_of(key) <= store.now]:
                 judge.fail(f"the server has kept {sorted(extra)[:5]!r}")
-        for mistake in accounts.mistakes(server) if self._is_well() else ():
+        for mistake in accounts.mistakes(server, judge.just_stored) if self._is_well() else ():
             judge.fail(mistake)
         if self._is_well():
             judge.disk_fails, self._failed_at = False, -1
+
+    def _untold(self) -> str:
+        """Of which message or change somebody has not heard yet."""
+        late = {*self._judge.model.store.lately_expired()}
+        for peer in self._run.peers:
+            if peer.pushes and peer.sock is not None:
+                return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
+            if peer.sock is not None and (owed := peer.talk.owed - late):
+                return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
+        return ""
 
     def _is_well(self) -> bool:
         faults, tiered = self._run.machine.disk.faults, self._run.process.server.tiered
@@ -130,6 +141,8 @@ class Audit:
             if judge.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
         self._exact = exact
+        makes_room = judge.disk_fails or self._run.program.maxdisk
+        self._gone = {key for key, _, cell in store.log[self._least :] if cell is None} if makes_room else set()
         if not self._run.program.disk:
             for key in list(store.keys):
                 store.drop(key)
@@ -236,7 +249,7 @@ class Audit:
         if key in self._judge.model.store.fog:
             return True
         if found.value is None:
-            return self._may_be_lost(cell) or cell is None or 0 < cell.expires <= found.at
+            return self._may_be_lost(cell) or key in self._gone or cell is None or 0 < cell.expires <= found.at
         if cell is None or not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:

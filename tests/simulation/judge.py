@@ -52,7 +52,8 @@ class Judge:
         self.acknowledged = 0  # changes of the model that were told to be done
         self.positions: deque[tuple[int, int]] = deque()  # when there were how many changes
         self.boundaries: set[int] = set()  # of the model's log, between commands
-        self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
+        self.rotted = self.model.rotted
+        self.just_stored = 0  # bytes, by the last command that stored any and those that are under way
         self.trace: list[tuple[int, int, int, Words]] = []  # when, who, which step, what was run
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
@@ -117,7 +118,7 @@ class Judge:
             for one in self.peers:
                 if one.talk is listening:
                     one.pushes.append(message)
-        return reply if here or asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
+        return reply if asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
 
     def _forget_again(self, evicted: list[bytes]) -> None:
         """Some of what a command has stored was evicted to make room for the rest of it."""
@@ -135,7 +136,7 @@ class Judge:
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
-        """A reply in steps that no peer will tell of."""
+        """A reply in steps: what it has done is known when it is made, and the next command comes after that."""
         last = None
         try:
             for last in items:
@@ -161,6 +162,8 @@ class Judge:
         if asked.end > before:
             self._note_moment()
         asked.streamed = isinstance(reply, Stream)
+        if asked.changes:
+            self._note_stored(asked)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)
 
@@ -201,6 +204,12 @@ class Judge:
             talk.refused = True
         return Err(error[:20])
 
+    def _note_stored(self, asked: Asked) -> None:
+        store = self.model.store
+        cells = [cell for _, _, cell in store.log[asked.at : asked.end]]
+        cells += [cell for doubt in store.doubts if doubt.pending for cell in doubt.variants[0].values()]
+        self.just_stored = sum(cell.size for cell in cells if cell is not None)
+
     def _doubt(self, asked: Asked) -> None:
         """What a command does in steps may or may not be done, until it says so."""
         store = self.model.store
@@ -234,7 +243,6 @@ class Judge:
             self._broke_off(peer, asked)
             return
         if asked.doubt is not None:
-            asked.expected = _fewer(asked.expected, len(asked.doubt.evicted))
             self._resolve(asked, reply)
         if not agrees(asked.expected, reply) and not self._agreed_meanwhile(asked, reply):
             self.fail(
@@ -257,6 +265,9 @@ class Judge:
     def _resolve(self, asked: Asked, reply: Any) -> None:
         """A command in steps has said what became of it."""
         store, doubt = self.model.store, asked.doubt
+        if doubt is None:
+            return  # the client has gone, or was quick
+        asked.expected = _fewer(asked.expected, len(doubt.evicted))
         self._abandon(asked)
         if is_error(reply):
             if not self._may_fail_late(reply):

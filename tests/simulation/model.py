@@ -89,6 +89,7 @@ class Model(Strings, Pages):
         self.paused_until = 0  # of the milliseconds that nobody sets
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
         self.users: dict[bytes, Rights] = {}  # those who may not do everything
+        self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
     def _changed(self, key: bytes) -> None:
         self._note_change(key)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from tests.simulation.replies import ANYTHING, OK, Err, any_order, between, fields, one_of
+from tests.simulation.replies import ANYTHING, OK, Err, any_order, between, fields, one_of, some_of
 from tests.simulation.values import Store, Value
 
 ITEM = {1: 2, 2: 4, 3: 1, 4: 2, 7: 4, 8: 1}  # bytes, by dtype
@@ -36,6 +36,7 @@ class Pages:
     pinned: set[tuple[bytes, int]]
     leased: dict[tuple[bytes, int], int]
     limited: bool
+    rotted: set[bytes]
     checksums = True
 
     # -- writing ---------------------------------------------------------------------------------------------------
@@ -120,7 +121,8 @@ class Pages:
     def do_kvpageverify(self, req: bytes, *pages: bytes) -> Any:
         keys = self._keys(req, *map(int, pages))
         unchecked = sum(not self.store.keys[key].checksum for key in keys)
-        return fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": []})
+        corrupt = some_of(keys, lambda: bool(self.rotted))
+        return fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": corrupt})
 
     def do_smembers(self, key: bytes) -> Any:
         return any_order(self._keys(key.split(b":")[1]))

@@ -86,6 +86,16 @@ def gathered(sets: Sequence[frozenset[bytes]], reply: Any) -> bool:
     return frozenset.intersection(*sets) <= set(reply) <= frozenset.union(*sets)
 
 
+def some_of(these: Iterable[bytes], allowed: Callable[[], bool]) -> May:
+    """An array of some of these, if that is allowed when the reply comes, and an empty one otherwise."""
+    known = set(these)
+
+    def holds(reply: Any) -> bool:
+        return isinstance(reply, list) and known.issuperset(reply) and (not reply or allowed())
+
+    return May(f"some of {sorted(known)!r:.400}", holds)
+
+
 def between(low: int, high: int) -> May:
     """A number from `low` to `high`."""
     return May(f"a number from {low} to {high}", lambda reply: type(reply) is int and low <= reply <= high)

@@ -54,6 +54,7 @@ class Run:
         clock.cost = (lambda: low + int(costs.random() * (high - low))) if high else (lambda: 0)
         self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
         self.judge = Judge(self.machine, self.peers)
+        self.machine.turns.broke = self.judge.note_broken
         self.judge.model.limited = program.options["maxmemory"] != "0"
         if program.options.get("appendfsync") == "no":
             self.judge.model.store.forgotten = FORGOTTEN_LATE
@@ -308,20 +309,19 @@ class Run:
             self.judge.fail(f"the server was asked to end a minute ago, and does: {process.tasks}")
 
     def _do_fault(self, step: Step) -> None:
-        faults, name, lasts = self.machine.disk.faults, step.extra["name"], step.extra["nanoseconds"]
+        faults, names, lasts = self.machine.disk.faults, step.extra["name"].split(), step.extra["nanoseconds"]
         if slow := step.extra.get("slow", 0):
             faults.slow = slow
             self._patience.excuse(lasts)
-        if name:
-            setattr(faults, name, True)
+        if names:
             faults.room = 0
             self.audit.disk_failed()
+        vars(faults).update(dict.fromkeys(names, True))
 
         def mend() -> None:
             if slow:
                 faults.slow = 0
-            if name:
-                setattr(faults, name, False)
+            vars(faults).update(dict.fromkeys(names, False))
 
         self.machine.later(lasts, mend)
 

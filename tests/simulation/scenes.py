@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 LISTENERS = (1, 2)  # peers that listen to channels; the others may always say everything
 CHANNELS = (b"news", b"art")
 _LONG = [b"long%d" % i for i in range(4)]
+_LONG_FAULT = 25_000 * MS  # longer than anybody may be kept waiting
 _LONG_SIZE = 60_000  # bytes: some of these are more than a client may leave unread
 
 
@@ -64,10 +65,19 @@ class Scenes:
         return [*writes, self._soon(self._step("kill", told=rng.choice([0, 0, 20_000, 200_000])), 20_000)]
 
     def _failing_disk(self) -> list[Step]:
-        """The disk takes nothing, and slowly. The same keys are written again meanwhile. Then comes a restart."""
+        """The disk takes nothing, and slowly, or gives nothing either. The same keys are written again meanwhile.
+
+        Then comes a restart, sometimes after so long that nobody may have waited for it.
+        """
         rng, keys = self.rng, self.rng.sample(self.strings, 2)
         lasts, slow = rng.randrange(200 * MS, 2_000 * MS), rng.choice([0, 80 * MS, 400 * MS])
-        steps: list[Step] = [self._step("fault", name=rng.choice(["full", "refuses"]), slow=slow, nanoseconds=lasts)]
+        name = rng.choice(["full", "refuses"])
+        more = random.Random(lasts)  # other than `rng`, of which what comes later is drawn
+        if more.random() < 0.4:
+            lasts, slow = _LONG_FAULT, 0
+        if more.random() < 0.4:
+            name += " unreadable"
+        steps: list[Step] = [self._step("fault", name=name, slow=slow, nanoseconds=lasts)]
         within = rng.choice([10 * MS, 150 * MS])
         for _ in range(rng.randrange(5, 15)):
             write = self._send(rng.randrange(PEERS), (b"SET", rng.choice(keys), self._exactly(20)))

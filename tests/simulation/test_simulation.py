@@ -6,6 +6,7 @@ The world replaces time and threads for its whole process, so it has processes o
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -20,6 +21,9 @@ CHEAP = {"keepttl-forgotten": 24, "msetnx-sets-some": 1, "evicted-is-still-liste
 HANGS = 900  # seconds; so many seeds take some, and on a machine that is busy they may take many
 
 
+AGAIN = re.compile(r"again: python -m tests\.simulation --seed (\d+)")
+
+
 def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str]:
     """What the command line says of some seeds."""
     command = [sys.executable, "-m", "tests.simulation", *arguments]
@@ -30,6 +34,14 @@ def simulate(*arguments: str, core: str = "") -> subprocess.CompletedProcess[str
 def check(result: subprocess.CompletedProcess[str]) -> None:
     """That all was right."""
     assert result.returncode == 0, result.stdout[-6000:] + result.stderr[-3000:]
+
+
+def found(result: subprocess.CompletedProcess[str]) -> int:
+    """The seed with which a mistake in the server was found."""
+    told = AGAIN.search(result.stdout)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert told, result.stdout + result.stderr
+    return int(told[1])
 
 
 def test_what_failed_once_does_not_fail_again() -> None:
@@ -50,16 +62,14 @@ def test_the_core_in_plain_python_breaks_no_promise_either() -> None:
 
 @pytest.mark.parametrize(("mistake", "seed"), sorted(CHEAP.items()))
 def test_a_mistake_in_the_server_is_found_and_its_seed_is_told(mistake: str, seed: int) -> None:
-    result = simulate("--seeds", f"{seed}..{seed}", "--defect", mistake)
-    assert result.returncode == 1, result.stdout + result.stderr
-    assert f"again: python -m tests.simulation --seed {seed}" in result.stdout
+    assert found(simulate("--seed", f"{seed}", "--defect", mistake)) == seed
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])
 def test_every_mistake_is_found_within_two_minutes_of_a_core(mistake: Mistake) -> None:
-    result = simulate("--seeds", "1..100000", "--seconds", "120", "--defect", mistake.name)
-    assert "again: python -m tests.simulation --seed" in result.stdout, result.stdout + result.stderr
+    seed = found(simulate("--seeds", "1..100000", "--seconds", "120", "--defect", mistake.name))
+    check(simulate("--seed", f"{seed}"))  # or it is the judge who is wrong
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=[mistake.name for mistake in MISTAKES])

@@ -11,6 +11,7 @@ import _thread
 import queue
 import select
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -36,6 +37,7 @@ class Turns:
         self.pace = pace
         self.current: Thread | None = None
         self.threads: list[Thread] = []
+        self.broke: Callable[[str], None] = lambda text: None  # told of an exception that ends a thread
         self._owner = SERVER
 
     @property
@@ -123,6 +125,9 @@ class Thread(_RealThread):
             work()
         except Killed:
             pass
+        except Exception:  # noqa: BLE001 - whatever it is, the thread ends by it
+            if not self.killed:
+                turns.broke(f"{self.name} ends: {traceback.format_exc()}")
         finally:
             self.works, self.over = False, True
             for waiting in self._joined:
