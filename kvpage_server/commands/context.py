@@ -23,6 +23,7 @@ from kvpage_server.commands.queued import Transaction
 from kvpage_server.commands.table.keys import READ
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.configuration.config import Config
+from kvpage_server.core import Command
 from kvpage_server.page import unix_ms
 from kvpage_server.resp.reply import Reply
 from kvpage_server.store.keyspace import Keyspace
@@ -38,6 +39,16 @@ class Pause:
 
     ends: float
     only_writes: bool
+
+
+class Instead(Protocol):
+    """Gives commands other rows."""
+
+    def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
+        """The row of a command now. Raises ReplyError if it can't be done, Postponed if it has to wait."""
+
+    def row(self, spec: Spec) -> Spec:
+        """The row of a command at any time. Raises ReplyError."""
 
 
 def _nobody_listens() -> None:
@@ -71,7 +82,7 @@ class Totals:
 class Server:
     """The state that all clients share. `stop` asks the process to end."""
 
-    instead: Callable[[Spec], Spec] | None = None  # the row of a command whose keys lie behind this server, not in it
+    instead: Instead | None = None  # where keys lie behind this server, not in it
     port = 0  # the port that is really listened on
     tls: ssl.SSLContext | None = None  # used by the next encrypted connection
     slow_from = NEVER  # nanoseconds: calls that take longer are noted

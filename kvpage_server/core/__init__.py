@@ -30,7 +30,9 @@ if TYPE_CHECKING or NAME == "python":
         SentPages,
         Slot,
         Words,
+        digest,
         enter,
+        fill_digests,
         look_up,
         use_again,
     )
@@ -54,7 +56,9 @@ else:
         SentPages,
         Slot,
         Words,
+        digest,
         enter,
+        fill_digests,
         look_up,
         use_again,
     )
@@ -84,7 +88,9 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "digest",
     "enter",
+    "fill_digests",
     "look_up",
     "use_again",
 ]

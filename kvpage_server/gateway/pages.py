@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvpage_server.client.cluster.block_value import shape_of
-from kvpage_server.client.cluster.commands import get_opening
+from kvpage_server.client.cluster.commands import get_opening, set_block
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.block import read_shape
@@ -16,6 +16,7 @@ from kvpage_server.commands.families.pages.request import block_names, page_id, 
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.core import Argument, NewPages, Slot
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
+from kvpage_server.gateway.overlap import Overlap
 from kvpage_server.gateway.plans import NO_PAGE, Standing, Value
 from kvpage_server.gateway.upstream import MOST, Upstream
 from kvpage_server.gateway.words import set_page, spell
@@ -31,6 +32,7 @@ class PagesBehind:
     """Each method takes a client and arguments, and returns the steps of the reply."""
 
     upstream: Upstream
+    overlap: Overlap
 
     # -- pages -------------------------------------------------------------------------------------------------------
 
@@ -132,10 +134,10 @@ class PagesBehind:
     def kvblockset(self, client: Client, args: list[Argument]) -> Iterator[Reply]:
         name, ttl = (request_name(args[0]), page_id(args[1])), integer_in("ttl", args[5], 0, MAX_TTL)
         shape, body = read_shape(*plain_all([*args[2:5], *args[6:-1]])), args[-1]
-        memory = body.body if isinstance(body, Slot) else plain(body)
+        memory = body.body if isinstance(body, Slot) else memoryview(plain(body))
         if len(memory) != shape.nbytes:
             raise ReplyError(f"ERR body must be {shape.nbytes} bytes for this shape, got {len(memory)}")
-        yield from self.upstream.do(self.upstream.plans.calls.mset_blocks([name], shape, [memory], ttl))
+        yield from self.overlap.write(client, name, len(memory), set_block(name, shape, [memory], ttl, unix_ms()))
         yield OK
 
     def kvblockget(self, client: Client, args: list[Argument]) -> Iterator[Reply]:

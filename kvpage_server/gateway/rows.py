@@ -9,7 +9,8 @@ from functools import partial
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import TABLE, Spec
-from kvpage_server.core import Argument
+from kvpage_server.core import Argument, Command
+from kvpage_server.gateway.overlap import OVERLAP, Overlap
 from kvpage_server.gateway.pages import PagesBehind
 from kvpage_server.gateway.strings import COUNTED, PASSED, StringsBehind
 from kvpage_server.gateway.upstream import Upstream
@@ -25,7 +26,8 @@ class Rows:
     """Gives a command its row on a gateway."""
 
     def __init__(self, upstream: Upstream) -> None:
-        pages, strings = PagesBehind(upstream), StringsBehind(upstream)
+        self._overlap = Overlap(upstream)
+        pages, strings = PagesBehind(upstream, self._overlap), StringsBehind(upstream)
         done: dict[str, _Steps] = {
             name: getattr(pages, name) for name in TABLE if TABLE[name].group == "page" and hasattr(pages, name)
         }
@@ -38,8 +40,13 @@ class Rows:
             done |= {name: partial(steps, TABLE[name]) for name in names if name in TABLE}
         self._rows = {name: _row(TABLE[name], steps) for name, steps in done.items()}
 
-    def __call__(self, spec: Spec) -> Spec:
-        """Raises ReplyError for a command that a cluster can't do."""
+    def __call__(self, client: Client, spec: Spec, words: Command) -> Spec:
+        """Raises ReplyError for a command that a cluster can't do, Postponed for one that has to wait."""
+        self._overlap.check(client, spec, words)
+        return self.row(spec)
+
+    def row(self, spec: Spec) -> Spec:
+        """The row of a command for any client. Raises ReplyError."""
         if spec.name in _TRANSACTION:
             raise ReplyError(
                 f"ERR '{spec.name}': a gateway has no transactions, since each node of a cluster works by itself"
@@ -52,16 +59,19 @@ class Rows:
 
 
 def _row(spec: Spec, steps: _Steps) -> Spec:
-    """The command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole."""
+    """The command waits for the cluster, so it can't be part of a transaction. A long write is done as a whole. A block
+    has other digests in a cluster than that of its body."""
+    overlaps = spec.name in OVERLAP
 
     def handler(client: Client, args: list[Argument]) -> Stream:
-        return Stream(None, steps(client, args), whole=spec.writes)
+        return Stream(None, steps(client, args), whole=spec.writes, aside=overlaps)
 
     return replace(
         spec,
         handler=handler,
         flags=spec.flags | {"no_multi"},
         stores=False,
+        hashed=spec.hashed and not overlaps,
         needs=nothing,
         parts=replace(spec.parts, joined="") if spec.parts else None,
     )

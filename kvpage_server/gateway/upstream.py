@@ -68,7 +68,7 @@ class Upstream:
 
     def do(self, plan: Timed[T]) -> Steps[T]:
         """Steps until a plan is carried out, and its result. Raises ReplyError."""
-        return _waited_for(self._start(plan))
+        return waited_for(self.start(plan))
 
     def each(self, items: Sequence[T], plan: Callable[[Sequence[T]], Timed[list[U]]]) -> Steps[list[U]]:
         """Steps until a plan is carried out for all items, some at a time. Raises ReplyError."""
@@ -87,11 +87,11 @@ class Upstream:
 
         Raises ReplyError as long as nothing was sent. After that, values that can't be fetched are missing."""
         some = items[:FIRST]
-        task, at = self._start(plan(some)), len(some)
+        task, at = self.start(plan(some)), len(some)
         try:
             while some:
                 try:
-                    found = yield from _waited_for(task)
+                    found = yield from waited_for(task)
                 except ReplyError:
                     if at == len(some):
                         raise
@@ -103,13 +103,14 @@ class Upstream:
                 some = items[at : at + min(max(_AHEAD // max(size, 1), 1), MOST)]
                 at += len(some)
                 if some:
-                    task = self._start(plan(some))
+                    task = self.start(plan(some))
                 for value in found:
                     yield spell(value)
         finally:
             task.cancel()
 
-    def _start(self, plan: Timed[T]) -> asyncio.Task[T]:
+    def start(self, plan: Timed[T]) -> asyncio.Task[T]:
+        """Begin to carry out a plan. Its task raises ReplyError."""
         return asyncio.get_running_loop().create_task(self._done(self.client.carry_out(plan)))
 
     async def _done(self, work: Awaitable[T]) -> T:
@@ -160,7 +161,7 @@ def _size(value: Value | None) -> int:
     return sum(map(len, value or ()))
 
 
-def _waited_for(task: asyncio.Task[T]) -> Steps[T]:
+def waited_for(task: asyncio.Future[T]) -> Steps[T]:
     """Steps until a task is done, and its result or exception. The task is cancelled when nobody waits any more."""
     try:
         while not task.done():

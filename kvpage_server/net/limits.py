@@ -41,11 +41,12 @@ def of_frames(config: Config) -> Limits:
     return Limits(max_bulk=config.proto_max_bulk_len, max_command=config.client_query_buffer_limit)
 
 
-def hashed(config: Config) -> frozenset[bytes]:
+def hashed(server: Server) -> frozenset[bytes]:
     """The commands whose long words the parser of a new connection hashes while they arrive."""
-    if not config.page_checksums:
+    if not server.config.page_checksums:
         return frozenset()
-    return frozenset(word for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes))
+    found = {word: spec for word, spec in BY_WORD.items() if spec.hashed and isinstance(word, bytes)}
+    return frozenset(word for word, spec in found.items() if not server.instead or server.instead.row(spec).hashed)
 
 
 def keep(client: Client) -> None:

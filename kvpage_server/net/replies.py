@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
 from time import monotonic_ns
 
 from kvpage_server.commands.context import Client
@@ -14,14 +16,31 @@ _FEW = 4  # pieces of a reply that may wait for the next one to be sent with it
 _STEPS = 16  # of a reply, after which it is sent as far as it is made
 _END = object()
 
+log = logging.getLogger("kvpage")
+
 
 class Replies:
     """Of one client. `pieces` are to be sent next."""
 
-    __slots__ = ("_borrowed", "_client", "_is_one", "_is_whole", "_pushed", "_steps", "broken", "pieces", "under_way")
+    __slots__ = (
+        "_aside",
+        "_borrowed",
+        "_came",
+        "_client",
+        "_is_one",
+        "_is_whole",
+        "_pushed",
+        "_steps",
+        "broken",
+        "pieces",
+        "under_way",
+    )
 
-    def __init__(self, client: Client) -> None:
+    def __init__(self, client: Client, came: Callable[[], None]) -> None:
+        """`came` is called when `pieces` have got more of what was made aside."""
         self._client = client
+        self._came = came
+        self._aside = deque[_Aside]()  # replies that are made while the next commands run, and those behind them
         self.pieces: list[Piece] = []
         self.under_way = False  # a reply is made in steps, and not at its end
         self.broken = False  # `pieces` begin within a reply, of which the rest was sent
@@ -36,6 +55,10 @@ class Replies:
         silent, much = self._client.silence, False
         if not self.pieces:
             self._borrowed = 0
+        if self._aside or (type(reply) is Stream and reply.aside):
+            self._set_aside(reply, silent != 0)
+            self._client.silence -= silent > 0
+            return False
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
         if silent:
@@ -63,6 +86,29 @@ class Replies:
             self.pieces.append(b"*%d\r\n" % reply.length)
         self._steps, self.under_way = _silenced(reply.items) if silent else reply.items, True
         self._is_one, self._is_whole = reply.length is None, reply.whole
+
+    def _set_aside(self, reply: Reply, silent: bool) -> None:
+        steps = reply.items if type(reply) is Stream else iter((reply,))
+        self._aside.append(_Aside(self._client, _silenced(steps) if silent else steps, self._gather))
+        self._aside[-1].go_on()
+
+    def _gather(self) -> None:
+        """Take over what is complete, in order."""
+        while self._aside and self._aside[0].is_over:
+            self.pieces += self._aside.popleft().pieces
+        self._came()
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether there are replies that have to come before what is said now."""
+        return bool(self._aside)
+
+    def end_with(self, last_words: bytes) -> None:
+        """Add an error that is no command's reply."""
+        if self._aside:
+            self._set_aside(Raw(last_words), False)
+        else:
+            self.pieces.append(last_words)
 
     def step(self, deadline: int) -> Wait | bool:
         """Take some steps of the reply under way: what it waits for, or whether there was time for more.
@@ -100,9 +146,38 @@ class Replies:
         """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
+        self._aside.clear()
         self._pushed.clear()
         self.pieces.clear()
         return steps
+
+
+class _Aside:
+    """A reply that makes itself, step by step, whoever else has the client's attention."""
+
+    __slots__ = ("_client", "_steps", "_then", "is_over", "pieces")
+
+    def __init__(self, client: Client, steps: Iterator[Reply], then: Callable[[], None]) -> None:
+        self._client = client
+        self._steps = steps
+        self._then = then
+        self.pieces: list[Piece] = []
+        self.is_over = False
+
+    def go_on(self) -> None:
+        """As far as possible without waiting."""
+        try:
+            for step in self._steps:
+                if type(step) is Wait:
+                    step.start(self.go_on)
+                    return
+                encode(step, self._client.protocol, self.pieces)
+        except Exception:
+            log.exception("a reply broke off; so does the connection of %s", self._client.address)
+            self._client.connection.abort()
+            return
+        self.is_over = True
+        self._then()
 
 
 def _silenced(steps: Iterator[Reply]) -> Iterator[Reply]:

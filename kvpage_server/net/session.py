@@ -56,9 +56,7 @@ class Session:
         self._descriptor = ends.descriptor
         self._events = server.events
         self._keyspace = server.keyspace
-        self._parser = Parser(
-            server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server.config)
-        )
+        self._parser = Parser(server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server))
         self._state = READING
         self._ending = False  # no command is taken any more
         self._answering = False  # a command is being run
@@ -76,7 +74,7 @@ class Session:
             descriptor=ends.descriptor,
             connection=self,
         )
-        self._replies = Replies(self.client)
+        self._replies = Replies(self.client, self._more_came)
         self._load = Load(self.client, self._parser)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
@@ -187,7 +185,9 @@ class Session:
 
     def _close(self) -> None:
         self._flush()
-        if self._state is not WAITING:  # what was told last is still to be sent then
+        if self._replies.is_behind:
+            self._transport.ignore()
+        elif self._state is not WAITING:  # what was told last is still to be sent then
             self._transport.close()
 
     def abort(self) -> None:
@@ -262,7 +262,7 @@ class Session:
         if self._state is not READING:
             return
         if self._ending:
-            transport.close()
+            self._close()
         elif transport.queued and self._crowded:
             self._move(SessionEvent.UNREAD)
         elif stopped or not left:
@@ -288,9 +288,18 @@ class Session:
 
     def _end_with(self, last_words: bytes) -> None:
         """Send an error and close: where the next command begins is not known."""
-        self._replies.pieces.append(last_words)
+        self._replies.end_with(last_words)
         self._ending = True
         self._close()
+
+    def _more_came(self) -> None:
+        """A reply that was made aside is complete."""
+        if self._state is GONE:
+            return
+        if self._ending:
+            self._close()
+        else:
+            self._flush()
 
     def _wait_for_a_turn(self) -> None:
         self._move(SessionEvent.LEFT_OVER)

@@ -91,6 +91,7 @@ class Stream:
     length: int | None
     items: Iterator[Reply]
     whole: bool = False  # it changes something, and is done to its end even when nobody waits for the reply any more
+    aside: bool = False  # its client's next commands run while it is made; their replies come after it
 
 
 def encode(value: Reply, protocol: int, out: list[Piece]) -> None:

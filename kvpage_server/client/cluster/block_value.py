@@ -29,9 +29,9 @@ from itertools import accumulate, product
 from typing import Any
 
 import numpy as np
-import xxhash
 
 from kvpage_server.client.page import BlockName
+from kvpage_server.core import digest, fill_digests
 from kvpage_server.page import (
     FIELD_AT,
     HEADER_SIZE,
@@ -41,7 +41,6 @@ from kvpage_server.page import (
     PageError,
     PageKey,
     Plane,
-    checksum,
     pack_header,
 )
 
@@ -71,10 +70,9 @@ def head(page: int, shape: BlockShape, body: Sequence[memoryview], ttl: int, cre
     headers = _blank_headers(shape).copy()
     fields = headers.view(_HEADERS)
     fields["page"], fields["created"], fields["ttl"] = page, created_ms, ttl
-    fields["checksum"] = [checksum(page) for page in _pages(shape, body)]
+    fill_digests(headers.data, body)
     before = _opening(shape)
-    table = headers.tobytes()
-    return before + _DIGEST.pack(_digest(before, table, *body)) + table
+    return before + _DIGEST.pack(digest([before, headers.data, *body])) + headers.tobytes()
 
 
 def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, verify: bool) -> str | None:
@@ -87,7 +85,7 @@ def amiss(page: int, shape: BlockShape, found: memoryview, body: memoryview, *, 
         fields[name] = given[name]
     if before != _opening(shape) or headers.tobytes() != table:
         return "header"
-    if verify and found[_DIGEST_AT:OPENING_SIZE] != _DIGEST.pack(_digest(before, table, body)):
+    if verify and found[_DIGEST_AT:OPENING_SIZE] != _DIGEST.pack(digest([before, table, body])):
         return "checksum"
     return None
 
@@ -127,21 +125,6 @@ def whole_pages(shape: BlockShape, body: Sequence[memoryview]) -> Sequence[memor
     return body if all(end in bounds for end in accumulate(map(len, body))) else [memoryview(b"".join(body))]
 
 
-def _pages(shape: BlockShape, body: Sequence[memoryview]) -> list[memoryview]:
-    spans = _spans(shape)
-    if len(body) == 1:
-        (whole,) = body
-        return [whole[span] for span in spans]
-    found, start, at = [], 0, 0
-    for piece in body:
-        end = start + len(piece)
-        while at < len(spans) and spans[at].stop <= end:
-            found.append(piece[spans[at].start - start : spans[at].stop - start])
-            at += 1
-        start = end
-    return found
-
-
 @lru_cache(16)
 def _spans(shape: BlockShape) -> tuple[slice, ...]:
     return tuple(shape.page_spans())
@@ -164,10 +147,3 @@ def _blank_headers(shape: BlockShape) -> Headers:
 
     pages = product(range(shape.layers), shape.planes, range(shape.heads))
     return np.frombuffer(b"".join(header(*page) for page in pages), np.uint8)
-
-
-def _digest(*parts: bytes | memoryview) -> int:
-    digest = xxhash.xxh3_64()
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()

@@ -76,7 +76,7 @@ class ClusterCalls:
     @timed
     def put_pages(self, end: Deadline, written: Sequence[Command], names: Sequence[BlockName]) -> Plan[None]:
         """Run commands that write pages of these blocks, and delete the blocks as such."""
-        yield from self._all_ok(written, end)
+        yield from self.write(written)(end)
         blocks = map(block_key, dict.fromkeys(names))
         yield from self._integers([simple(b"UNLINK", key, writes=True) for key in blocks], end)
 
@@ -149,13 +149,11 @@ class ClusterCalls:
         self, end: Deadline, names: Sequence[BlockName], shape: BlockShape, bodies: Sequence[BlockBody], ttl: int
     ) -> Plan[None]:
         found, created = sized_blocks(names, shape, bodies, ttl), unix_ms()
-        yield from self._all_ok(
-            [
-                commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
-                for name, body in zip(names, found, strict=True)
-            ],
-            end,
-        )
+        written = [
+            commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
+            for name, body in zip(names, found, strict=True)
+        ]
+        yield from self.write(written)(end)
         count_sent(lambda: [shape.nbytes] * len(found))
 
     @timed
@@ -206,6 +204,13 @@ class ClusterCalls:
         return sum(found[: len(names)])
 
     # -- anything else -----------------------------------------------------------------------------------------------
+
+    @timed
+    def write(self, end: Deadline, written: Sequence[Command]) -> Plan[None]:
+        """Run commands that write, and are answered OK."""
+        for answer in (yield from self.router.ask(written, end)):
+            if answer != b"OK":
+                raise WrongReply(f"instead of OK came {answer!r:.80}")
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:
@@ -286,11 +291,6 @@ class ClusterCalls:
     def _shapes(self, names: Any, end: Deadline) -> Plan[dict[BlockName, BlockShape]]:
         names = list(names)
         return _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
-
-    def _all_ok(self, asked: Sequence[Command], end: Deadline) -> Plan[None]:
-        for answer in (yield from self.router.ask(asked, end)):
-            if answer != b"OK":
-                raise WrongReply(f"instead of OK came {answer!r:.80}")
 
     def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
         answers: list[Any] = yield from self.router.ask(asked, end)

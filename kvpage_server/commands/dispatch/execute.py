@@ -36,7 +36,7 @@ def execute(client: Client, words: Command) -> Reply:
         stores = spec.stores
         if not client.free:
             if server.instead is not None:
-                spec = server.instead(spec)
+                spec = server.instead(client, spec, words)
             if are_many_rights(client, words):
                 return after_rights(client, spec, words)
             check_rights(client, spec, words)

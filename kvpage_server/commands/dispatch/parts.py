@@ -42,7 +42,7 @@ def begin(client: Client, spec: Spec, words: Command) -> Stream:
         raise too_much_queued()
     if not client.free:
         if client.server.instead is not None:
-            spec = client.server.instead(spec)
+            spec = client.server.instead(client, spec, words)
         admit(client, spec)
     if spec.parts is None:
         raise ReplyError(f"ERR '{spec.name}' takes at most {AT_ONCE} words at once, got {len(words)}")

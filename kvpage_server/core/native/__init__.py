@@ -1,6 +1,7 @@
 """The compiled core. It can be imported where it was built."""
 
 from kvpage_server.core.native.bodies import Bodies
+from kvpage_server.core.native.digests import digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
 from kvpage_server.core.native.memory import Memory
@@ -32,7 +33,9 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "digest",
     "enter",
+    "fill_digests",
     "look_up",
     "use_again",
 ]

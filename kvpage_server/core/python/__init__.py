@@ -1,6 +1,7 @@
 """The core in plain Python: what the compiled one does is what this does."""
 
 from kvpage_server.core.python.bodies import Bodies
+from kvpage_server.core.python.digests import digest, fill_digests
 from kvpage_server.core.python.frames import Parser, Scratch
 from kvpage_server.core.python.gather import AT_ONCE, Outbox
 from kvpage_server.core.python.memory import Memory
@@ -31,7 +32,9 @@ __all__ = [
     "SentPages",
     "Slot",
     "Words",
+    "digest",
     "enter",
+    "fill_digests",
     "look_up",
     "use_again",
 ]

@@ -1,0 +1,58 @@
+"""Digests of what lies in several pieces. `core/python/digests.py` says what it does."""
+
+from libc.stdint cimport uint32_t, uint64_t
+from libc.string cimport memcpy
+
+from kvpage_server.core.native.hashing cimport Digest, digest_of
+from kvpage_server.core.native.memory cimport Memory
+
+from kvpage_server.core.python.digests import MISFIT
+from kvpage_server.page import FIELD_AT, HEADER_SIZE
+
+cdef enum:
+    HEADER = 64
+assert HEADER == HEADER_SIZE
+
+cdef int BODY_SIZE = FIELD_AT["body_size"], CHECKSUM = FIELD_AT["checksum"]
+
+
+def digest(pieces not None):
+    cdef Memory memory = Memory(pieces)
+    cdef Digest found = Digest.__new__(Digest)
+    cdef Py_ssize_t i
+    found.begin()
+    with nogil:
+        for i in range(memory.count):
+            found.add(memory.buffers[i].buf, memory.buffers[i].len)
+    return found.value()
+
+
+def fill_digests(headers not None, pieces not None):
+    cdef Memory table = Memory([headers], writable=True), bodies = Memory(pieces)
+    cdef bint fits
+    with nogil:
+        fits = fill(<char *>table.buffers[0].buf, table.buffers[0].len, bodies.buffers, bodies.count)
+    if not fits:
+        raise ValueError(MISFIT)
+
+
+cdef bint fill(char *header, Py_ssize_t size, const Py_buffer *piece, Py_ssize_t pieces) noexcept nogil:
+    """Whether the pieces are the pages of the headers."""
+    cdef const Py_buffer *last = piece + pieces
+    cdef Py_ssize_t at = 0
+    cdef uint32_t nbytes
+    cdef uint64_t found
+    if size % HEADER:
+        return False
+    while size:
+        while piece < last and at == piece.len:
+            piece, at = piece + 1, 0
+        memcpy(&nbytes, header + BODY_SIZE, sizeof(nbytes))
+        if piece == last or piece.len - at < nbytes:
+            return False
+        found = digest_of(<const char *>piece.buf + at, nbytes)
+        memcpy(header + CHECKSUM, &found, sizeof(found))
+        header, size, at = header + HEADER, size - HEADER, at + nbytes
+    while piece < last and at == piece.len:
+        piece, at = piece + 1, 0
+    return piece == last
