@@ -13,9 +13,8 @@ from kvpage_server.observe.asking import Reading, ask_async
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.engines import Engines, EnginesSeen
 from kvpage_server.observe.history import History
-from kvpage_server.observe.manifests import Manifest
 from kvpage_server.observe.overview import Overview, overview_of_store
-from kvpage_server.observe.whose import Agent, Holdings, holdings_of_store
+from kvpage_server.observe.whose import Agent, Holdings, Known, holdings_of_store
 
 OVERVIEW_SECONDS = 1.0  # for which an overview is shown again
 HOLDINGS_SECONDS = 5.0
@@ -44,7 +43,7 @@ class Observer:
         self.history = History()
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
-        self._known: dict[bytes, tuple[bytes, Manifest | None]] = {}
+        self._known: Known = {}
 
     async def overview(self) -> Overview:
         """The store in numbers, at most a second old. Each new overview is added to the history."""

@@ -11,11 +11,12 @@ have the same first blocks. The work is bounded: LookLimits says how much is loo
 from __future__ import annotations
 
 import re
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvpage_server.observe import manifests
 from kvpage_server.observe.asking import AT_ONCE, Reading, parts_of, refused
@@ -27,8 +28,20 @@ MOST_READ = 64 << 20  # bytes of manifests that are read as a whole
 MOST_PREFIXES = 100
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
 
-# A manifest's digest and the manifest, by key; None if it is damaged.
-Known = MutableMapping[bytes, tuple[bytes, Manifest | None]]
+
+class KnownManifest(NamedTuple):
+    """A manifest as it was when it was read."""
+
+    digest: bytes
+    manifest: Manifest | None  # None if it is damaged
+    at: float  # before it was read, in monotonic seconds
+
+    def is_as_it_was(self, idle: Any) -> bool:
+        """Whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
+        return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
+
+
+Known = MutableMapping[bytes, KnownManifest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +158,8 @@ class _Looked:
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
-    """Looks through the store. Manifests in `known` that have not changed are not read again. Updates `known`."""
+    """Looks through the store. Manifests in `known` that nobody has used since are not read again, so that to look on
+    is next to no read in the store's statistics. Updates `known`."""
     looked = _Looked()
     keys = yield from _keys(b"manifest:*", b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     return (yield from _holdings(keys, limits, {} if known is None else known, looked))
@@ -214,10 +228,11 @@ def _manifests(
         unused, left = yield from _update(known, some, left, looked)
         idle |= unused
         for key in some:
-            _, manifest = known.get(key, (b"", None))
-            if manifest is not None:
-                found.append(manifest)
-            elif key in known:
+            if (one := known.get(key)) is None:
+                continue
+            if one.manifest is not None:
+                found.append(one.manifest)
+            else:
                 looked.unreadable.append(key)
     if len(found) > most:
         looked.cut.add("agents")
@@ -227,16 +242,19 @@ def _manifests(
 def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> Reading[tuple[dict[bytes, int], int]]:
     """Updates `known` for these keys. At most `left` bytes of manifests are read as a whole. Returns the keys' idle
     seconds, and how many of these bytes are left."""
-    idle = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
-    digests = yield [[b"GETRANGE", key, 0, manifests.DIGEST_BYTES - 1] for key in keys]
-    changed = [
-        (key, digest)
-        for key, digest in zip(keys, digests, strict=True)
-        if isinstance(digest, bytes) and (key not in known or known[key][0] != digest)
-    ]
-    for key, digest in zip(keys, digests, strict=True):
+    answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
+    idle = dict(zip(keys, answers, strict=True))
+    used = [key for key in keys if key not in known or not known[key].is_as_it_was(idle[key])]
+    now = time.monotonic()
+    digests = yield [[b"GETRANGE", key, 0, manifests.DIGEST_BYTES - 1] for key in used]
+    changed = []
+    for key, digest in zip(used, digests, strict=True):
         if not isinstance(digest, bytes):
             known.pop(key, None)
+        elif key in known and known[key].digest == digest:
+            known[key] = known[key]._replace(at=now)
+        else:
+            changed.append((key, digest))
     heads = yield [[b"GETRANGE", key, 0, manifests.HEAD_BYTES - 1] for key, _ in changed]
     for (key, digest), head in zip(changed, heads, strict=True):
         manifest = manifests.parse(key, head) if isinstance(head, bytes) else None
@@ -248,8 +266,8 @@ def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> 
             left -= size
             (whole,) = yield [[b"GET", key]]
             manifest = manifests.parse(key, whole) if isinstance(whole, bytes) else None
-        known[key] = digest, manifest
-    return {key: seconds for key, seconds in zip(keys, idle, strict=True) if isinstance(seconds, int)}, left
+        known[key] = KnownManifest(digest, manifest, now)
+    return {key: seconds for key, seconds in idle.items() if isinstance(seconds, int)}, left
 
 
 def _blocks(found: Iterable[Manifest], most: int, looked: _Looked) -> Reading[dict[bytes, ContextBlock]]:

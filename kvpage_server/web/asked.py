@@ -48,12 +48,17 @@ def clients() -> Reading[Shown | None]:
 
 
 def losses(holdings: Holdings) -> Reading[list[Shown]]:
-    """For agents with missing blocks: the first missing one, why, and which agent was saved next."""
+    """For agents with missing blocks: the first missing one, why, and which agent was saved next. Blocks that were
+    stored again meanwhile are left out."""
     holes = [(agent, *hole) for agent in holdings.agents if (hole := _first_hole(agent))]
     told = list(islice(holes, MOST_LOSSES))
     reasons = yield [[b"KVPAGEWHY", block.name] for _, _, block in told]
     return sorted(
-        (_loss(holdings, agent, index, reason) for (agent, index, _), reason in zip(told, reasons, strict=True)),
+        (
+            _loss(holdings, agent, index, reason)
+            for (agent, index, _), reason in zip(told, reasons, strict=True)
+            if refused(reason) or named(reason).get("reason") != b"stored"
+        ),
         key=lambda loss: -loss["at"],
     )
 

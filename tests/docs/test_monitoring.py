@@ -7,18 +7,22 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 from browsing import SeenServer, start_seen_server
+from servers import free_port
+from waiting import until
 
 ROOT = Path(__file__).parents[2]
 MONITORING = ROOT / "docs" / "monitoring"
 ALERTS, DASHBOARD, PAGE = (MONITORING / name for name in ("alerts.yml", "grafana.json", "README.md"))
 NAME = re.compile(r"\bkvpage_\w+")
-PROMTOOL = shutil.which("promtool")
-NO_PROMTOOL = "promtool is not installed (Debian: apt-get install prometheus)"
+PROMETHEUS, PROMTOOL = map(shutil.which, ("prometheus", "promtool"))
+NO_PROMETHEUS = "prometheus is not installed (Debian: apt-get install prometheus)"
 ENGINE = "kvpage_engine_"
 
 
@@ -149,7 +153,7 @@ def _trial(directory: Path) -> Path:
     return trial
 
 
-@pytest.mark.skipif(not PROMTOOL, reason=NO_PROMTOOL)
+@pytest.mark.skipif(not PROMTOOL, reason=NO_PROMETHEUS)
 def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
     assert PROMTOOL
     checked = subprocess.run([PROMTOOL, "check", "rules", str(ALERTS)], capture_output=True, text=True, timeout=60)
@@ -176,3 +180,51 @@ def test_prometheus_takes_them(told: str, tmp_path: Path) -> None:
     asked.write_text(json.dumps(rules))  # which is YAML, too
     checked = subprocess.run([PROMTOOL, "check", "rules", str(asked)], capture_output=True, text=True, timeout=60)
     assert checked.returncode == 0, checked.stdout + checked.stderr
+
+
+@contextmanager
+def prometheus(seen: SeenServer, directory: Path) -> Iterator[httpx.Client]:
+    """A real one, with the alerts of docs/monitoring/, that asks the server every second."""
+    asks = {"job_name": "kvpage", "static_configs": [{"targets": [f"127.0.0.1:{seen.http}"]}]}
+    often = {"scrape_interval": "1s", "evaluation_interval": "1s"}
+    config, port = directory / "prometheus.yml", free_port()
+    config.write_text(json.dumps({"global": often, "rule_files": [str(ALERTS)], "scrape_configs": [asks]}))
+    options = {
+        "config.file": config,
+        "storage.tsdb.path": directory / "data",
+        "web.listen-address": f"127.0.0.1:{port}",
+    }
+    command = [str(PROMETHEUS), *(f"--{name}={value}" for name, value in options.items())]
+    with (
+        (directory / "log").open("wb") as log,
+        subprocess.Popen(command, stdout=log, stderr=log) as process,
+        httpx.Client(base_url=f"http://127.0.0.1:{port}/api/v1", timeout=60) as asked,
+    ):
+        try:
+            yield asked
+        finally:
+            process.kill()
+
+
+@pytest.mark.skipif(not PROMETHEUS, reason=NO_PROMETHEUS)
+def test_a_real_prometheus_asks_the_store_and_answers_what_alerts_and_dashboard_ask(tmp_path: Path) -> None:
+    def found(path: str, **asked: str) -> Any:
+        with suppress(httpx.TransportError):  # it may just have been started
+            answer = client.get(path, params=asked).json()
+            assert answer["status"] == "success", answer
+            return answer["data"]
+        return {}
+
+    with start_seen_server() as seen, prometheus(seen, tmp_path) as client:
+        until(lambda: [one["health"] for one in found("/targets").get("activeTargets", [])] == ["up"], "a scrape")
+
+        def rules() -> dict[str, str]:
+            return {rule["name"]: rule["health"] for group in found("/rules")["groups"] for rule in group["rules"]}
+
+        until(lambda: set(rules().values()) == {"ok"}, "the alerts")
+        assert len(rules()) == len(of_alerts())
+        for expression in of_panels():
+            asked = expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
+            assert found("/query", query=asked)["resultType"] == "vector"
+        told = {name for name, kind in families(seen.browser().get("/metrics").text).items() if kind != "histogram"}
+        assert told <= set(found("/label/__name__/values"))

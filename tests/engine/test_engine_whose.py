@@ -10,6 +10,7 @@ import pytest
 from contexts import SPEC, made, some_tokens
 from servers import RunningServer, free_port, start_server
 from test_kvpage_cli import kvpage
+from waiting import until
 
 # isort: split
 import redis
@@ -20,7 +21,7 @@ from engine.tiers.server.manifest import ContextManifest, manifest_key
 from kvpage_server.observe import manifests
 from kvpage_server.observe.asking import ask
 from kvpage_server.observe.context import context_of, pages_of
-from kvpage_server.observe.whose import Holdings, LookLimits, holdings_of_store
+from kvpage_server.observe.whose import Holdings, Known, LookLimits, holdings_of_store
 
 SYSTEM = some_tokens(7, 24)  # the beginning of everybody's prompt: three blocks
 TOOLS = some_tokens(8, 16)  # and of those who have tools: two more
@@ -110,6 +111,29 @@ def test_the_pages_of_a_block_have_norms(server: RunningServer, three: Engine) -
     assert pages.norms is not None
     assert pages.norms.shape == (pages.layers, len(pages.planes), pages.heads)
     assert (pages.norms >= 0).all()
+
+
+def test_who_looks_on_reads_again_only_what_was_used_meanwhile(
+    server: RunningServer, client: redis.Redis, three: Engine
+) -> None:
+    """Else the hit ratio of a store that is looked at would be that of the looks."""
+    known: Known = {}
+
+    def reads() -> int:
+        return int(client.info("stats")["keyspace_hits"])
+
+    with server.client(protocol=3) as asking:
+        asking.execute_command("CLIENT", "NO-TOUCH", "ON")
+        until(lambda: client.object("idletime", min(client.keys("manifest:*"))) >= 4, "some idle seconds")
+        before = reads()
+        ask(asking, holdings_of_store(known=known))
+        assert reads() > before
+        before = reads()
+        assert len(ask(asking, holdings_of_store(known=known)).agents) == 3
+        assert reads() == before
+        three.save("alice", some_tokens(1, 12))
+        found = {agent.agent_id: agent.tokens for agent in ask(asking, holdings_of_store(known=known)).agents}
+    assert found == {"alice": 12, "bob": 44, "carol": 32}
 
 
 def test_looking_is_bounded_and_says_so(server: RunningServer, three: Engine) -> None:

@@ -56,3 +56,9 @@ def faults(page: Any) -> list[str]:
     """What axe-core finds serious, and where."""
     found = axe.Axe().run(page).response["violations"]
     return [f"{one['id']}: {one['nodes'][0]['html'][:200]}" for one in found if one["impact"] in SERIOUS]
+
+
+def fits_a_phone(page: Any) -> None:
+    """Whether nobody has to scroll the page sideways."""
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_function("document.documentElement.scrollWidth <= innerWidth", timeout=10_000)

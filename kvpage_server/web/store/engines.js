@@ -8,6 +8,8 @@ const TIERS = [["hot", "its own memory"], ["prefix", "shared beginnings in its m
 const sum = (values) => values.reduce((all, value) => all + value, 0);
 const found = (engine) => sum(TIERS.map(([tier]) => engine.tiers[tier].tokens));
 const prompts = (engine) => found(engine) + engine.computed;
+/** The share of all prompts that was not computed; null without prompts. */
+export const spared = (engines) => (engines.some(prompts) ? sum(engines.map(found)) / sum(engines.map(prompts)) : null);
 const ratio = (part, all) => (all ? percent(part / all) : "–");
 
 /** Who may not read every key is told of engines that have logged in as they have, if there are any. */

@@ -1,5 +1,6 @@
 // The sentence that one reads first. It says nothing that the figures do not.
 
+import { spared } from "./engines.js";
 import { bytes, percent, plural } from "./format.js";
 
 const REASONS = {
@@ -17,7 +18,9 @@ export function lede(now, holdings, more) {
   const [prefix] = holdings.prefixes;
   if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
   const { hit_ratio: ratio } = now.traffic;
-  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${missed(now.misses)}.`);
+  const told = spared(now.engines);
+  if (ratio !== null) said.push(`${percent(ratio)} of reads found what they asked for${ratio < 1 ? missed(now.misses) : ""}.`);
+  if (told) said.push(`${percent(told)} of the engines' prompts was not computed again.`);
   const holes = holdings.agents.filter((agent) => agent.missing).length;
   if (holes) said.push(`${plural(holes, "context has", "contexts have")} lost blocks${evicted(more)}.`);
   return said.join(" ");
@@ -43,7 +46,7 @@ function most({ agents, agent_bytes: all }) {
 /** Not all that is missed is a page: of the rest there is no reason. */
 function missed(misses) {
   const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
-  if (!all) return "";
+  if (!all) return "; no page was missed, only strings, such as digests that engines look for";
   const [[reason, times]] = Object.entries(misses).sort((a, b) => b[1] - a[1]);
   const part = times === all ? "" : `${times} of them `;
   return `; pages were missed ${plural(all, "time")}, ${part}because they ${REASONS[reason] ?? `are told as "${reason}"`}`;

@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 from api_engines import RunningEngine, start_engine, write_tiny
-from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, says, shown
+from browsers import CHROMIUM, NO_CHROMIUM, chromium, faults, fits_a_phone, says, shown
 from servers import RunningServer
 
 pytestmark = pytest.mark.slow
@@ -104,6 +104,15 @@ def test_axe_finds_nothing_serious_in_the_engines_page(engine: RunningEngine, br
     with shown(browser, engine.url, color_scheme=theme) as page:
         says(page, "#agents", "carol")
         assert faults(page) == []
+
+
+@in_chromium
+def test_nothing_of_the_engines_page_is_wider_than_a_phone(engine: RunningEngine, browser: Any) -> None:
+    ask(engine, "a-name-that-is-longer-than-most-others", "Hello")
+    with shown(browser, engine.url) as page:
+        says(page, "#agents", "a-name-that")
+        says(page, "#answers", "a-name-that")
+        fits_a_phone(page)
 
 
 @in_chromium

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import redis
-from browsers import CHROMIUM, NO_CHROMIUM, WITHIN, chromium, faults, says, shown
+from browsers import CHROMIUM, NO_CHROMIUM, WITHIN, chromium, faults, fits_a_phone, says, shown
 from browsing import SeenServer, start_seen_server
 from waiting import until
 
@@ -111,14 +111,23 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"misses": {"evicted": 2, "deleted": 1}, "ratio": 0.5}, "pages were missed 3 times, 2 of them because they had"),
     ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
-    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for."),
+    (
+        {"misses": {}, "ratio": 0.9},
+        "90 % of reads found what they asked for; no page was missed, only strings, such as digests that engines look "
+        "for.",
+    ),
+    (
+        {"engines": [{"computed": 1, "tiers": {name: {"tokens": 1} for name in ("hot", "prefix", "page", "cold")}}]},
+        "80 % of the engines' prompts was not computed again.",
+    ),
     ({"agents": [["ann", 2048, 14], ["bob", 1024, 0]]}, "ann holds most: 2.0 KiB of 3.0 KiB stored, 14 B in memory."),
     ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "2 contexts hold most, each 1.0 KiB of 2.0 KiB stored."),
     ({"agents": [["ann", 0, 0]]}, "No block of any agent is stored."),
     ({"agents": []}, "4 keys, none of them a page."),
 ]
 SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
-    {contents: {blocks: 0, keys: 4}, everything: true, misses: made.misses, traffic: {hit_ratio: made.ratio}},
+    {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: true, misses: made.misses,
+     traffic: {hit_ratio: made.ratio}},
     {
         agents: made.agents.map(([id, bytes, memory]) => ({id, bytes, memory, missing: 0})),
         agent_bytes: made.agents.reduce((sum, agent) => sum + agent[1], 0), prefixes: [],
@@ -169,6 +178,16 @@ def test_a_server_that_is_gone_is_tried_again_without_long_pauses(browser: Any) 
         while len(tries) < 5:
             page.wait_for_timeout(100)
         assert max(after - before for before, after in pairwise(tries)) < 5  # seconds; one is usual
+
+
+def test_nothing_is_wider_than_a_phone(seen: SeenServer, browser: Any) -> None:
+    with seen.server.client() as client, shown(browser, seen.url) as page:
+        until(lambda: tell(client, "a-machine-with-a-long-name.example:1"), "somebody who listens")
+        says(page, "#engines", "a-machine")
+        page.locator("#agents button", has_text="alice").click()
+        page.locator("#contexts .block").first.click()
+        page.locator("#block figure").first.wait_for()
+        fits_a_phone(page)
 
 
 def test_what_users_wrote_is_shown_and_never_run(seen: SeenServer, browser: Any) -> None:
