@@ -31,7 +31,7 @@ from engine.tiers.pages import PageTier
 from engine.tiers.server.manifest import block_names
 from kvpage_server.page import PageHeader
 
-CUTS = [1, 127, 255, 256, 257, 299]
+CUTS = [1, 255, 256, 299]
 
 
 @contextmanager

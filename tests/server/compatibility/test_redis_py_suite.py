@@ -76,7 +76,7 @@ def ended(sources: Path, server: RunningServer, tests: list[str]) -> Results:
         options += ["-p", "no:cacheprovider", "-o", "addopts=", "-q", "--tb=no", "-W", "ignore", "--timeout", "20"]
         command = [sys.executable, "-m", "pytest", *options, "-m", MARKS, "-k", ELSEWHERE, *tests]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2] / "support")}
-        run = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=280)
+        run = subprocess.run(command, cwd=sources, env=environment, capture_output=True, text=True, timeout=900)
         assert results.exists(), run.stdout[-2000:] + run.stderr[-2000:]
         found: Results = json.loads(results.read_text())
         return found
@@ -99,7 +99,7 @@ def bare(name: str) -> str:
     return name.rpartition("::")[2].partition("[")[0]
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(1000)
 @pytest.mark.skipif(not REDIS_SERVER, reason=NO_REDIS)
 def test_what_fails_here_fails_for_a_reason(sources: Path) -> None:
     def run(tests: list[str]) -> Results:

@@ -39,7 +39,7 @@ def ask_about_everything(client: redis.Redis) -> None:
     assert client.execute_command("KVPAGELEASE", "old", 10_000) <= len(BLOCKS)
 
 
-@pytest.mark.parametrize("policy", ["allkeys-lru", "allkeys-prefix", "allkeys-s3fifo", "volatile-ttl"])
+@pytest.mark.parametrize("policy", ["allkeys-prefix", "volatile-ttl"])
 def test_a_restart_refuses_no_write_under_a_policy_that_evicts(tmp_path: Path, policy: str) -> None:
     ttl = TTL if policy == "volatile-ttl" else 0
     options = (*FULL, "--maxmemory-policy", policy)
