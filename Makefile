@@ -26,7 +26,9 @@ serve: $(VENV)/engine.stamp $(MODEL)  ## the small model on port 8000, for OpenA
 demo: $(VENV)/engine.stamp $(MODEL)  ## a conversation that moves between two engines
 	$(BIN)/kvpage-engine demo
 
-WORKERS ?= 2
+# More than there are cores: tests wait, too.
+WORKERS ?= 3
+ALONE = $(shell grep -rl 'pytest.mark.alone' tests --include='test_*.py')
 ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pages/test_blocks.py \
 	tests/server/store/test_extent.py tests/server/commands/test_strings.py tests/server/net/test_sessions.py \
 	tests/server/commands/test_transactions.py tests/server/resp/test_reply.py tests/server/net/test_receiving.py \
@@ -38,7 +40,7 @@ ON_BOTH_CORES := tests/server/commands/test_keyspace.py tests/server/commands/pa
 	tests/server/commands/pages/test_page_queries.py
 test: $(VENV)/dev.stamp $(MODEL)  ## every test, with real servers, clients and the real small model; KVPAGE_CORE=python: all on that core
 	$(BIN)/python -m pytest -n $(WORKERS) --no-loadscope-reorder -m "not soak and not alone"
-	$(BIN)/python -m pytest -m "alone and not soak"
+	$(BIN)/python -m pytest -m "alone and not soak" $(ALONE)
 	KVPAGE_CORE=python $(BIN)/python -m pytest -n $(WORKERS) -m "not soak and not alone" $(ON_BOTH_CORES)
 
 check: $(VENV)/dev.stamp lint  ## the inner loop: lint, types and the server's tests that are quick

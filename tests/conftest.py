@@ -56,16 +56,19 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFile:
 
 
 SLOW = re.compile(  # modules that start servers by the dozen, compile, or wait for a clock
-    r"test_(access|app|bench|cold|cold_commands|core_choice|crash|defaults|disk_full|disk_policies|kvpage_cli|mapped|"
-    r"private_files|quotas|redis_py_suite|renewal|replay|shares|signals|snapshot|storm|stress|tiered|tls)"
+    r"test_(access|app|bench|cluster_faults|cold|cold_commands|core_choice|crash|defaults|differential|disk_full|"
+    r"disk_policies|full_disk_after_restart|gateway|guesses|kvpage_cli|mapped|private_files|quotas|redis_py_suite|"
+    r"renewal|replay|shares|signals|snapshot|static_cluster|storm|stress|tiered|tls)"
 )
+LONG = re.compile(r"test_(agent_engines_shared|api_agents|engine_families.*|redis_py_suite|simulation)")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules that take long are marked as such in one place."""
+    """Modules that take long are marked as such in one place, and begin first: one process runs all of a module."""
     for item in items:
         if SLOW.fullmatch(item.path.stem):
             item.add_marker("slow")
+    items.sort(key=lambda item: not LONG.fullmatch(item.path.stem))
 
 
 @pytest.fixture
