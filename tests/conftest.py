@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import re
+import signal
 import sys
 from collections.abc import Iterator
 from tempfile import TemporaryDirectory
@@ -27,6 +28,9 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 # Each of the servers that are started would compile all modules anew, which takes longer than to run them.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+# Under nohup: what the tests start would ignore it, too, if it were not handled here.
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+    signal.signal(signal.SIGHUP, lambda number, frame: None)
 _DATA = TemporaryDirectory()  # a server that is told nothing keeps nothing in the home of who runs the tests
 os.environ["XDG_DATA_HOME"] = _DATA.name
 importlib.import_module("engine")  # it chooses the BLAS, before a test imports MLX
