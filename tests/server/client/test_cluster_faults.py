@@ -176,7 +176,8 @@ def test_slots_that_nobody_serves_are_an_error_until_somebody_does(masters: Clus
         for other in masters.masters:
             other.ask("CLUSTER", "DELSLOTSRANGE", SLOTS * 2 // 3, SLOTS - 1)
         try:
-            until(lambda: node.told("CLUSTER", "INFO")["cluster_state"] == "fail")
+            for other in masters.masters:
+                until(lambda other=other: other.told("CLUSTER", "INFO")["cluster_state"] == "fail")
             with pytest.raises((Refused, DeadlineExceeded)):  # it is tried until the deadline
                 pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=2)
             with pytest.raises(Refused, match="CLUSTERDOWN"):
