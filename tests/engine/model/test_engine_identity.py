@@ -138,6 +138,8 @@ def test_whatever_changes_the_logits_changes_who_it_is(kind: str) -> None:
                 assert Identity(model, identity).digest != identity.digest, place.path
                 changed.add(place.name)
             place.put(place.value)
+            if place.name in changed:
+                break
     assert identity.holds(), "all was put back"
     assert len(changed) >= 8, "or the test has tried nothing"
     assert np.array_equal(logits(model), right)
