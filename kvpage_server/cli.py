@@ -23,11 +23,12 @@ from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
 from kvpage_server.configuration.config import integer, memory
 from kvpage_server.look.ls import ls
-from kvpage_server.look.nodes import is_cluster, status_of_cluster
+from kvpage_server.look.nodes import cluster_as_one, is_cluster, status_of_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
-from kvpage_server.look.several import SideBySide
+from kvpage_server.look.several import AsOne, by_segment
 from kvpage_server.look.status import status
+from kvpage_server.look.strings import AsStrings
 from kvpage_server.look.top import top
 from kvpage_server.look.why import why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
@@ -71,25 +72,28 @@ def _ask(args: argparse.Namespace) -> int:
 
 
 def _ask_cluster(args: argparse.Namespace) -> int:
-    if args.show is not status:
-        name = args.show.__name__
+    if args.show is status:
+        return 0 if status_of_cluster(args) else 2
+    if args.show not in (ls, stat, why) or (args.show is stat and args.key.startswith("kv:")):
+        what = "stat of a page" if args.show is stat else args.show.__name__
         raise LookError(
-            f"kvpage {name} looks into kvpage-servers: --url takes one of them, or several with commas; of a cluster "
-            "kvpage status tells each node's share"
+            f"kvpage {what} looks into kvpage-servers: --url takes one of them, or several with commas; into a cluster "
+            "look status, ls, why, and stat of an agent"
         )
-    return 0 if status_of_cluster(args) else 2
+    with cluster_as_one(args) as store:
+        return _shown(store, args)
 
 
 def _ask_as_one(args: argparse.Namespace) -> int:
     """Ask servers side by side as if they were one store, since an agent's blocks are spread over all of them."""
     with ExitStack() as stack:
         stores = {server: stack.enter_context(_connected(server.url)) for server in servers_of(args.url)}
-        several = SideBySide(stores)
+        several = AsOne(stores, by_segment([*stores]))
         args.home, args.unreachable = several.home, lambda: several.unreachable
         return _shown(several, args)
 
 
-def _shown(store: redis.Redis | SideBySide, args: argparse.Namespace) -> int:
+def _shown(store: redis.Redis | AsOne | AsStrings, args: argparse.Namespace) -> int:
     if args.show in (ls, stat, verify, why, top):
         leave_no_trace(store)
     return 0 if args.show(store, args) else 1

@@ -76,12 +76,20 @@ def _running(name: str, *command: str) -> Iterator[Process]:
             popen.kill()
 
 
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A page server in a process of its own."""
+
+    url: str
+    page: str  # for a browser
+
+
 @contextmanager
-def running_store() -> Iterator[str]:
-    """Run an empty page server on a free port; its URL. Raises ProcessError if it does not start."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory"]
+def running_store() -> Iterator[Store]:
+    """Run an empty page server on free ports. Raises ProcessError if it does not start."""
+    with socket.create_server(("127.0.0.1", 0)) as free, socket.create_server(("127.0.0.1", 0)) as other:
+        port, http = (sock.getsockname()[1] for sock in (free, other))
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--store", "memory", "--metrics-port", str(http)]
     with (
         TemporaryDirectory() as directory,
         _running("the store", "-P", TETHERED, "kvpage_server.app", *options, "--dir", directory) as process,
@@ -91,7 +99,7 @@ def running_store() -> Iterator[str]:
             if process.ended or time.monotonic() > deadline:
                 raise process.failure()
             time.sleep(0.05)
-        yield f"redis://127.0.0.1:{port}"
+        yield Store(f"redis://127.0.0.1:{port}", f"http://127.0.0.1:{http}/")
 
 
 def listens(port: int) -> bool:

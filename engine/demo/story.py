@@ -72,10 +72,10 @@ def run(model: str, console: Console) -> Outcome:
     opening = [{"role": "system", "content": f"Answer from this handbook.\n\n{handbook}"}]
     with ExitStack() as stack:
         store = stack.enter_context(running_store())
-        say(console, "The store", f"listens on {store} and is empty.")
+        say(console, "The store", f"listens on {store.url} and is empty. {store.page} shows what it has.")
         messages = list(opening)
-        with running_engine("engine A", model, store) as a:
-            b = stack.enter_context(running_engine("engine B", model, store))
+        with running_engine("engine A", model, store.url) as a:
+            b = stack.enter_context(running_engine("engine B", model, store.url))
             say(console, "Engine A", f"is process {a.pid}. It reads a handbook of {len(handbook.split()):,} words.")
             first = ask(a, messages, QUESTIONS[0], console)
             a.save()
@@ -83,7 +83,7 @@ def run(model: str, console: Console) -> Outcome:
             second = ask(b, messages, QUESTIONS[1], console)
             b.save()
         say(console, "Engine A", "is stopped, and started again.")
-        with running_engine("engine A", model, store) as again:
+        with running_engine("engine A", model, store.url) as again:
             say(console, "Engine A", f"is process {again.pid} and goes on.")
             third = ask(again, messages, QUESTIONS[2], console)
     with running_engine("engine C", model) as c:

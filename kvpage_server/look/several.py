@@ -1,34 +1,44 @@
-"""Servers side by side, looked into as one. Each key belongs to one of them, as for PageClient."""
+"""Servers side by side, or the masters of a cluster, looked into as one. Each key belongs to one of them."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import redis
+from redis.exceptions import AskError, ClusterDownError, TryAgainError
 
 from kvpage_server.address import shown
 from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, segment_of
 from kvpage_server.client.questions import encoded
+from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import Command
 from kvpage_server.system.program import say
 
+_CHANGING = AskError, ClusterDownError, TryAgainError  # a MovedError is an AskError
 _GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
 
 
-class SideBySide:
+def by_segment(servers: Sequence[ServerUrl]) -> Callable[[bytes], ServerUrl]:
+    """Which of the servers a key or a request belongs to, as for PageClient."""
+    rendezvous = Rendezvous(servers)
+    return lambda key: rendezvous.server(segment_of(key))
+
+
+class AsOne:
     """Answers as `redis.Redis` does. The keys of an unreachable server look missing; a message says once that it is."""
 
-    def __init__(self, stores: dict[ServerUrl, redis.Redis]) -> None:
+    def __init__(self, stores: dict[ServerUrl, redis.Redis], server_of: Callable[[bytes], ServerUrl]) -> None:
+        """`server_of` says which of the servers a key or a request belongs to."""
         self._stores = stores
         self._servers = list(stores)
-        self._rendezvous = Rendezvous(self._servers)
+        self._server_of = server_of
         self._gone: set[ServerUrl] = set()
 
     def execute_command(self, *words: Any) -> Any:
         """Asks the server that has the key, or, for CLIENT, all servers. Raises RedisError."""
-        servers = self._servers if words[0] == "CLIENT" else [self._server(words)]
+        servers = self._servers if encoded(words[0]) == b"CLIENT" else [self._server(words)]
         answers = [self._answers(server, [words])[0] for server in servers]
         if refusal := next((answer for answer in answers if isinstance(answer, redis.ResponseError)), None):
             raise refusal
@@ -36,16 +46,16 @@ class SideBySide:
 
     def home(self, key: bytes) -> str:
         """The URL of the server that a key or a request belongs to."""
-        return shown(self._rendezvous.server(segment_of(key)).url)
+        return shown(self._server_of(key).url)
 
     @property
     def unreachable(self) -> list[str]:
         """The URLs of servers that gave no answer."""
         return sorted(shown(server.url) for server in self._gone)
 
-    def pipeline(self, transaction: bool) -> _Pipeline:
+    def pipeline(self, transaction: bool) -> Pipeline:
         """Collects commands, and sends each to its server."""
-        return _Pipeline(self)
+        return Pipeline(self.answers)
 
     def answers(self, commands: Sequence[Command]) -> list[Any]:
         parts: dict[ServerUrl, list[int]] = defaultdict(list)
@@ -64,14 +74,17 @@ class SideBySide:
         return found
 
     def _server(self, command: Sequence[Any]) -> ServerUrl:
-        return self._rendezvous.server(segment_of(encoded(command[2 if command[0] == b"OBJECT" else 1])))
+        return self._server_of(encoded(command[2 if command[0] == b"OBJECT" else 1]))
 
     def _answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
         pipeline = self._stores[server].pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
         try:
-            return pipeline.execute(raise_on_error=False)
+            answers = pipeline.execute(raise_on_error=False)
+            if changing := next((answer for answer in answers if isinstance(answer, _CHANGING)), None):
+                raise LookError(f"the cluster is changing, try again: {changing}")
+            return answers
         except redis.AuthenticationError:
             raise
         except redis.ConnectionError as error:
@@ -92,13 +105,15 @@ class SideBySide:
         return [b"%d" % upcoming, keys]
 
 
-class _Pipeline:
-    def __init__(self, several: SideBySide) -> None:
-        self._several = several
+class Pipeline:
+    """Collects commands, and has them answered together."""
+
+    def __init__(self, answers: Callable[[Sequence[Command]], list[Any]]) -> None:
+        self._answers = answers
         self._commands: list[Command] = []
 
     def execute_command(self, *words: bytes | int) -> None:
         self._commands.append(words)
 
     def execute(self, raise_on_error: bool) -> list[Any]:
-        return self._several.answers(self._commands)
+        return self._answers(self._commands)

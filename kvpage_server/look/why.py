@@ -13,6 +13,7 @@ from rich.markup import escape
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
 from kvpage_server.look.page import context_as_json
+from kvpage_server.look.strings import ABSENT
 from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
@@ -30,7 +31,7 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
     req = os.fsencode(args.req)
     found = store.execute_command("KVPAGEWHY", req, *args.name)
     answer = {name: text(value) if isinstance(value, bytes) else value for name, value in named(found).items()}
-    if not args.name and answer["reason"] in ("never stored", "gone"):  # an agent is no request
+    if not args.name and answer["reason"] in ("never stored", "gone", ABSENT):  # an agent is no request
         holdings = ask(store, holdings_of_agent(req))
         if holdings.agents or holdings.unreadable:
             _show_agent(store, args, holdings)
@@ -64,6 +65,8 @@ def _explained(reason: str, answer: Answer) -> str:
         return f"{reason}{by}, {when(answer['at'])}"
     if "since" in answer:
         return f"{reason}, as far as is known since {when(answer['since'])}"
+    if reason == ABSENT:
+        return f"{reason}; a Valkey or Redis Cluster does not tell why"
     return f"{reason}: a read would not miss" if reason == "stored" else reason
 
 

@@ -11,6 +11,7 @@ from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 
+import httpx
 import pytest
 from rich.console import Console
 from waiting import eventually
@@ -89,11 +90,13 @@ def test_without_a_model_it_says_how_to_get_one(tmp_path: Path, capsys: pytest.C
 
 
 def test_a_model_that_cannot_be_loaded_is_said_and_nothing_is_left_running(tmp_path: Path) -> None:
-    with running_store() as store, running_engine("engine A", str(tmp_path), store) as engine:
-        assert listens(port_of(store))
+    with running_store() as store, running_engine("engine A", str(tmp_path), store.url) as engine:
+        assert listens(port_of(store.url))
+        assert "kvpage store" in httpx.get(store.page, timeout=60).text
         with pytest.raises(ProcessError, match=r"^engine A: .* is no model directory: it has no config\.json$"):
             engine.answer([{"role": "user", "content": "Are you there?"}])
-    assert gone(port_of(store), engine.pid)
+    assert gone(port_of(store.url), engine.pid)
+    assert gone(port_of(store.page), engine.pid)
 
 
 @pytest.mark.model
@@ -117,7 +120,7 @@ def test_however_it_ends_it_leaves_no_process_behind(how: signal.Signals, code: 
 
 
 def port_of(text: str) -> int:
-    return int(re.search(r"redis://127\.0\.0\.1:(\d+)", text)[1])
+    return int(re.search(r"://127\.0\.0\.1:(\d+)", text)[1])
 
 
 def gone(port: int, pid: int) -> bool:

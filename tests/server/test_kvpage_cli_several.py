@@ -93,9 +93,18 @@ def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixtu
         found = json.loads(capsys.readouterr().out)
         assert found["total"]["keys"] == sum(node["keys"] for node in found["nodes"]) == 20
         assert all(0 < node["keys"] < 20 for node in found["nodes"])
+        with redis.RedisCluster("127.0.0.1", mapped.ports[0]) as client:
+            for i in range(8):
+                client.execute_command("KVPAGESET", f"{{chat-{i}}}", 0, 0, 0, 0, 1, 4, 8, 0, bytes(64))
+        assert run("ls", "--json", "--url", mapped.url) == 0
+        requests = json.loads(capsys.readouterr().out)["requests"]
+        assert {each["request"] for each in requests} == {f"{{chat-{i}}}" for i in range(8)}
+        assert {each["url"] for each in requests} == {f"redis://127.0.0.1:{port}" for port in mapped.ports}
+        assert run("why", "{chat-3}", "0", "0", "9", "0", "--url", mapped.url) == 0
+        assert "never stored" in capsys.readouterr().out
         mapped.servers[1].stop()
         assert run("status", "--json", "--url", mapped.url) == 2
         nodes = json.loads(capsys.readouterr().out)["nodes"]
         assert ["error" in node for node in nodes] == [False, True]
-        assert run("ls", "--url", mapped.url) == 1
-        assert "of a cluster kvpage status tells each node's share" in capsys.readouterr().err
+        assert run("top", "--url", mapped.url) == 1
+        assert "into a cluster look status, ls, why, and stat of an agent" in capsys.readouterr().err

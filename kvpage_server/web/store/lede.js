@@ -46,7 +46,7 @@ function most({ agents, agent_bytes: all }) {
 /** Not all that is missed is a page: of the rest there is no reason. */
 function missed(misses) {
   const all = Object.values(misses).reduce((sum, times) => sum + times, 0);
-  if (!all) return "; no page was missed, only strings, such as digests that engines look for";
+  if (!all) return "; no page was missed";
   const [[reason, times]] = Object.entries(misses).sort((a, b) => b[1] - a[1]);
   const part = times === all ? "" : `${times} of them `;
   return `; pages were missed ${plural(all, "time")}, ${part}because they ${REASONS[reason] ?? `are told as "${reason}"`}`;

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import CancelledError, ThreadPoolExecutor
@@ -15,10 +16,11 @@ from contexts import BLOCK, SPEC, is_true, made, some_tokens
 from homes import Home, home_of
 from pools import pool_of
 from servers import RunningServer
+from test_kvpage_cli import kvpage
 
 from engine.pool import BlockPool
 from engine.tiers.pages import PageTier, Saved
-from kvpage_server.client import AsyncPageClient
+from kvpage_server.client import AsyncPageClient, PageClient
 
 TOKENS = some_tokens(24, 14 * BLOCK + 3)  # five segments, the last of them with a block that is not full
 SEVERAL = ("side by side", "cluster")
@@ -96,6 +98,38 @@ def test_what_begins_alike_is_shared_and_found_by_its_tokens(tier: PageTier, oth
     assert (saved.blocks_written, saved.blocks_present) == (4, 9)
     assert found(tier, "bob") == len(longer)
     assert found(tier, "nobody", some_tokens(2, 50)) == 0
+
+
+def told(*words: str, url: str) -> dict[str, Any]:
+    code, said, errors = kvpage(*words, "--json", url=url)
+    assert code == 0, errors
+    looked: dict[str, Any] = json.loads(said)
+    return looked
+
+
+def test_kvpage_shows_whose_memory_it_is_and_what_a_load_would_find(tier: PageTier, home: Home) -> None:
+    save(tier)
+    save(tier, "bob", TOKENS[: 9 * BLOCK])
+    blocks = home.tagged(TOKENS, SPEC)
+    looked = told("ls", url=home.url)
+    assert {agent["agent"]: (agent["tokens"], agent["found_tokens"]) for agent in looked["agents"]} == {
+        "alice": (len(TOKENS), len(TOKENS)),
+        "bob": (9 * BLOCK, 9 * BLOCK),
+    }
+    assert [(each["agents"], each["tokens"]) for each in looked["shared"]] == [(["alice", "bob"], 9 * BLOCK)]
+    assert {each["bytes"] for each in looked["agents"]} == {SPEC.token_nbytes * n for n in (len(TOKENS), 9 * BLOCK)}
+    assert looked["requests"] == looked["unreachable"] == []
+    assert [block["complete"] for block in told("ls", blocks[3], url=home.url)["blocks"]] == [True]
+    with PageClient(home.url) as client:
+        client.delete_request(blocks[4].encode(), [0])
+    (context,) = told("why", "alice", url=home.url)["contexts"]
+    assert (context["found_tokens"], context["missing_blocks"]) == (4 * BLOCK, 1)
+    assert [place["there"] for place in context["places"]] == [i != 4 for i in range(len(blocks))]
+    assert context["places"][4]["why"] in ("deleted", "absent")
+    (context,) = told("stat", "bob", url=home.url)["contexts"]
+    assert {place["agents"] for place in context["places"]} == {2}
+    assert told("why", blocks[3], url=home.url)["reason"] == "stored"
+    assert told("why", "{nobody}", url=home.url)["reason"] in ("never stored", "absent")
 
 
 def test_published_blocks_belong_to_nobody_and_are_found(tier: PageTier, home: Home) -> None:

@@ -373,3 +373,29 @@ def test_kvpage_status_tells_the_share_of_each_master(
     with pytest.raises(SystemExit):
         main(["status", "--url", cluster.url])
     assert "Valkey and Redis tell nothing of pages" in capsys.readouterr().out
+
+
+def test_kvpage_lists_requests_and_says_what_is_there(
+    cluster: Cluster, pages: PageClient, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Blocks, and pages that were written by themselves; a name with what a pattern would take for a sign."""
+
+    def told(*words: str) -> Any:
+        with pytest.raises(SystemExit):
+            main([*words, "--json", "--url", cluster.url])
+        return json.loads(capsys.readouterr().out)
+
+    pages.mset_blocks(NAMES, SHAPE, bodies())
+    alone = [PageKey(b"a*[x]", 0, head, 7, 0) for head in range(3)]
+    for name in (b"a*[x]", b"aa[x]"):
+        pages.mset([Page(PageKey(name, 0, head, 7, 0), bytes(64), DType.FLOAT16, 4, 8) for head in range(3)])
+    looked = {each["request"]: each for each in told("ls")["requests"]}
+    assert looked.keys() == {name.decode() for name, _ in NAMES} | {"a*[x]", "aa[x]"}
+    assert (looked["prompt-3"]["blocks"], looked["prompt-3"]["bytes"]) == (1, SHAPE.nbytes)
+    assert (looked["a*[x]"]["pages"], looked["a*[x]"]["bytes"]) == (3, 3 * 64)
+    assert len({each["url"] for each in looked.values()}) == 3
+    assert [(block["page"], block["complete"]) for block in told("ls", "a*[x]")["blocks"]] == [(7, True)]
+    pages.delete(alone[1:2])
+    assert told("why", "a*[x]")["block"] == 7
+    assert [told("why", "a*[x]", "0", head, "7", "0")["reason"] for head in "012"] == ["stored", "absent", "stored"]
+    assert told("why", "prompt-3", "0", "0", "3", "0")["reason"] == "stored"

@@ -111,11 +111,7 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ),
     ({"misses": {"evicted": 2, "deleted": 1}, "ratio": 0.5}, "pages were missed 3 times, 2 of them because they had"),
     ({"misses": {"evicted": 0}, "ratio": 1}, "3.0 KiB. 100 % of reads found what they asked for."),
-    (
-        {"misses": {}, "ratio": 0.9},
-        "90 % of reads found what they asked for; no page was missed, only strings, such as digests that engines look "
-        "for.",
-    ),
+    ({"misses": {}, "ratio": 0.9}, "90 % of reads found what they asked for; no page was missed."),
     (
         {"engines": [{"computed": 1, "tiers": {name: {"tokens": 1} for name in ("hot", "prefix", "page", "cold")}}]},
         "80 % of the engines' prompts was not computed again.",

@@ -1,0 +1,182 @@
+"""A Valkey or Redis Cluster, asked as if it knew pages.
+
+It knows strings alone: a block is one (client/cluster/block_value.py), and so is a page that was written by itself.
+What it cannot tell is left out: why something is not there, what is leased. The blocks of a request are known when a
+scan has met them; those of an agent need none, as they are page 0, and page 1 for a state.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import redis
+
+from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
+from kvpage_server.client.questions import encoded
+from kvpage_server.look.several import Pipeline
+from kvpage_server.observe.asking import AskedStore, Command
+from kvpage_server.page import HEADER_SIZE, PageError, PageKey, index_key
+
+Answers: TypeAlias = list[Any]
+Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
+_OF_AGENTS = (0, 1)  # the page ids of an agent's block
+_THERE = {b"tier": b"memory", b"pinned": 0, b"lease_left_ms": 0}
+ABSENT = "absent"
+_SCANS = 1_000_000  # of a request's keys
+
+
+class AsStrings:
+    """Answers KVPAGEINDEX, KVPAGEWHY, KVPAGESTAT and scans of requests from strings. The rest the store answers."""
+
+    def __init__(self, store: AskedStore) -> None:
+        self._store = store
+        self._blocks: dict[bytes, set[int]] = defaultdict(set)  # page ids, by request
+        self._pages: dict[bytes, set[PageKey]] = defaultdict(set)  # those that were written by themselves
+
+    def execute_command(self, *words: Any) -> Any:
+        """One command. Of its request, all strings are looked for first."""
+        name = encoded(words[0])
+        if name in (b"KVPAGEINDEX", b"KVPAGEWHY"):
+            self._look_for(encoded(words[1]))
+        commands, read = self._asked([name, *map(encoded, words[1:])])
+        return read([self._store.execute_command(*command) for command in commands])
+
+    def pipeline(self, transaction: bool) -> Pipeline:
+        """Collects commands, and sends those that they come to together."""
+        return Pipeline(self.answers)
+
+    def answers(self, commands: Sequence[Command]) -> Answers:
+        asked = [self._asked(command) for command in commands]
+        pipeline = self._store.pipeline(transaction=False)
+        for some, _ in asked:
+            for command in some:
+                pipeline.execute_command(*command)
+        told = iter(pipeline.execute(raise_on_error=False))
+        return [read([next(told) for _ in some]) for some, read in asked]
+
+    def _look_for(self, req_id: bytes) -> None:
+        cursor = b"0"
+        for _ in range(_SCANS):
+            (answer,) = self.answers(
+                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % _literal(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
+            )
+            if isinstance(answer, redis.ResponseError):
+                raise answer
+            cursor, _ = answer
+            if cursor == b"0":
+                return
+
+    def _asked(self, command: Command) -> Asked:
+        name, req_id, *more = command
+        assert isinstance(req_id, bytes)
+        if name == b"SCAN" and more[-1] == b"set":
+            return [[*command[:-1], b"string"]], self._requests
+        if name == b"KVPAGEINDEX":
+            return self._parts(req_id)
+        if name == b"KVPAGESTAT":
+            return [[b"EXISTS", block_key((req_id, int(more[2])))]], lambda told: _THERE if told == [1] else None
+        if name == b"KVPAGEWHY" and more:
+            return self._why_page(PageKey(req_id, *map(int, more)))
+        if name == b"KVPAGEWHY":
+            asked, read = self._parts(req_id)
+            return asked, lambda told: _why(read(told))
+        return [command], lambda told: told[0]
+
+    def _requests(self, told: Answers) -> Any:
+        """SCAN's answer, with the requests of the keys as their index keys. Notes what the requests have."""
+        (answer,) = told
+        if isinstance(answer, redis.ResponseError):
+            return answer
+        cursor, keys = answer
+        found = set()
+        for key in keys:
+            req_id, _, rest = key.removeprefix(b"kv:").partition(b":")
+            kind, _, number = rest.partition(b":")
+            if kind == b"block" and number.isdigit():
+                self._blocks[req_id].add(int(number))
+            else:
+                try:
+                    self._pages[req_id].add(PageKey.parse(key))
+                except PageError:
+                    continue
+            found.add(index_key(req_id))
+        return [cursor, sorted(found)]
+
+    def _parts(self, req_id: bytes) -> Asked:
+        """Asks for the openings and lengths of blocks, and the lengths of pages; reads them as KVPAGEINDEX's answer."""
+        numbers = sorted({*_OF_AGENTS, *self._blocks.get(req_id, ())})
+        pages = sorted(self._pages.get(req_id, ()), key=bytes)
+        asked: list[Command] = []
+        for key in (block_key((req_id, number)) for number in numbers):
+            asked += [[b"GETRANGE", key, 0, OPENING_SIZE - 1], [b"STRLEN", key]]
+        asked += [[b"STRLEN", bytes(page)] for page in pages]
+
+        def read(told: Answers) -> Any:
+            if refusal := next((one for one in told if isinstance(one, redis.ResponseError)), None):
+                return refusal
+            openings, lengths = told[: 2 * len(numbers) : 2], told[1 : 2 * len(numbers) : 2]
+            found = [*map(_of_block, numbers, openings, lengths)]
+            found += _of_pages(pages, told[2 * len(numbers) :])
+            return sorted(filter(None, found), key=lambda part: int(part["page"]))
+
+        return asked, read
+
+    def _why_page(self, key: PageKey) -> Asked:
+        block = block_key((key.req_id, key.page))
+
+        def read(told: Answers) -> Any:
+            there, opening = told
+            shape = shape_of(opening) if isinstance(opening, bytes) else None
+            in_block = shape is not None and ranges_of_page(key, shape) is not None
+            return {b"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
+
+        return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
+
+
+def _why(parts: Any) -> Any:
+    """KVPAGEWHY's answer for a request."""
+    if isinstance(parts, redis.ResponseError):
+        return parts
+    if not parts:
+        return {b"reason": ABSENT.encode()}
+    hole = next((part for part in parts if not part["complete"]), None)
+    return (
+        {b"reason": b"stored"}
+        if hole is None
+        else {b"reason": b"hole", b"block": hole["page"], b"cause": ABSENT.encode()}
+    )
+
+
+def _of_block(number: int, opening: bytes, length: int) -> dict[str, Any] | None:
+    """A block as KVPAGEINDEX tells of it; None if there is none."""
+    shape = shape_of(opening)
+    if shape is None:
+        return None
+    planes = [int(plane.kv_type) for plane in shape.planes]
+    told = {"page": number, "pages": shape.pages, "layers": shape.layers, "heads": shape.heads, "planes": planes}
+    complete = length == head_size(shape) + shape.nbytes
+    return told | {"complete": int(complete), "bytes": shape.nbytes, "memory": length}
+
+
+def _of_pages(keys: Sequence[PageKey], lengths: Sequence[int]) -> list[dict[str, Any]]:
+    """The blocks of pages that were written by themselves."""
+    blocks: dict[int, list[tuple[PageKey, int]]] = defaultdict(list)
+    for key, length in zip(keys, lengths, strict=True):
+        if length > HEADER_SIZE:
+            blocks[key.page].append((key, length))
+    found = []
+    for number, pages in blocks.items():
+        layers, heads = (1 + max(getattr(key, name) for key, _ in pages) for name in ("layer", "head"))
+        planes = sorted({int(key.kv_type) for key, _ in pages})
+        told = {"page": number, "pages": len(pages), "layers": layers, "heads": heads, "planes": planes}
+        size = sum(length for _, length in pages)
+        whole = len(pages) == layers * heads * len(planes)
+        found.append(told | {"complete": int(whole), "bytes": size - HEADER_SIZE * len(pages), "memory": size})
+    return found
+
+
+def _literal(raw: bytes) -> bytes:
+    """A pattern that matches these bytes alone."""
+    return b"".join(b"\\%c" % byte if byte in b"*?[]^-\\" else b"%c" % byte for byte in raw)
