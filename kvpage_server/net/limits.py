@@ -21,7 +21,7 @@ from kvpage_server.system import malloc
 
 log = logging.getLogger("kvpage")
 
-_LARGE = 128 * 1024  # bytes
+_LARGE = 512 * 1024  # bytes: more than LMDB takes for a piece of a value, which it frees at every commit
 _MUCH = 16 * 1024 * 1024  # bytes
 _SMALL = 16 * 1024  # bytes: a client that holds less is not ended
 _GRACE = 1_000_000_000  # nanoseconds

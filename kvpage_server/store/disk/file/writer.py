@@ -7,12 +7,13 @@ import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 from kvpage_server.store.disk.file.change import Change, Clear, Delete
 from kvpage_server.store.disk.file.database import Disk
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
+from kvpage_server.system import malloc
 
 T = TypeVar("T")
 
@@ -20,6 +21,7 @@ Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]
 
 _AT_ONCE = 256  # values that are let go of together
+_SPARE_FOR = 10.0  # seconds that LMDB's memory stays for the next commit: what is fresh has to be zeroed first
 
 log = logging.getLogger("kvpage")
 
@@ -93,11 +95,19 @@ class DiskWriter(Generic[T]):
 
     def _run(self) -> None:
         """What is held of a batch here was let go of when the loop hears: memory is freed there alone."""
-        while (job := self._jobs.get()) is not None:
+        while (job := self._next_job()) is not None:
             batch, makes_room, done = job
             error = self._error_of(batch, makes_room)
             del batch, job
             self._loop.call_soon_threadsafe(done, error)
+
+    def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
+        """What to do next. When that is a long time coming, memory goes back to the system."""
+        try:
+            return self._jobs.get(timeout=_SPARE_FOR)
+        except Empty:
+            malloc.trim()
+            return self._jobs.get()
 
     def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
         """Commit; what went wrong, without the frames that it came through."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import mmap
 import os
 import random
+import re
+import resource
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
@@ -13,8 +16,9 @@ from pathlib import Path
 
 import lmdb
 import pytest
-from waiting import PATIENCE
+from waiting import PATIENCE, until
 
+from kvpage_server.net.limits import keep_large_blocks_apart
 from kvpage_server.store.disk.file.change import Write
 from kvpage_server.store.disk.file.database import Disk, Outcome
 from kvpage_server.store.disk.file.lmdb_file import DiskError, DiskFull
@@ -23,6 +27,7 @@ from kvpage_server.store.disk.file.scrub import Scrubber
 from kvpage_server.store.disk.file.write_behind import MOVES, Event, State, WriteBehind, after
 from kvpage_server.store.disk.file.writer import Batch
 from kvpage_server.store.records.record import Damaged
+from kvpage_server.system import malloc
 
 MB = 1024**2
 
@@ -289,3 +294,36 @@ class Refusing:
 
     def begin(self, **options: object) -> None:
         raise lmdb.Error(os.strerror(errno.EIO))
+
+
+@pytest.mark.skipif(not malloc.IS_THERE, reason="another C library keeps what is freed as it likes")
+class TestMemoryOfCommits:
+    """LMDB copies what it writes, and frees the copy at every commit."""
+
+    async def test_it_is_used_again_and_goes_back_when_nothing_is_written_for_a_while(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        keep_large_blocks_apart()
+        large, count = body(256 * 1024), 256
+
+        async def write(writer: WriteBehind[bytes]) -> None:
+            for number in range(count):
+                writer.note(b"%d" % number, large, len(large))
+            await writer.settle()
+
+        async with behind(tmp_path, "no", limit=1 << 30) as (writer, _, _):
+            for _ in range(3):
+                before, faults = _own_memory(), resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                await write(writer)
+                faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - faults
+            assert faults < count * len(large) // mmap.PAGESIZE // 4
+            monkeypatch.setattr("kvpage_server.store.disk.file.writer._SPARE_FOR", 0.1)
+            await write(writer)
+            until(lambda: _own_memory() < before - count * len(large) // 2)
+
+
+def _own_memory() -> int:
+    """Bytes of this process that are no file's."""
+    found = re.search(r"^RssAnon:\s+(\d+) kB", Path("/proc/self/status").read_text(), re.MULTILINE)
+    assert found is not None
+    return int(found[1]) * 1024
