@@ -24,8 +24,8 @@ class Feed:
         self._slowly = b""  # the last events of that kind
         self._looking: asyncio.Task[None] | None = None
 
-    async def events(self, user: str) -> AsyncIterator[bytes]:
-        """Events, until the store does not answer any more."""
+    async def events(self, user: str, *, logged_in: bool) -> AsyncIterator[bytes]:
+        """Events, until the store does not answer any more. Who is `logged_in` can log out."""
         self.watchers += 1
         last, slowly = 0.0, b""
         try:
@@ -34,7 +34,7 @@ class Feed:
                 moments = [moment for moment in self._observer.history.moments if moment.at > last]
                 last = moments[-1].at if moments else last
                 engines = await self._observer.engines()
-                told = shown.event("overview", shown.overview(now, user, engines))
+                told = shown.event("overview", shown.overview(now, user, engines) | {"logged_in": logged_in})
                 if moments:
                     told += shown.event("moments", [shown.moment(moment) for moment in moments])
                 if slowly is not self._slowly:

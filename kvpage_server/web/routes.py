@@ -11,6 +11,7 @@ from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from kvpage_server.monitor.app import login_of
+from kvpage_server.monitor.logins import COOKIE
 from kvpage_server.observe.context import pages_of
 from kvpage_server.web import shown
 from kvpage_server.web.feed import feed_of
@@ -36,7 +37,8 @@ async def events(request: Request) -> Response:
     feed = feed_of(login.observer)
     if feed.watchers >= MOST_WATCHERS:
         raise HTTPException(503, f"this user has {MOST_WATCHERS} open pages, the most allowed", {"Retry-After": "10"})
-    return StreamingResponse(feed.events(login.user), media_type="text/event-stream")
+    events = feed.events(login.user, logged_in=COOKIE in request.cookies)
+    return StreamingResponse(events, media_type="text/event-stream")
 
 
 async def agent(request: Request) -> Response:

@@ -13,8 +13,7 @@ const REASONS = {
 
 export function lede(now, holdings, more) {
   if (!holdings) return "Looking through the store.";
-  if (!holdings.agents.length) return withoutAgents(now);
-  const said = [most(holdings)];
+  const said = [holdings.agents.length ? most(holdings) : withoutAgents(now, holdings)];
   const [prefix] = holdings.prefixes;
   if (prefix) said.push(`${plural(prefix.count, "agent")} share their first ${plural(prefix.tokens, "token")}.`);
   const { hit_ratio: ratio } = now.traffic;
@@ -26,7 +25,8 @@ export function lede(now, holdings, more) {
   return said.join(" ");
 }
 
-function withoutAgents({ contents, everything }) {
+function withoutAgents({ contents, everything }, holdings) {
+  if (!everything && holdings.request_count) return `${plural(holdings.request_count, "request")} of no agent, ${bytes(holdings.request_bytes)}.`;
   if (contents.blocks) return `${plural(contents.blocks, "block")} of no agent.`;
   if (contents.keys) return `${plural(contents.keys, "key")}, none of them a page.`;
   return everything ? "The store is empty." : "There is nothing that you may see.";
@@ -39,7 +39,8 @@ function most({ agents, agent_bytes: all }) {
   const alike = agents.filter((agent) => agent.bytes === largest.bytes).length;
   if (alike > 1) return `${plural(alike, "context")} hold most, each ${part} stored.`;
   const inMemory = largest.memory >= largest.bytes && agents.every((agent) => agent.memory <= largest.memory);
-  if (inMemory) return `${largest.id} uses most memory, ${part}.`;
+  const alone = largest.own < largest.bytes ? `; ${bytes(largest.own)} of it no other agent has` : "";
+  if (inMemory) return `${largest.id} uses most memory, ${part}${alone}.`;
   return `${largest.id} holds most: ${part} stored, ${bytes(largest.memory)} in memory.`;
 }
 

@@ -12,6 +12,7 @@ import { least, savedBySharing, showShared, showWhose } from "./whose.js";
 const SHOWN = 50; // rows of a table
 const SECONDS = 300; // of the past that charts show
 const BUCKET = 10; // seconds that are drawn as one
+const MONITOR = "monitor"; // what a connection from inside the server has for a user
 const UNTOLD = "told to who may use every key";
 
 let now = null;
@@ -64,10 +65,10 @@ function showFigures() {
   const { memory, disk, traffic, server, connections } = now;
   const [last] = moments.slice(-1);
   say(at("server"), `kvpage ${server.version}, up ${seconds(server.uptime)}, seen as ${now.user}`);
-  at("leave").hidden = now.user === "default";
-  say(at("used"), now.everything ? bytes(memory.used) : bytes(holdings?.agent_bytes ?? 0));
+  at("leave").hidden = !now.logged_in;
+  say(at("used"), bytes(now.everything ? memory.used : storedBytes()));
   const onDisk = disk ? `, ${bytes(disk.bytes)} on disk` : "";
-  say(at("used-note"), (now.everything && memory.limit ? `of ${bytes(memory.limit)}` : "") + onDisk || "no limit");
+  say(at("used-note"), now.everything ? (memory.limit ? `of ${bytes(memory.limit)}` : "no limit") + onDisk : limits());
   say(at("hits"), traffic.hit_ratio === null ? "–" : percent(traffic.hit_ratio));
   say(at("hits-note"), now.everything ? `${count(traffic.hits)} of ${plural(traffic.hits + traffic.misses, "read")}` : UNTOLD);
   const saved = holdings ? savedBySharing(holdings) : 0;
@@ -79,6 +80,14 @@ function showFigures() {
   say(at("agents-note"), now.everything ? `${plural(now.contents.blocks, "block")}, ${plural(connections.now, "client")}` : "");
   at("failing").hidden = !disk?.failing;
   if (disk?.failing) say(at("failing"), `Writing to the disk fails: ${disk.failing}`);
+}
+
+/** What one sees of the store, of agents and of none. */
+const storedBytes = () => (holdings ? holdings.agent_bytes + holdings.request_bytes : 0);
+
+function limits() {
+  const [quota, ...others] = now.quotas.filter(({ limit }) => limit);
+  return `of what you may see${quota && !others.length ? `; the quota is ${bytes(quota.limit)}` : ""}`;
 }
 
 // -- over time -------------------------------------------------------------------------------------------------------
@@ -119,7 +128,9 @@ function showCharts() {
   }));
   draw("flow", (width) => lines(flows, { width, height: 140, name: "Bytes a second, out and in", format: bytes, span }));
   const [last] = moments.slice(-1);
-  list(at("flow-legend"), [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]], ([, way]) => way, ([kind, way, rate]) =>
+  const rates = now.everything ? [["page", "out", last?.out ?? 0], ["hot", "in", last?.in ?? 0]] : [];
+  say(at("flow-note"), now.everything ? "bytes a second" : UNTOLD);
+  list(at("flow-legend"), rates, ([, way]) => way, ([kind, way, rate]) =>
     el("li", {}, el("span", { class: `key ${kind}` }), way, el("b", {}, `${bytes(rate)}/s`)));
 }
 
@@ -144,7 +155,7 @@ function showAgents() {
   list(at("agents"), first(found, SHOWN, at("agents-more")), (agent) => `${agent.id} ${agent.model}`, (agent) =>
     el("tr", {},
       el("td", {}, el("button", { class: "link clip", type: "button", title: agent.id, click: () => openAgent(agent.id) }, agent.id),
-        el("div", { class: "soft" }, agent.model)),
+        el("div", { class: "soft clip", title: agent.model }, agent.model)),
       meter(bar([["page", agent.own], ["shared", agent.bytes - agent.own]], largest), bytes(agent.bytes)),
       el("td", { class: "num" }, bytes(agent.own)),
       el("td", { class: "num" }, count(agent.tokens)),
@@ -170,6 +181,7 @@ function showLost() {
   const none = now.everything ? "nothing was evicted so far" : "";
   say(at("lost-note"), evicted.length ? `keys evicted so far: ${evicted.join("; ")}` : none);
   at("lost-empty").hidden = more.losses.length > 0;
+  say(at("lost-empty"), holdings?.agents.length ? "Every context is whole." : "No agent has a context here.");
   at("lost-box").hidden = !more.losses.length;
   list(at("lost"), more.losses.slice(0, 10), (loss) => loss.agent, (loss) =>
     el("tr", {},
@@ -188,9 +200,9 @@ function showClients() {
   say(at("clients-note"), plural(connected.count, "connection"));
   list(at("clients"), first(connected.clients, 12, at("clients-more")), (client) => client.id, (client) =>
     el("tr", {},
-      el("td", {}, client.name || client["lib-name"] || "no name"),
+      el("td", {}, client.user === MONITOR ? "this page and /metrics" : client.name || client["lib-name"] || "no name"),
       el("td", { class: "mono" }, client.addr),
-      el("td", {}, client.user),
+      el("td", {}, client.user === MONITOR ? "" : client.user),
       el("td", { class: "soft" }, client.cmd),
       el("td", { class: "num" }, seconds(Number(client.idle)))));
 }
@@ -214,13 +226,15 @@ function showTiers() {
     ["heat-1", "spare, for what comes next", memory.spare],
     ["prefix", "fragmentation", memory.fragmentation],
     ["hot", "in flight", memory.in_flight],
-    ["cold", "on disk", disk?.bytes ?? 0],
-    ["none", "waiting for the disk", disk?.waiting_bytes ?? 0],
   ].filter(([, , value]) => value > 0);
   const total = parts.reduce((sum, [, , value]) => sum + value, 0);
   at("tiers").replaceChildren(bar(parts.map(([kind, name, value]) => [kind, value, `${name}: ${bytes(value)}`]), total, true));
-  list(at("tiers-legend"), parts, ([, name]) => name, ([kind, name, value]) =>
-    el("li", {}, el("span", { class: `key ${kind}` }), name, el("b", {}, bytes(value))));
+  const besides = [ // not memory, or counted in it
+    ["", "on disk", disk?.bytes ?? 0],
+    ["", "waiting for the disk", disk?.waiting_bytes ?? 0],
+  ].filter(([, , value]) => value > 0);
+  list(at("tiers-legend"), [...parts, ...besides], ([, name]) => name, ([kind, name, value]) =>
+    el("li", {}, el("span", { class: kind && `key ${kind}` }), name, el("b", {}, bytes(value))));
   list(at("quotas"), quotas.slice(0, 12), (quota) => quota.pattern, (quota) =>
     el("div", { class: "quota" },
       el("div", { class: "mono" }, quota.pattern),

@@ -15,14 +15,15 @@ export const savedBySharing = (holdings) => holdings.shared.reduce((sum, group) 
 /** A number of what may not all have been looked at. */
 export const least = (holdings, what, said) => (holdings.cut.includes(what) ? `at least ${said}` : said);
 
-const remarks = ({ cut, unreadable }) => [
+const remarks = ({ cut, unreadable }, { disk }) => [
   "one area for each agent; what agents share is there once",
+  ...(disk ? ["in memory or on disk"] : []),
   ...(unreadable ? [`${plural(unreadable, "manifest")} cannot be read`] : []),
   ...(cut.length ? [`more ${cut.join(" and ")} were not looked at`] : []),
 ].join("; ");
 
 export function showWhose(holdings, now, open) {
-  say(at("whose-note"), remarks(holdings));
+  say(at("whose-note"), remarks(holdings, now));
   const by = at("by").value;
   const tiles = { agent: byAgent, tenant: byTenant, tier: byTier }[by](holdings, now).filter((tile) => tile.value > 0);
   tiles.sort((a, b) => b.value - a.value);
@@ -116,6 +117,7 @@ function legend(by) {
 
 export function showShared(holdings) {
   at("shared-empty").hidden = holdings.prefixes.length > 0;
+  say(at("shared-empty"), holdings.agents.length ? "No two agents begin alike." : "There are no agents.");
   const most = Math.max(...holdings.prefixes.map((prefix) => prefix.saved), 1);
   list(at("shared"), first(holdings.prefixes, 6, at("shared-more")), (prefix) => prefix.agents.join() + prefix.tokens, (prefix) => {
     const line = el("i", { class: "shared" });
@@ -128,4 +130,6 @@ export function showShared(holdings) {
   });
 }
 
-const names = (prefix) => prefix.agents.slice(0, 5).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");
+/** As much of a name as fits beside others. */
+const shortened = (name) => (name.length > 32 ? `${name.slice(0, 31)}…` : name);
+const names = (prefix) => prefix.agents.slice(0, 5).map(shortened).join(", ") + (prefix.count > 5 ? ` and ${count(prefix.count - 5)} more` : "");

@@ -119,14 +119,25 @@ LEDES: list[tuple[dict[str, Any], str]] = [
     ({"agents": [["ann", 2048, 14], ["bob", 1024, 0]]}, "ann holds most: 2.0 KiB of 3.0 KiB stored, 14 B in memory."),
     ({"agents": [["ann", 1024, 1100], ["bob", 1024, 1100]]}, "2 contexts hold most, each 1.0 KiB of 2.0 KiB stored."),
     ({"agents": [["ann", 0, 0]]}, "No block of any agent is stored."),
-    ({"agents": []}, "4 keys, none of them a page."),
+    (
+        {"agents": [["ann", 2048, 2100, 512]]},
+        "ann uses most memory, 2.0 KiB of 2.0 KiB; 512 B of it no other agent has.",
+    ),
+    (
+        {"agents": [], "ratio": 0.5, "misses": {"over quota": 3}},
+        "4 keys, none of them a page. 50 % of reads found what they asked for; pages were missed 3 times, because they "
+        "went for a quota.",
+    ),
+    ({"agents": [], "everything": False, "requests": 29}, "29 requests of no agent, 4.0 KiB."),
 ]
 SAY_LEDE = """async (made) => (await import("/page/lede.js")).lede(
-    {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: true, misses: made.misses,
+    {contents: {blocks: 0, keys: 4}, engines: made.engines ?? [], everything: made.everything ?? true,
+     misses: made.misses,
      traffic: {hit_ratio: made.ratio}},
     {
-        agents: made.agents.map(([id, bytes, memory]) => ({id, bytes, memory, missing: 0})),
+        agents: made.agents.map(([id, bytes, memory, own]) => ({id, bytes, memory, own: own ?? bytes, missing: 0})),
         agent_bytes: made.agents.reduce((sum, agent) => sum + agent[1], 0), prefixes: [],
+        request_count: made.requests ?? 0, request_bytes: 4096,
     })"""
 
 
@@ -228,12 +239,16 @@ def test_who_is_not_known_logs_in_and_sees_what_their_user_may(browser: Any) -> 
                 tell(client, "other:1")
                 tell(client, "own:1", "kvpage:engines:tenant")
             says(page, "#engines", "own:1")
+            says(page, "#used-note", "of what you may see")
             assert page.locator("#engines tr").count() == 1
             says(page, "#hits-note", "told to who may use every key")  # and not 0 of 0 reads
             assert page.locator("#agents tr").count() == 1
             assert "other" not in page.locator("main").inner_text().replace("no other", "")
             page.locator("#leave").click()
             page.locator("#password").wait_for()
+            page.locator("#password").fill("secret")
+            page.locator("button").click()
+            page.locator("#leave").wait_for()  # who logged in can log out, the default user too
 
 
 def test_what_was_not_looked_at_is_said_and_junk_hides_no_agent(browser: Any) -> None:
