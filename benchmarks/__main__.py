@@ -11,7 +11,6 @@ ALL = (
     "pages",
     "tiered",
     "cluster",
-    "cluster_engine",
     "stalls",
     "persistent",
     "engine_reconstruct",

@@ -2,39 +2,35 @@
 
 from __future__ import annotations
 
-import argparse
+from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks import valkey_cluster
 from benchmarks.coming_back import SERVER, Machine, come_back, compute, tiers, times_as_long
-from benchmarks.findings import Finding, show, write
+from benchmarks.findings import Finding
 from benchmarks.servers import start_kvpage
 from engine import model
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 
-SMOLLM2 = Path(__file__).parent.parent / "models" / "smollm2"
+SMOLLM2 = Path(__file__).parents[2] / "models" / "smollm2"
 SIZES, QUICK_SIZES = (256, 1024, 4000), (256,)  # tokens
-ROUNDS, QUICK_ROUNDS = 7, 1
+ROUNDS, QUICK_ROUNDS = 5, 1
 MOST = 1.15  # times as long as from the page server
 CLUSTER, SIDE_BY_SIDE = "a cluster of three masters", "two servers side by side"
 INTRO = "SmolLM2-135M in float32; seconds to the first token of an agent that comes back, medians of pairs"
 
 
-def main(words: list[str]) -> None:
-    """Measure, show, and write down."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cluster_engine", description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args(words).quick
+def measured(quick: bool) -> Iterator[Finding]:
+    """Of contexts of each size."""
     loaded, tokenizer = model.load(SMOLLM2)
     machine = Machine(loaded, tokenizer, ModelCacheSpec.probe(loaded, tokenizer))
     text = tokenizer.encode(files("engine.demo").joinpath("handbook.txt").read_text(encoding="utf-8")) * 4
     batch = machine.batch(BlockPool())
     compute(machine, batch, text[300:400])  # warms up
     remembered = [compute(machine, batch, text[:size], 0) for size in (QUICK_SIZES if quick else SIZES)]
-    findings: list[Finding] = []
     with (
         TemporaryDirectory() as scratch,
         valkey_cluster.run("--maxmemory", "4gb", replicas=False) as cluster,
@@ -45,6 +41,7 @@ def main(words: list[str]) -> None:
         with tiers(machine, remembered, Path(scratch), several) as found:
             for context in remembered:
                 for turn in context.turns:
+                    print(f"{turn.name} ...", flush=True)
                     taken: dict[str, list[float]] = {name: [] for name in (SERVER, *several)}
                     for round_ in range(-1, QUICK_ROUNDS if quick else ROUNDS):  # the first warms up
                         for name in taken:
@@ -53,7 +50,4 @@ def main(words: list[str]) -> None:
                     for name in several:
                         spelt = "{:.3f} / {:.3f} s"
                         work = f"{turn.name} from {name}"
-                        findings.append(times_as_long(work, SERVER, taken[name], taken[SERVER], spelt, MOST))
-    show(findings, INTRO)
-    if not quick:
-        write(findings, "cluster_engine", {"rounds": ROUNDS}, intro=INTRO)
+                        yield times_as_long(work, SERVER, taken[name], taken[SERVER], spelt, MOST)

@@ -7,7 +7,6 @@ servers share the cores with the client, it says more than GB/s do.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +21,7 @@ import numpy as np
 import redis
 
 from benchmarks import valkey_cluster
-from benchmarks.findings import Finding, show, write
+from benchmarks.findings import Finding
 from benchmarks.servers import Server, start_kvpage, unpin
 from benchmarks.valkey_cluster import Cluster
 from kvpage_server.bench.measure import GB
@@ -36,8 +35,8 @@ ROUNDS = 7
 OURS, ALONE, THROUGH = "PageClient", "PageClient, one master", "PageClient, through a gateway"
 SERVER, SIDE_BY_SIDE = "PageClient, one kvpage-server", "PageClient, two kvpage-servers side by side"
 INTRO = (
-    "client / PageClient of three masters, or of one kvpage-server for two of them; medians of the rounds, ratios are "
-    "medians of the ratios of each round"
+    "client / PageClient of three masters, or of one kvpage-server for two of them; with a client each, all clients "
+    "together / one client of one kvpage-server; medians of the rounds, ratios are medians of the ratios of each round"
 )
 _TIMEOUT = 60_000  # milliseconds of a request
 _SERVER = ("--maxmemory", "4gb")
@@ -140,13 +139,18 @@ def _glide(stack: ExitStack, cluster: Cluster, work: Work) -> Client:
 class Work:
     """Blocks of a shape, and where they are read into."""
 
-    def __init__(self, shape: BlockShape, count: int) -> None:
+    def __init__(self, shape: BlockShape, count: int, req_id: bytes = b"cluster") -> None:
         self.shape = shape
-        self.name = f"{count} of {spell(shape.nbytes)}"
+        self.name = self.name_of(shape, count)
         self.batch = BatchMemory(count, shape.nbytes, seed=24)
-        self.names: list[BlockName] = [(b"cluster-%d" % i, 0) for i in range(count)]
+        self.names: list[BlockName] = [(b"%b-%d" % (req_id, i), 0) for i in range(count)]
         self.keys = [b"value-%d" % i for i in range(count)]
         self.bodies, self.into = list(self.batch.written), list(self.batch.read)
+
+    @staticmethod
+    def name_of(shape: BlockShape, count: int) -> str:
+        """For people."""
+        return f"{count} of {spell(shape.nbytes)}"
 
     def copy(self, values: list[Any]) -> None:
         """What a client gives, to where it belongs."""
@@ -221,16 +225,13 @@ def _measured(
             elif name == ALONE:
                 at_least = 1 / 1.1
             elif what == "GB/s":
-                at_least = {THROUGH: 0.45, SIDE_BY_SIDE: 0.95}.get(name)
+                at_least = {THROUGH: 0.45}.get(name)
             measured = f"{mine:.2f} / {theirs:.2f}"
             yield Finding(f"{op} {work.name}", name, what, measured, ratio, at_least=at_least, at_most=at_most)
 
 
-def main(words: list[str]) -> None:
-    """Measure, show, and write down."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks cluster", description=__doc__)
-    parser.add_argument("--quick", action="store_true")
-    quick = parser.parse_args(words).quick
+def measured(quick: bool) -> tuple[list[Finding], str]:
+    """What was found, and the version of Valkey."""
     glide_sync.Logger.set_logger_config(glide_sync.LogLevel.OFF)
     findings: list[Finding] = []
     with (
@@ -245,10 +246,6 @@ def main(words: list[str]) -> None:
         for server in (gateway, *servers):
             unpin(server.process.pid)
         for shape, count in WORKS.items():
-            findings += _measured(
-                three, one, gateway, servers, shape, count // 8 if quick else count, 1 if quick else ROUNDS
-            )
-        version = three.nodes[0].told("INFO", "server")["valkey_version"]
-    show(findings, "clients of a cluster")
-    if not quick:
-        write(findings, "cluster", {"valkey": version, "rounds": ROUNDS}, intro=INTRO)
+            blocks, rounds = (max(count // 8, 1), 1) if quick else (count, ROUNDS)
+            findings += _measured(three, one, gateway, servers, shape, blocks, rounds)
+        return findings, three.nodes[0].told("INFO", "server")["valkey_version"]
