@@ -49,7 +49,7 @@ def found() -> Found:
     return Found(findings)
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in lines) + "\n"
 
@@ -121,7 +121,7 @@ def summary(known: Found) -> str:
         for label, against, names, works in SUMMARY
         if known.knows(works[0][0].format(op="read", theirs=THEIRS["read"]), against, names[0])
     )
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def batches(known: Found, more: str = "") -> str:
@@ -134,7 +134,7 @@ def batches(known: Found, more: str = "") -> str:
     works = {f"{count} of {size} KiB": _pages(size, more=more) for size, count in SIZES.items()}
     works[mixed_name(MIXED)] = _mixed(more)
     rows = ([label, *(cell(work.format(op=op)) for op in OPS for work in each)] for label, each in works.items())
-    return _table(head, rows)
+    return table(head, rows)
 
 
 def batches_by_page_client(known: Found) -> str:
@@ -153,7 +153,7 @@ def alone(known: Found) -> str:
 
     kinds = [(op, count) for op in ("write", "read") for count in one_at_a_time.TARGETS]
     head = ["page", *(f"{op}, {one_at_a_time.spell_sockets(count)}" for op, count in kinds)]
-    return _table(
+    return table(
         head,
         (
             [f"{size} KiB", *(cell(one_at_a_time.name(op, size, count)) for op, count in kinds)]
@@ -170,7 +170,7 @@ def others(known: Found) -> str:
         for each in known.findings
         if each.target and not (each.against == VALKEY and any(words in each.work for words in elsewhere))
     ]
-    return _table(["work", "beside", "", "measured", "ratio or figure", "target"], rows)
+    return table(["work", "beside", "", "measured", "ratio or figure", "target"], rows)
 
 
 def missed(known: Found) -> str:
@@ -180,7 +180,7 @@ def missed(known: Found) -> str:
         for each in known.findings
         if each.met is False
     ]
-    return _table(["work", "beside", "", "measured", "ratio or figure", "target"], rows) if rows else "None.\n"
+    return table(["work", "beside", "", "measured", "ratio or figure", "target"], rows) if rows else "None.\n"
 
 
 TABLES: dict[str, Callable[[Found], str]] = {

@@ -147,6 +147,23 @@ def in_bad_weather(cluster: Cluster, seconds: float) -> None:
         announce(node, 0, Cluster(masters_of(cluster), len(masters_of(cluster))))
 
 
+def replicas_of(cluster: Cluster) -> list[Node]:
+    return [node for node in cluster.nodes if node not in masters_of(cluster) and node.process.poll() is None]
+
+
+def all_behind(cluster: Cluster, seconds: float) -> None:
+    """The replicas answer, and hear nothing new from their masters."""
+    replicas = replicas_of(cluster)
+    for node in replicas:
+        node.ask("CONFIG", "SET", "masteruser", "nobody", "masterauth", "nothing")
+        node.ask("CLIENT", "KILL", "TYPE", "master")
+    time.sleep(seconds)
+    for node in replicas:
+        node.ask("CONFIG", "SET", "masteruser", "", "masterauth", "")
+    for node in replicas:
+        until(lambda node=node: node.told("INFO", "replication")["master_link_status"] == "up")
+
+
 @pytest.mark.parametrize("seconds", [pytest.param(1, id="short"), LONG])
 def test_three_engines_in_a_storm_over_a_cluster_find_no_wrong_byte(pool: BlockPool, seconds: float) -> None:
     over = threading.Event()
@@ -154,10 +171,12 @@ def test_three_engines_in_a_storm_over_a_cluster_find_no_wrong_byte(pool: BlockP
         before = PageTier(cluster.url, SPEC, pool, deadline=40)
         for agent, tokens in AGENTS.items():
             assert save(before, agent, tokens)
-        engines = [threads.submit(an_engine, cluster.url, pool, over, seed) for seed in range(3)]
+        urls = [cluster.url, cluster.url, f"{cluster.url}?read_from_replicas=true"]
+        engines = [threads.submit(an_engine, url, pool, over, seed) for seed, url in enumerate(urls)]
         try:
             the_old_way(cluster)
             at_once(cluster)
+            all_behind(cluster, seconds)
             in_bad_weather(cluster, seconds)
             stopped(cluster, seconds)
             killed(cluster)
