@@ -16,7 +16,7 @@ from kvpage_server.client.cluster.commands import Command, ask
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.cluster.topology import Address, Node, SlotMap, ask_slots, redirection, slot_of
-from kvpage_server.client.errors import Disconnected, PageClientError, Refused, WrongReply
+from kvpage_server.client.errors import DeadlineExceeded, Disconnected, PageClientError, Refused, WrongReply
 from kvpage_server.client.wire.deadline import Deadline
 
 READ_TRIES = 3  # of a read that no node answers
@@ -120,6 +120,8 @@ class Router:
         to = redirection(str(answer)) if answer.code in ("MOVED", "ASK") else None
         if to is None and answer.code not in _AGAIN:
             raise answer
+        if to and way.followed == FOLLOWED:
+            answer = Refused(f"CLUSTERDOWN the nodes disagree about who serves slot {slot}, at last came {answer}")
         if to is None or way.followed == FOLLOWED:
             self._failed(command, way, answer)
             return True
@@ -132,10 +134,11 @@ class Router:
         return False
 
     def _failed(self, command: Command, way: _Way, error: PageClientError) -> None:
-        """Note that a try has failed."""
+        """Note that a try has failed. That there was no time for it says less than why the one before it failed."""
         way.tries += 1
         way.to, way.from_replica = None, False
-        way.answer = Failed(error)
+        if way.tries == 1 or not isinstance(error, DeadlineExceeded):
+            way.answer = Failed(error)
         in_doubt = command.once and not isinstance(error, Refused)
         way.over = in_doubt or (not command.writes and way.tries >= READ_TRIES)
 

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,12 @@ import numpy as np
 import pytest
 import redis
 from page_batches import SHAPE, batch, block_body, same
-from servers import RunningServer, start_server
+from servers import RunningServer, free_port, start_server
 from slot_maps import HALVES, IDS, MappedServers, map_text, start_mapped
 from waiting import until
 
 from kvpage_server import slot_map
-from kvpage_server.client import PageClient
+from kvpage_server.client import PageClient, Refused
 from kvpage_server.commands.context import Server
 from kvpage_server.commands.placing import Placing
 from kvpage_server.configuration.config import Config
@@ -221,6 +222,21 @@ def test_a_map_that_can_t_be_right_is_refused_and_the_old_one_stays(slots: Any, 
         assert "version 1 of the map of slots stays in use" in mapped.servers[0].log
         info: Any = client.execute_command("CLUSTER INFO")
         assert info["cluster_current_epoch"] == "1"
+
+
+def test_servers_with_two_maps_of_one_version_are_said_to_disagree(tmp_path: Path) -> None:
+    """Each says that the other one has what is asked for."""
+    ports = [free_port(), free_port()]
+    with ExitStack() as stack:
+        for port, slots in zip(ports, (HALVES[::-1], HALVES), strict=True):
+            file = tmp_path / f"{port}.toml"
+            file.write_text(map_text(ports, slots))
+            mapped = ("--cluster-config", str(file), "--cluster-node", f"127.0.0.1:{port}")
+            stack.enter_context(start_server(*mapped, port=port))
+        pages = stack.enter_context(PageClient(f"redis-cluster://127.0.0.1:{ports[0]}", deadline=60))
+        names = [(b"{a}", 0), (b"{b}", 0)]  # in slots of both halves
+        with pytest.raises(Refused, match="CLUSTERDOWN the nodes disagree about who serves slot 3300"):
+            pages.mset_blocks(names, SHAPE, [block_body()] * 2, deadline=2)
 
 
 def test_a_map_nested_too_deeply_is_refused_and_the_next_one_is_used() -> None:
