@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -165,11 +166,14 @@ class _Aside:
         self.is_over = False
 
     def go_on(self) -> None:
-        """As far as possible without waiting."""
+        """As far as possible without waiting, and without keeping others waiting."""
         try:
             for step in self._steps:
                 if type(step) is Wait:
                     step.start(self.go_on)
+                    return
+                if step == ():
+                    asyncio.get_running_loop().call_soon(self.go_on)
                     return
                 encode(step, self._client.protocol, self.pieces)
         except Exception:

@@ -82,7 +82,8 @@ def test_what_follows_in_a_pipeline_finds_what_was_written_before_it(wire: Wire)
 
 def test_errors_are_answered_in_their_place(wire: Wire) -> None:
     misshapen = spell([b"KVBLOCKSET", b"r", b"0", *SETTING, b"short"])
-    wire.send(kvblockset(b"r") + misshapen + kvblockset(b"bad:name") + spell([b"NOSUCH"]) + spell([b"KVBLOCKSET"]))
+    wire.send(kvblockset(b"r") + misshapen + kvblockset(b"bad:name") + spell([b"NOSUCH", *[b"x"] * 100_000]))
+    wire.send(spell([b"KVBLOCKSET"]))
     wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + kvblockset(b"unsaid") + kvblockset(b"s") + b"*1\r\n!broken\r\n")
     replies = [wire.reply() for _ in range(7)]
     assert replies[0] == replies[5] == b"+OK\r\n"
