@@ -21,6 +21,7 @@ FEW, FOUR_TIMES = 1100, 4400
 # Seconds of a turn that are not looked at: what else runs here, and how slow the machine is. A command that goes by
 # its arguments without steps takes far longer; whether a turn stays under 10 ms is for `python -m benchmarks stalls`.
 AT_LEAST = 0.06
+TRIES = 5  # a turn that is long is so each time; one in which this machine did something else is not
 SHORT = frozenset(  # what `make test` looks at; `make soak` looks at all
     (
         *("FLUSHALL strings", "FLUSHALL blocks", "KVPAGEVERIFY whole", "KVPAGEINDEX many blocks"),
@@ -87,11 +88,9 @@ def test_no_turn_takes_much_of_the_work_and_work_grows_as_what_is_asked_for(
         assert pairs
         bad = []
         for small, large in pairs:
-            found = cost(turns, small), cost(turns, large)
-            if is_bad(*found, scene_name(large)):
-                found = cost(turns, small), cost(turns, large)  # it may have been something else
-                if is_bad(*found, scene_name(large)):
-                    bad.append((scene_name(large), *found))
+            tried = ((cost(turns, small), cost(turns, large)) for _ in range(TRIES))
+            if all(is_bad(*(found := both), scene_name(large)) for both in tried):
+                bad.append((scene_name(large), *found))
         assert not bad, "\n".join(map(str, bad))
 
 
