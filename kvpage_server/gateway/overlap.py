@@ -28,7 +28,7 @@ _BLOCKS, _BYTES = 16, 64 * 1024**2  # that are written at once: blocks of one cl
 _AT_ONCE = 2  # batches of a client
 
 
-_Block = tuple[Write, asyncio.Future[None]]  # and when it is done
+_Block = tuple[list[Write], asyncio.Future[None]]  # and when it is done
 
 
 @dataclass(slots=True)
@@ -63,7 +63,7 @@ class Overlap:
     def _has_room(self, theirs: _OfClient) -> bool:
         return len(theirs.names) < _BLOCKS and self._bytes < _BYTES
 
-    def write(self, client: Client, name: BlockName, nbytes: int, block: Write) -> Steps[None]:
+    def write(self, client: Client, name: BlockName, nbytes: int, block: list[Write]) -> Steps[None]:
         """Steps until a block is written. Raises ReplyError."""
         theirs = self._of.setdefault(client, _OfClient())
         done = asyncio.get_running_loop().create_future()
@@ -85,7 +85,7 @@ class Overlap:
 
     def _send(self, theirs: _OfClient, some: Sequence[_Block]) -> None:
         theirs.under_way += 1
-        task = self._upstream.start(self._upstream.plans.calls.write([block for block, _ in some]))
+        task = self._upstream.start(self._upstream.plans.calls.write([one for block, _ in some for one in block]))
         task.add_done_callback(partial(self._sent, theirs, some))
 
     def _sent(self, theirs: _OfClient, some: Sequence[_Block], task: asyncio.Task[None]) -> None:

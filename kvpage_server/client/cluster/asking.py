@@ -55,7 +55,7 @@ class Router:
         return answers
 
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
-        """The answers, Failed for each read that no node answered.
+        """The answers, Failed for each read that no node answered; TRYAGAIN for what can be done apart.
 
         Raises refusals, and the error of a write that couldn't be done until `end`."""
         late = Failed(end.exceeded())
@@ -116,6 +116,9 @@ class Router:
                 way.from_replica = False  # the replica may be behind
             else:
                 way.answer, way.over = answer, True
+            return False
+        if answer.code == "TRYAGAIN" and command.apart:
+            way.answer, way.over = answer, True
             return False
         to = redirection(str(answer)) if answer.code in ("MOVED", "ASK") else None
         if to is None and answer.code not in _AGAIN:

@@ -1,7 +1,8 @@
 """What each method of a client does on a cluster, as plans.
 
 A block is one string. A page that is written by itself is a string, too. Writing a page deletes the block that it would
-belong to, and reads look for the block first. So a read finds what was written last.
+belong to, writing a block deletes its pages that were written alone, and reads look for the block first. So a read
+finds what was written last, or nothing.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, ClassVar
 
 import numpy as np
@@ -23,7 +25,7 @@ from kvpage_server.client.cluster.commands import Command, simple
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.cluster.topology import Node
-from kvpage_server.client.errors import PageClientError, Unsupported, WrongReply
+from kvpage_server.client.errors import PageClientError, Refused, Unsupported, WrongReply
 from kvpage_server.client.page import (
     BlockBody,
     BlockName,
@@ -37,6 +39,8 @@ from kvpage_server.client.page import (
 from kvpage_server.client.questions import BlockWords, Question, integer, up_to
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.page import HEADER_SIZE, BlockShape, PageError, PageHeader, PageKey, checksum, unix_ms
+
+_APART = 256  # commands that are sent at once, so that other tasks have their turn
 
 
 def _memory(nbytes: int) -> memoryview:
@@ -150,8 +154,9 @@ class ClusterCalls:
     ) -> Plan[None]:
         found, created = sized_blocks(names, shape, bodies, ttl), unix_ms()
         written = [
-            commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
+            one
             for name, body in zip(names, found, strict=True)
+            for one in commands.set_block(name, shape, block_value.whole_pages(shape, body), ttl, created)
         ]
         yield from self.write(written)(end)
         count_sent(lambda: [shape.nbytes] * len(found))
@@ -207,10 +212,17 @@ class ClusterCalls:
 
     @timed
     def write(self, end: Deadline, written: Sequence[Command]) -> Plan[None]:
-        """Run commands that write, and are answered OK."""
-        for answer in (yield from self.router.ask(written, end)):
-            if answer != b"OK":
+        """Run commands that write, and are answered OK or a count. What is done apart comes last, some at a time."""
+        together = [one for one in written if one.together]
+        apart = [one.apart for one in written if one.apart and not one.together]
+        for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
+            if isinstance(answer, Refused) and one.apart:
+                apart.append(one.apart)
+            elif answer != b"OK" and not isinstance(answer, int):
                 raise WrongReply(f"instead of OK came {answer!r:.80}")
+        singly = chain.from_iterable(some() for some in apart)
+        while some := [*islice(singly, _APART)]:
+            yield from self._integers(some, end)
 
     @timed
     def ask(self, end: Deadline, questions: Sequence[Question], again: bool) -> Plan[list[Any]]:

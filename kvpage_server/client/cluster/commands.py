@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.receiving import Answer, Answers, Place
+from kvpage_server.client.cluster.topology import has_tag
 from kvpage_server.client.errors import Refused
-from kvpage_server.client.page import BlockName, Page
+from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.questions import Question, encoded, key_of
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.words import command, word
@@ -18,6 +21,7 @@ from kvpage_server.core import Chunk, SentPages
 from kvpage_server.page import BlockShape
 
 _ASKING = command(b"ASKING")
+_KEYS = 4096  # of one command
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +33,8 @@ class Command:
     place: Place | None = None
     writes: bool = False
     once: bool = False  # not again when it may have been done
+    apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
+    together: bool = True  # whether it can be sent; if not, it is done apart
     read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
 
 
@@ -83,8 +89,12 @@ def get_range(key: bytes, first: int, last: int) -> Command:
     return simple(b"GETRANGE", key, b"%d" % first, b"%d" % last)
 
 
-def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int) -> Command:
-    """Write a block. Its digests are computed when it is sent."""
+def set_block(
+    name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
+) -> list[Command]:
+    """Write a block, and delete the pages of it that were written alone: without the block they would be found again.
+
+    Its digests are computed when it is sent."""
     key = block_key(name)
     opening, ending = _set(key, block_value.head_size(shape) + shape.nbytes, ttl)
 
@@ -93,7 +103,31 @@ def set_block(name: BlockName, shape: BlockShape, body: Sequence[memoryview], tt
         yield from body
         yield ending
 
-    return Command(key, pieces, writes=True)
+    return [Command(key, pieces, writes=True), *_unlink_pages(name, shape)]
+
+
+def _unlink_pages(name: BlockName, shape: BlockShape) -> list[Command]:
+    """Delete the pages of a block that were written alone. Those of a request with braces are in the block's slot."""
+    key, req_id, page = block_key(name), name[0], b"%d" % name[1]
+
+    def apart() -> Iterator[Command]:
+        return (simple(b"UNLINK", bytes(one), writes=True) for one, *_ in pages_of_block(name, shape))
+
+    if not has_tag(req_id):
+        return [Command(key, lambda: iter(()), writes=True, apart=apart, together=False)]
+    texts = _unlinking(shape, len(req_id) + len(page))
+    filled = [text.replace(b"\0", req_id).replace(b"\1", page) for text in texts]
+    return [Command(key, partial(iter, (text,)), writes=True, apart=apart) for text in filled]
+
+
+@lru_cache(16)
+def _unlinking(shape: BlockShape, nbytes: int) -> list[bytes]:
+    """UNLINK of a block's pages, with 0 and 1 for the request and the page id, which have so many bytes together."""
+    pages = product(range(shape.layers), shape.planes, range(shape.heads))
+    keys = [b"kv:\0:%d:%d:\1:%d" % (layer, head, plane.kv_type) for layer, plane, head in pages]
+    words = [b"$%d\r\n%b\r\n" % (len(key) - 2 + nbytes, key) for key in keys]
+    parts = [words[i : i + _KEYS] for i in range(0, len(words), _KEYS)]
+    return [b"*%d\r\n%b%b" % (1 + len(part), word(b"UNLINK"), b"".join(part)) for part in parts]
 
 
 def set_page(page: Page, ttl: int, created_ms: int) -> Command:

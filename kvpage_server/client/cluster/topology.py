@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,12 @@ from kvpage_server.client.wire.words import command
 SLOTS = 16384
 SCHEMES = {"valkey-cluster": "redis", "redis-cluster": "redis", "rediss-cluster": "rediss"}
 slot_of = key_slot  # of a key as bytes: the CRC of what stands in its first braces, or of all of it
+_TAG = re.compile(rb"[^{]*\{[^}]+\}")
+
+
+def has_tag(name: bytes) -> bool:
+    """Whether braces in a name decide alone which slot a key with this name in it is in."""
+    return _TAG.match(name) is not None
 
 
 class Node(NamedTuple):

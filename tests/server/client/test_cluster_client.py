@@ -40,7 +40,7 @@ from kvpage_server.client.cluster.block_value import block_key, head_size
 from kvpage_server.client.cluster.topology import slot_of
 from kvpage_server.page import DType, KVType, PageKey, decode_page
 
-NAMES = [(b"prompt-%d" % i, i) for i in range(24)]
+NAMES = [(b"{prompt-%d}" % i, i) for i in range(24)]
 
 
 @pytest.fixture(scope="module")
@@ -142,6 +142,18 @@ def test_what_was_written_last_is_what_is_read(pages: PageClient) -> None:
     assert bytes(again.body) == old[SHAPE.page_span(1, 1, KVType.K)].tobytes()
 
 
+@pytest.mark.parametrize("req_id", [b"{agent}7", b"agent"], ids=["braces", "no braces"])
+def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(
+    pages: PageClient, cluster: Cluster, req_id: bytes
+) -> None:
+    alone = PageKey(req_id, 1, 1, 3, KVType.K)
+    pages.set_page(Page(alone, b"old", DType.INT8, 1, 3))
+    pages.set_block((req_id, 3), SHAPE, block_body())
+    node_of(cluster, (req_id, 3)).ask("UNLINK", block_key((req_id, 3)))  # as if it had expired, or had been evicted
+    assert pages.get_page(alone) is None
+    assert [node.ask("DBSIZE") for node in cluster.masters] == [0, 0, 0]
+
+
 def test_blocks_of_a_segment_of_a_prompt_are_on_one_node(pages: PageClient, cluster: Cluster) -> None:
     names = [(b"{%d}%d" % (i // 4, i), 0) for i in range(16)]
     pages.mset_blocks(names, SHAPE, bodies(16))
@@ -237,19 +249,24 @@ def test_slots_are_followed_while_they_move_and_when_they_have_moved(pages: Page
     names = [(b"{moving}%d" % i, 0) for i in range(8)]
     written = bodies(8)
     pages.mset_blocks(names, SHAPE, written)
+    alone = [PageKey(b"{moving}new%d" % i, 1, 1, 0, KVType.K) for i in range(2)]
+    pages.mset([Page(key, b"old", DType.INT8, 1, 3) for key in alone])
     slot, ids = slot_of(b"{moving}"), node_ids(cluster)
     source = cluster.master_of(slot)
     target = next(node for node in cluster.masters if node is not source)
     target.ask("CLUSTER", "SETSLOT", slot, "IMPORTING", ids[source.port])
     source.ask("CLUSTER", "SETSLOT", slot, "MIGRATING", ids[target.port])
     try:
-        gone = [block_key(name) for name in names[:4]]
+        gone = [*(block_key(name) for name in names[:4]), bytes(alone[0])]
         source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *gone)
         into = empty(8)
         assert pages.mget_blocks_into(names, SHAPE, into) == [True] * 8  # four by ASK
         assert all((a == b).all() for a, b in zip(into, written, strict=True))
         new = [(b"{moving}new%d" % i, 0) for i in range(3)]
-        pages.mset_blocks(new, SHAPE, written[:3])  # all by ASK
+        pages.mset_blocks(new, SHAPE, written[:3])  # all by ASK; of several keys nobody deletes any now
+        assert [pages.delete_request(req_id, [0]) for req_id, _ in new[:2]] == [SHAPE.pages] * 2
+        assert pages.mexists(alone) == [False, False]
+        pages.mset_blocks(new, SHAPE, written[:3])
         assert pages.prefix([*names, *new], pages_per_block=SHAPE.pages) == 11
         source.ask("MIGRATE", "127.0.0.1", target.port, "", 0, 5000, "KEYS", *(block_key(n) for n in names[4:]))
         for node in (target, source, *cluster.masters):

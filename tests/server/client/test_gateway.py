@@ -146,6 +146,21 @@ def test_what_is_written_last_is_read_whichever_way_it_was_written(client: Any, 
             assert client.execute_command("KVBLOCKGET", *name) is None
 
 
+@pytest.mark.parametrize("req_id", ["{q}", "q"])
+def test_a_page_does_not_come_back_when_the_block_that_replaced_it_goes(client: Any, req_id: str) -> None:
+    ask = client.execute_command
+    for write in range(2):
+        ask("KVPAGESET", req_id, 0, 0, 0, 0, 3, 1, 2, 0, "OL")
+        ask("KVBLOCKSET", req_id, 0, 1, 1, 1, write, 2, 0, 3, 2, 1, 3, 2, "k0v0")
+        assert ask("KVPAGEGET", req_id, 0, 0, 0, 0) == b"k0"
+        if write:
+            assert client.ttl(f"kv:{req_id}:0:0:0:0") == 1
+            until(lambda: not client.execute_command("KVBLOCKEXISTS", req_id, 0), "the block to expire")
+        else:
+            assert ask("KVPAGEDEL", req_id, 0) == 2
+        assert ask("KVPAGEGET", req_id, 0, 0, 0, 0) is None
+
+
 def test_a_page_client_has_its_pages_through_a_gateway(pages: PageClient) -> None:
     written = batch(300)
     pages.mset(written, ttl=60)
