@@ -44,7 +44,7 @@ class _View:
         self._url = url
         self._history = History()
         self._engines = HeardEngines(store, url)
-        self._known: Known = {}
+        self._known = Known()
         self._holdings = Holdings()
         self._until = 0.0  # monotonic seconds: until then the holdings are good enough
 

@@ -18,7 +18,7 @@ from kvpage_server.observe.whose import Agent, Holdings, Known, holdings_of_stor
 
 OVERVIEW_SECONDS = 1.0  # for which an overview is shown again
 HOLDINGS_SECONDS = 5.0
-HOLDINGS_SHARE = 0.02  # the share of time that may be spent looking through the store
+HOLDINGS_SHARE = 0.005  # the share of time that may be spent looking through the store
 
 T = TypeVar("T")
 
@@ -43,7 +43,7 @@ class Observer:
         self.history = History()
         self._overview: _Last[Overview] = _Last()
         self._holdings: _Last[Holdings] = _Last()
-        self._known: Known = {}
+        self._known = Known()
 
     async def overview(self) -> Overview:
         """The store in numbers, at most a second old. Each new overview is added to the history."""
@@ -60,7 +60,7 @@ class Observer:
         return self._engines.seen(None if (await self.overview()).everything else self._user)
 
     async def holdings(self) -> Holdings:
-        """Who uses the memory, at most five seconds old, or fifty times as old as reading it takes."""
+        """Who uses the memory, at most five seconds old, or two hundred times as old as reading it takes."""
         last = self._holdings
         async with last.lock:
             if last.value is None or time.monotonic() >= last.until:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import Any, NamedTuple
 
 from kvpage_server.observe import manifests
@@ -24,24 +24,11 @@ from kvpage_server.observe.manifests import Manifest
 
 SCAN_COUNT = 250  # the COUNT of a SCAN, during which nobody else has a turn
 MOST_SCANS = 8000
+TURNS = 8  # SCANs for the newest keys, and for those that are next, in a look that is not the first
+REFRESHED = 100  # known requests that are asked for again in a look
 MOST_READ = 64 << 20  # bytes of manifests that are read as a whole
 MOST_PREFIXES = 100
 MOST_UNREADABLE = 10_000  # unreadable manifests that are looked at, in addition to the agents
-
-
-class KnownManifest(NamedTuple):
-    """A manifest as it was when it was read."""
-
-    digest: bytes
-    manifest: Manifest | None  # None if it is damaged
-    at: float  # before it was read, in monotonic seconds
-
-    def is_as_it_was(self, idle: Any) -> bool:
-        """Whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
-        return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
-
-
-Known = MutableMapping[bytes, KnownManifest]
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +121,27 @@ class OtherRequest:
     memory: int
 
 
+class KnownManifest(NamedTuple):
+    """A manifest as it was when it was read."""
+
+    digest: bytes
+    manifest: Manifest | None  # None if it is damaged
+    at: float  # before it was read, in monotonic seconds
+
+    def is_as_it_was(self, idle: Any) -> bool:
+        """Whether nobody can have written it since. `idle` are its idle seconds, by a clock of seconds."""
+        return isinstance(idle, int) and idle > time.monotonic() - self.at + 2
+
+
+@dataclass(slots=True)
+class Known:
+    """What earlier looks have found, so that the next one asks for little."""
+
+    manifests: dict[bytes, KnownManifest] = field(default_factory=dict)
+    requests: dict[bytes, OtherRequest] = field(default_factory=dict)  # those that were asked for last come last
+    cursor: bytes = b""  # of a scan for manifests that goes on from look to look; empty before all keys were scanned
+
+
 @dataclass(frozen=True, slots=True)
 class Holdings:
     """Everything that was found, the largest first."""
@@ -158,11 +166,27 @@ class _Looked:
 
 
 def holdings_of_store(limits: LookLimits = LookLimits(), known: Known | None = None) -> Reading[Holdings]:
-    """Looks through the store. Manifests in `known` that nobody has used since are not read again, so that to look on
-    is next to no read in the store's statistics. Updates `known`."""
-    looked = _Looked()
-    keys = yield from _keys(b"manifest:*", b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
-    return (yield from _holdings(keys, limits, {} if known is None else known, looked))
+    """Looks through the store. With `known`, which is updated, only the newest keys and some of the others are looked
+    through for manifests, manifests that nobody has used since are not read again, and other requests are asked for in
+    turn."""
+    looked, known = _Looked(), Known() if known is None else known
+    keys = yield from _manifest_keys(limits.agents + MOST_UNREADABLE, known, looked)
+    return (yield from _holdings(keys, limits, known, looked))
+
+
+def _manifest_keys(most: int, known: Known, looked: _Looked) -> Reading[list[bytes]]:
+    """Keys of manifests, some of which may be gone."""
+    if not known.cursor:
+        keys = yield from _keys(b"manifest:*", b"string", most, "agents", looked)
+        known.cursor = b"" if looked.cut else b"0"
+        return keys
+    _, newest = yield from _scan(b"manifest:*", b"string", b"0", TURNS, most)  # what came last is scanned first
+    cursor, others = yield from _scan(b"manifest:*", b"string", known.cursor, TURNS, most)
+    known.cursor = cursor
+    keys = sorted({*known.manifests, *newest, *others})
+    if len(keys) > most:
+        looked.cut.add("agents")
+    return keys[:most]
 
 
 def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Reading[Holdings]:
@@ -172,13 +196,13 @@ def holdings_of_agent(agent_id: bytes, limits: LookLimits = LookLimits()) -> Rea
     found = yield from _keys(pattern, b"string", limits.agents + MOST_UNREADABLE, "agents", looked)
     (older,) = yield [[b"EXISTS", key]]
     keys = [key, *found] if older == 1 else found
-    return (yield from _holdings(keys, LookLimits(limits.agents, limits.blocks, 0), {}, looked))
+    return (yield from _holdings(keys, LookLimits(limits.agents, limits.blocks, 0), Known(), looked))
 
 
 def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _Looked) -> Reading[Holdings]:
-    found, idle = yield from _manifests(keys, limits.agents, known, looked)
+    found, idle = yield from _manifests(keys, limits.agents, known.manifests, looked)
     blocks = yield from _blocks(found, limits.blocks, looked)
-    requests = (yield from _requests(blocks, limits.requests, looked)) if limits.requests else []
+    requests = (yield from _requests(blocks, limits.requests, known.requests, looked)) if limits.requests else []
     owners = _owners(found)
     agents = [_agent(manifest, blocks, owners, idle.get(manifest.key)) for manifest in found]
     agents.sort(key=lambda agent: (-agent.bytes, agent.agent_id))
@@ -195,23 +219,29 @@ def _holdings(keys: Sequence[bytes], limits: LookLimits, known: Known, looked: _
 
 def _keys(pattern: bytes, kind: bytes, most: int, what: str, looked: _Looked) -> Reading[list[bytes]]:
     """At most `most` keys that match, sorted."""
-    cursor, found = b"0", set[bytes]()
-    for _ in range(MOST_SCANS):
-        (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT, b"TYPE", kind]]
-        if refused(answer):
-            looked.cut.add(what)
-            break
-        cursor, some = answer
-        found.update(some)
-        if cursor == b"0" or len(found) > most:
-            break
+    cursor, found = yield from _scan(pattern, kind, b"0", MOST_SCANS, most)
     if cursor != b"0" or len(found) > most:
         looked.cut.add(what)
     return sorted(found)[:most]
 
 
+def _scan(pattern: bytes, kind: bytes, cursor: bytes, turns: int, most: int) -> Reading[tuple[bytes, set[bytes]]]:
+    """Goes on from a cursor, until there are `most` keys. Returns the next cursor, which is 0 at the end and empty for
+    who may not scan, and the keys."""
+    found = set[bytes]()
+    for _ in range(turns):
+        (answer,) = yield [[b"SCAN", cursor, b"MATCH", pattern, b"COUNT", SCAN_COUNT, b"TYPE", kind]]
+        if refused(answer):
+            return b"", found
+        cursor, some = answer
+        found.update(some)
+        if cursor == b"0" or len(found) > most:
+            break
+    return cursor, found
+
+
 def _manifests(
-    keys: Sequence[bytes], most: int, known: Known, looked: _Looked
+    keys: Sequence[bytes], most: int, known: dict[bytes, KnownManifest], looked: _Looked
 ) -> Reading[tuple[list[Manifest], dict[bytes, int]]]:
     """At most `most` readable manifests at these keys, and their idle seconds. Afterwards `known` has exactly these
     keys."""
@@ -239,7 +269,9 @@ def _manifests(
     return found[:most], idle
 
 
-def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> Reading[tuple[dict[bytes, int], int]]:
+def _update(
+    known: dict[bytes, KnownManifest], keys: Sequence[bytes], left: int, looked: _Looked
+) -> Reading[tuple[dict[bytes, int], int]]:
     """Updates `known` for these keys. At most `left` bytes of manifests are read as a whole. Returns the keys' idle
     seconds, and how many of these bytes are left."""
     answers = yield [[b"OBJECT", b"IDLETIME", key] for key in keys]
@@ -249,7 +281,7 @@ def _update(known: Known, keys: Sequence[bytes], left: int, looked: _Looked) -> 
     digests = yield [[b"GETRANGE", key, 0, manifests.DIGEST_BYTES - 1] for key in used]
     changed = []
     for key, digest in zip(used, digests, strict=True):
-        if not isinstance(digest, bytes):
+        if not isinstance(digest, bytes) or idle[key] is None:  # it is gone
             known.pop(key, None)
         elif key in known and known[key].digest == digest:
             known[key] = known[key]._replace(at=now)
@@ -287,19 +319,24 @@ def _block(name: bytes, tokens: int, answer: Any) -> ContextBlock:
     return ContextBlock(name, tokens, size, memory, pages, bool(parts) and all(part["complete"] for part in parts))
 
 
-def _requests(blocks: Mapping[bytes, ContextBlock], most: int, looked: _Looked) -> Reading[list[OtherRequest]]:
-    """Requests that are not among these blocks."""
+def _requests(
+    blocks: Mapping[bytes, ContextBlock], most: int, known: dict[bytes, OtherRequest], looked: _Looked
+) -> Reading[list[OtherRequest]]:
+    """Requests that are not among these blocks. Updates `known`."""
     keys = yield from _keys(b"kv:*", b"set", most + len(blocks), "requests", looked)
     names = [name for key in keys if (name := key.removeprefix(b"kv:").removesuffix(b":index")) not in blocks]
     if len(names) > most:
         looked.cut.add("requests")
-    answers = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in names[:most]]
-    found = []
-    for name, answer in zip(names, answers, strict=False):
+    for name in known.keys() - set(names[:most]):
+        del known[name]
+    asked = [*islice(known, REFRESHED), *(name for name in names[:most] if name not in known)]
+    answers = yield [[b"KVPAGEINDEX", name, b"WITHSIZES"] for name in asked]
+    for name, answer in zip(asked, answers, strict=True):
+        known.pop(name, None)
         if parts := parts_of(answer):
             pages, size, memory = (sum(part[what] for part in parts) for what in ("pages", "bytes", "memory"))
-            found.append(OtherRequest(name, len(parts), pages, size, memory))
-    return found
+            known[name] = OtherRequest(name, len(parts), pages, size, memory)
+    return [*known.values()]
 
 
 def _owners(found: Iterable[Manifest]) -> dict[bytes, tuple[str, ...]]:

@@ -117,7 +117,7 @@ def test_who_looks_on_reads_again_only_what_was_used_meanwhile(
     server: RunningServer, client: redis.Redis, three: Engine
 ) -> None:
     """Else the hit ratio of a store that is looked at would be that of the looks."""
-    known: Known = {}
+    known = Known()
 
     def reads() -> int:
         return int(client.info("stats")["keyspace_hits"])
@@ -134,6 +134,36 @@ def test_who_looks_on_reads_again_only_what_was_used_meanwhile(
         three.save("alice", some_tokens(1, 12))
         found = {agent.agent_id: agent.tokens for agent in ask(asking, holdings_of_store(known=known)).agents}
     assert found == {"alice": 12, "bob": 44, "carol": 32}
+
+
+def test_who_looks_on_finds_what_comes_and_goes_without_a_look_at_every_key(
+    server: RunningServer, client: redis.Redis, three: Engine
+) -> None:
+    client.mset({f"string-{number}": "x" for number in range(20_000)})
+    for number in range(300):
+        client.execute_command("KVPAGESET", f"request-{number}", 0, 0, 0, 0, 1, 8, 8, 0, bytes(128))
+    known, commands = Known(), list[int]()
+    with server.client(protocol=3) as asking:
+
+        def look_on() -> Holdings:
+            before = client.info("stats")["total_commands_processed"]
+            holdings = ask(asking, holdings_of_store(known=known))
+            commands.append(client.info("stats")["total_commands_processed"] - before)
+            return holdings
+
+        first = look_on()
+        three.save("dave", [*SYSTEM, *some_tokens(4, 8)])
+        client.delete(*client.keys("manifest:bob:*"))
+        client.execute_command("KVPAGEDEL", "request-7")
+        client.execute_command("KVPAGESET", "request-8", 0, 1, 0, 0, 1, 8, 8, 0, bytes(128))
+        second = look_on()
+        looks = [look_on() for _ in range(4)]
+    assert {agent.agent_id for agent in first.agents} == {"alice", "bob", "carol"}
+    assert {agent.agent_id for agent in second.agents} == {"alice", "carol", "dave"}
+    assert (len(first.requests), len(second.requests), second.unreadable) == (300, 300, ())  # one of bob's blocks
+    assert 2 in {request.pages for request in looks[-1].requests}
+    assert commands[0] > 300
+    assert max(commands[1:]) < 250
 
 
 def test_looking_is_bounded_and_says_so(server: RunningServer, three: Engine) -> None:
@@ -154,7 +184,7 @@ def test_junk_is_known_and_read_again_when_it_has_changed(
     server: RunningServer, client: redis.Redis, three: Engine
 ) -> None:
     (key,) = client.keys("manifest:alice:*")
-    raw, known = client.get(key), {}
+    raw, known = client.get(key), Known()
     client.set(key, b"junk")
     with server.client(protocol=3) as asking:
         for _ in range(2):
