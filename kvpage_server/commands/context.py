@@ -246,6 +246,7 @@ class Client:
     def close(self) -> None:
         """Close the connection when all replies are sent."""
         self.closing = True
+        self.free = False
         self.connection.close()
 
     def __str__(self) -> str:
@@ -348,6 +349,10 @@ class Client:
             and self.server.pause is None
             and self.server.placing is None
             and self.server.instead is None
+            and not self.silence
+            and not self.closing
+            and not self.gone
+            and self not in self.server.monitors
         )
 
     @property

@@ -16,7 +16,7 @@ from kvpage_server.store.keyspace import Keyspace
 
 READ_ONLY = "ERR an index key is read-only: it lists the pages that its request has"
 UNWATCHABLE = "ERR an index key can't be watched: watch page keys"
-_TAIL = b":index"
+TAIL = b":index"
 _KEY = re.compile(rb"kv:([^\x00-\x20\x7f:]{1,256}):index\Z")
 
 
@@ -32,18 +32,24 @@ def lists_pages(keyspace: Keyspace, key: bytes) -> bool:
     return req_id is not None and keyspace.listing.has_pages(req_id)
 
 
+def names_index(spec: Spec, words: Command) -> bool:
+    """Whether one of the keys, at fixed positions, is an index key."""
+    first, last, step = spec.keys
+    for key in (words[first],) if first == last else words[first : last + 1 or None : step]:
+        if type(key) is bytes and key.endswith(TAIL) and _KEY.match(key):
+            return True
+    return False
+
+
 def refuse_to_write(spec: Spec, words: Command) -> None:
     """Raises ReplyError if a command would write to an index key."""
-    first, last, step = spec.keys
-    keys = (words[first],) if first == last else words[first : last + 1 or None : step]
-    for key in keys:
-        if type(key) is bytes and key.endswith(_TAIL) and _KEY.match(key):
-            raise ReplyError(READ_ONLY)
+    if names_index(spec, words):
+        raise ReplyError(READ_ONLY)
 
 
 def refuse_as_string(keyspace: Keyspace, key: bytes) -> None:
     """Raises ReplyError when a key that holds no string is the index of a request that has a page."""
-    if key.endswith(_TAIL) and lists_pages(keyspace, key):
+    if key.endswith(TAIL) and lists_pages(keyspace, key):
         raise ReplyError(WRONG_TYPE)
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from kvpage_server.commands.access.user import User
 from kvpage_server.commands.context import Server
 from kvpage_server.core import Scratch
-from kvpage_server.net.session import Ends, Session
+from kvpage_server.net.session import Session
 from kvpage_server.net.tls import TLSTransport
-from kvpage_server.net.transport import SocketTransport, Transport
+from kvpage_server.net.transport import Ends, SocketTransport, Transport
 from kvpage_server.net.turns import Line
 
 log = logging.getLogger("kvpage")

@@ -30,10 +30,10 @@ class Replies:
         "_client",
         "_is_one",
         "_is_whole",
-        "_pushed",
         "_steps",
         "broken",
         "pieces",
+        "pushed",
         "under_way",
     )
 
@@ -49,7 +49,7 @@ class Replies:
         self._steps: Iterator[Reply] | None = None  # the rest of a reply that is made while it is sent
         self._is_one = False  # it is a single reply, not the items of an array
         self._is_whole = False  # it is completed even when the client goes
-        self._pushed: list[Reply] = []  # messages that wait for its end
+        self.pushed: list[Reply] = []  # messages that wait for its end
 
     def add(self, reply: Reply) -> bool:
         """Add a command's reply. True when so much waits that it should be sent now: the peer may not read."""
@@ -63,7 +63,7 @@ class Replies:
         if type(reply) is Stream:
             self._begin(reply, silent != 0)
         if silent:
-            self._client.silence -= silent > 0
+            self._hush(silent)
         elif type(reply) is Raw:
             self.pieces.append(reply)
         elif type(reply) is tuple:
@@ -78,9 +78,14 @@ class Replies:
             if len(self.pieces) > before + 1:
                 self._borrowed += lent(self.pieces[before:])
                 much = self._borrowed > HIGH_WATER
-        if self._pushed and self._steps is None:
+        if self.pushed and self._steps is None:
             self._spell_pushed()
         return much
+
+    def _hush(self, silent: int) -> None:
+        if silent > 0:
+            self._client.silence -= 1
+            self._client.settle()
 
     def _begin(self, reply: Stream, silent: bool) -> None:
         if reply.length is not None and not silent:
@@ -134,21 +139,21 @@ class Replies:
 
     def push(self, message: Reply, *, now: bool) -> None:
         """Add a message that was not asked for: now, or after the reply that is under way or about to come."""
-        self._pushed.append(message)
+        self.pushed.append(message)
         if now:
             self._spell_pushed()
 
     def _spell_pushed(self) -> None:
-        for message in self._pushed:
+        for message in self.pushed:
             encode(message, self._client.protocol, self.pieces)
-        self._pushed.clear()
+        self.pushed.clear()
 
     def drop(self) -> Iterator[Reply] | None:
         """The connection is gone: drop what would be sent. Returns the steps that must be completed nevertheless."""
         steps = self._steps if self._is_whole else None
         self._steps, self.under_way = None, False
         self._aside.clear()
-        self._pushed.clear()
+        self.pushed.clear()
         self.pieces.clear()
         return steps
 

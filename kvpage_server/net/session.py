@@ -7,10 +7,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 from time import monotonic, monotonic_ns
-from typing import NamedTuple
 
 from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.dispatch.admission import Paused, is_unqueued
+from kvpage_server.commands.dispatch.at_once import AtOnce
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.execute import execute
 from kvpage_server.commands.steps import freed
@@ -20,7 +20,7 @@ from kvpage_server.net import limits
 from kvpage_server.net.load import Load
 from kvpage_server.net.replies import Replies
 from kvpage_server.net.states import GONE, PAUSED, READING, WAITING, SessionEvent, after
-from kvpage_server.net.transport import HIGH_WATER, Transport
+from kvpage_server.net.transport import HIGH_WATER, Ends, Transport
 from kvpage_server.net.turns import TURN, Line
 from kvpage_server.resp.reply import QUEUED, Reply, Wait
 
@@ -28,14 +28,6 @@ MOST_COMMANDS = 256  # or steps of a streamed reply, in a turn
 GENEROUS = 16 * HIGH_WATER  # bytes that may wait to be sent to one client while there is room for it
 
 log = logging.getLogger("kvpage")
-
-
-class Ends(NamedTuple):
-    """Both ends of a connection: addresses as CLIENT LIST shows them, and the socket's descriptor."""
-
-    address: str
-    local_address: str
-    descriptor: int
 
 
 class Session:
@@ -75,6 +67,7 @@ class Session:
             connection=self,
         )
         self._replies = Replies(self.client, self._more_came)
+        self._at_once = AtOnce(self.client, self._parser)
         self._load = Load(self.client, self._parser)
         default = server.users.default
         self.client.become(default if default.no_password and default.enabled else None)
@@ -150,6 +143,7 @@ class Session:
         if not self._move(SessionEvent.LOST):
             return
         self._ending = self.client.gone = True
+        self.client.free = False
         self.client.transaction = None
         steps = self._replies.drop()
         if steps is not None:
@@ -172,11 +166,10 @@ class Session:
             return
         now = not (self._answering or self._replies.under_way)
         self._replies.push(message, now=now)
-        if not now:
-            return
-        self._flush()
-        if self._transport.queued or not self._load.is_nothing:
-            self._account()
+        if now:
+            self._flush()
+            if self._transport.queued or not self._load.is_nothing:
+                self._account()
 
     def close(self) -> None:
         if not self._ending:
@@ -236,14 +229,18 @@ class Session:
                     stopped = self._crowded
                     if stopped:
                         break
-                left -= 1
                 if replies.under_way:
-                    if not self._continue(deadline):
-                        left = 0
+                    left = left - 1 if self._continue(deadline) else 0
                     continue
-                command = self._parser.next() if self._postponed is None else self._postponed
+                if client.free and self._postponed is None and load.is_nothing and not self._server.monitors:
+                    left, command, more = self._answer_at_once(left, deadline)
+                    if more:
+                        continue
+                else:
+                    command = self._parser.next() if self._postponed is None else self._postponed
                 if command is None:
                     break
+                left -= 1
                 self._answer(command)
                 if client.finished > deadline:
                     left = 0
@@ -354,6 +351,26 @@ class Session:
         else:
             self._wait_for_a_turn()
 
+    def _answer_at_once(self, left: int, deadline: int) -> tuple[int, Command | None, bool]:
+        """Answer commands that need no decision. What is left; the first that does; or whether there may be more."""
+        before = self._promised.position if self._promised is not None else 0
+        self._answering = True
+        try:
+            left, command, was_run, reply = self._at_once.run(self._replies, left, deadline)
+        except Postponed as error:
+            assert self._at_once.last is not None
+            self._put_off(self._at_once.last, self._parser.received, error)
+            raise
+        finally:
+            self._answering = False
+            if self._promised is not None:
+                self._note_promise(before)
+        if not was_run:
+            return left, command, False
+        if self._replies.add(reply):
+            self._flush()
+        return left, None, self._replies.under_way or not self._parser.is_idle
+
     def _answer(self, command: Command) -> None:
         client, load = self.client, self._load
         theirs = self._parser.received if self._postponed is None else load.postponed
@@ -368,9 +385,7 @@ class Session:
         try:
             reply = execute(client, command)
         except (Postponed, Paused) as error:
-            self._postponed, load.postponed = command, theirs
-            self._hold = (error.hold or self._hold) if isinstance(error, Postponed) else None
-            load.settle()
+            self._put_off(command, theirs, error)
             load.queue(queued)
             raise
         finally:
@@ -378,10 +393,15 @@ class Session:
         self._hold = None
         if reply is QUEUED:
             load.queue(theirs)
-        if self._promised is not None:
-            self._note_promise(before)
+        self._note_promise(before)
         if self._replies.add(reply):
             self._flush()
+
+    def _put_off(self, command: Command, size: int, why: Postponed | Paused) -> None:
+        """Keep a command, which has so many bytes of the arena, until it can run."""
+        self._postponed, self._load.postponed = command, size
+        self._hold = (why.hold or self._hold) if isinstance(why, Postponed) else None
+        self._load.settle()
 
     def _continue(self, deadline: int) -> bool:
         """Go on with the reply under way; False when there was no time for more, or it cannot go on yet."""
@@ -420,8 +440,8 @@ class Session:
         if self.client.owes and self._is_held_back():
             return
         replies = self._replies
-        if replies.pieces:
-            pieces, replies.pieces, replies.broken = replies.pieces, [], replies.under_way
+        if pieces := replies.pieces:
+            replies.pieces, replies.broken = [], replies.under_way
             self._transport.write(pieces)
 
     def _is_held_back(self) -> bool:

@@ -7,12 +7,20 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kvpage_server.core import Outbox
 from kvpage_server.core.piece import Piece
 
 HIGH_WATER = 1024 * 1024  # bytes waiting to be sent above which a session stops answering
+
+
+class Ends(NamedTuple):
+    """Both ends of a connection: addresses as CLIENT LIST shows them, and the socket's descriptor."""
+
+    address: str
+    local_address: str
+    descriptor: int
 
 
 class SocketReader(Protocol):

@@ -266,7 +266,7 @@ class Keyspace:
     # -- strings ---------------------------------------------------------------------------------------------------
 
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
-        old = self.contents.own(key)
+        old = self._catalogue.entries.get(key) or self.contents.own(key)
         if old is not None and old.expires:
             old = self.find(key)  # one that is overdue expires, it is not overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
@@ -299,7 +299,10 @@ class Keyspace:
             text.expires = expires
             if expires:
                 self.contents.expirer.note(key, expires)
-        self._note_string(key, text)
+        self.counters.writes += 1
+        self.evictor.units.used(key)
+        if self.evictor.quotas is not None:
+            self.evictor.quotas.resize(key, text_size(key, len(value)))
         if (tell := self.contents.on_event) is not None:
             tell(event, key)
             if expires and changed:

@@ -56,19 +56,20 @@ class MemoryLimit:
         self.receiving = 0  # bytes of slots that are being received: they are their senders', not the store's yet
         self.tier: TierBelow | None = None
         self._contents = contents
+        self._arena = contents.arena
 
     @property
     def used(self) -> int:
         """Bytes that count against maxmemory: slots in use, but for those being received, and short strings."""
-        return self._contents.arena.used - self.receiving + self._contents.texts
+        return self._arena.used - self.receiving + self._contents.texts
 
     @property
     def is_full(self) -> bool:
         """Whether memory has more than it may."""
-        if not self.maxmemory:
+        most = self.maxmemory
+        if not most or self._arena.used + self._contents.texts <= most:
             return False
-        held = self.tier.held if self.tier is not None else 0
-        return self.used - held > self.maxmemory
+        return self.used - (self.tier.held if self.tier is not None else 0) > most
 
     def make_room(self) -> bool:
         """Let units go until memory is within its limit, or much has gone: whether there is no more to do for now.

@@ -58,7 +58,7 @@ class Reader:
 
     def read(self, key: bytes) -> Entry | None:
         """The living value of a key; a use of it, and a hit or a miss."""
-        entry = self._catalogue.get(key)
+        entry = self._catalogue.entries.get(key) or self._catalogue.get(key)
         if entry is None or (entry.expires and self._contents.find(key) is None):
             self._missed(key)
             return None

@@ -55,6 +55,13 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
 
 
+def is_at_hand(tiered: DiskTier, spec: Spec) -> bool:
+    """Whether a command, not EXEC, needs nothing of the disk: `prepare` would find nothing to wait for."""
+    if spec.stores and (tiered.behind.failing or tiered.behind.full):
+        return False
+    return not tiered.any_cold or spec.fetches or spec.needs is nothing
+
+
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:
     """The same for what EXEC is about to run, all of it."""
     transaction = client.transaction

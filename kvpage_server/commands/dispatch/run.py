@@ -41,16 +41,9 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         reply = spec.handler(client, words[spec.words :])
         if client.tracking is not None:
             server.events.tracking.note(client, spec, words[spec.words :])
-        return _in_steps(client, spec, reply) if type(reply) is Stream else reply
-    except _REFUSALS as error:
-        return _failed(client, spec, _refusal(error))
-    except Postponed:
-        raise
-    except MemoryError:
-        return _failed(client, spec, ReplyError("OOM the system has no memory left for this value"))
-    except Exception:
-        log.exception("%r failed; the connection goes on", words[0])
-        return _failed(client, spec, ReplyError(_INTERNAL))
+        return in_steps(client, spec, reply) if type(reply) is Stream else reply
+    except Exception as error:  # noqa: BLE001 - it is told
+        return told(client, spec, words, error)
     finally:
         client.finished = ended = monotonic_ns()
         took = ended - started
@@ -58,6 +51,18 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
         calls.histogram[took.bit_length()] += 1
         if took >= server.slow_from:
             note_slow(client, spec, words, took)
+
+
+def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
+    """What the client is told of what a command raised. Raises Postponed."""
+    if isinstance(error, _REFUSALS):
+        return _failed(client, spec, _refusal(error))
+    if isinstance(error, Postponed):
+        raise error
+    if isinstance(error, MemoryError):
+        return _failed(client, spec, ReplyError("OOM the system has no memory left for this value"))
+    log.error("%r failed; the connection goes on", words[0], exc_info=error)
+    return _failed(client, spec, ReplyError(_INTERNAL))
 
 
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:
@@ -115,7 +120,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
         return ReplyError(f"ERR '{spec.name}' would have to wait, and a command inside a transaction can't")
 
 
-def _in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
+def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
     """A streamed reply. Before its first part, it may still become an error."""
     assert spec.fetches or spec.needs is nothing, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:

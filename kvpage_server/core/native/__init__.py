@@ -1,6 +1,7 @@
 """The compiled core. It can be imported where it was built."""
 
 from kvpage_server.core.native.bodies import Bodies
+from kvpage_server.core.native.calls import Callee, Caller
 from kvpage_server.core.native.digests import digest, fill_digests
 from kvpage_server.core.native.frames import Parser, Scratch
 from kvpage_server.core.native.gather import Outbox
@@ -18,6 +19,8 @@ __all__ = [
     "AT_ONCE",
     "Arena",
     "Bodies",
+    "Callee",
+    "Caller",
     "Chunk",
     "Columns",
     "Memory",

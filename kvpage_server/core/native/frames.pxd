@@ -53,3 +53,4 @@ cdef class Parser:
     cdef bint skip_blank(self) noexcept
     cdef Py_ssize_t line(self, str too_long) except -2
     cdef object taken(self)
+    cdef object take(self)

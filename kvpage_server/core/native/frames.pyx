@@ -84,7 +84,7 @@ cdef class Parser:
     @property
     def is_idle(self):
         """Whether everything that was received has been taken."""
-        return self.pos == self.end and self.missing == 0
+        return self.pos == self.end and self.missing == 0 and self.fault is None
 
     def give_up(self):
         """The words of the command under way, which will not come to its end; nothing is held any more."""
@@ -202,6 +202,9 @@ cdef class Parser:
 
     def next(self):
         """The next whole command, or None when more bytes are needed. Raises ProtocolError."""
+        return self.take()
+
+    cdef object take(self):
         if self.fault is not None:
             fault, self.fault = self.fault, None
             raise fault

@@ -1,6 +1,7 @@
 """The core in plain Python: what the compiled one does is what this does."""
 
 from kvpage_server.core.python.bodies import Bodies
+from kvpage_server.core.python.calls import Callee, Caller
 from kvpage_server.core.python.digests import digest, fill_digests
 from kvpage_server.core.python.frames import Parser, Scratch
 from kvpage_server.core.python.gather import AT_ONCE, Outbox
@@ -17,6 +18,8 @@ __all__ = [
     "AT_ONCE",
     "Arena",
     "Bodies",
+    "Callee",
+    "Caller",
     "Chunk",
     "Columns",
     "Memory",

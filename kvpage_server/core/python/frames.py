@@ -104,7 +104,7 @@ class Parser:
     @property
     def is_idle(self) -> bool:
         """Whether everything that was received has been taken."""
-        return self._pos == len(self._data) and not self._missing
+        return self._pos == len(self._data) and not self._missing and self._fault is None
 
     def give_up(self) -> Command:
         """The words of the command under way, which will not come to its end; nothing is held any more."""

@@ -20,8 +20,8 @@ OURS = str(ROOT / "kvpage_server")
 PAGE = [b"req", b"0", b"0", b"7", b"0"]
 
 
-def path_of(turns: Turns, *words: bytes) -> list[str]:
-    """The functions that the last of some equal commands called, in order."""
+def path_of(turns: Turns, *words: bytes, together: int = 1) -> list[str]:
+    """The functions that the last of some equal commands called, in order; or so many of them `together`."""
     calls: list[str] = []
 
     def note(frame: FrameType, event: str, _: object) -> None:
@@ -32,7 +32,7 @@ def path_of(turns: Turns, *words: bytes) -> list[str]:
         for _ in range(3):
             calls.clear()
             turns.on_loop(lambda: sys.setprofile(note))
-            sock.sendall(spell(words))
+            sock.sendall(together * spell(words))
             assert sock.recv(1 << 16)[:1] in b"$+"
             turns.on_loop(lambda: sys.setprofile(None))
     return calls[calls.index("Session.readable") :]
@@ -49,3 +49,14 @@ def test_a_page_passes_few_functions_between_recv_and_send() -> None:
     )
     assert path == listed
     assert len(path) <= MOST
+
+
+@pytest.mark.skipif(core.NAME != "native", reason="what the compiled core does is functions of the core in Python")
+@pytest.mark.parametrize(
+    ("words", "most"), [([b"PING"], 1), ([b"GET", b"k"], 3), ([b"SET", b"k", b"v"], 8)], ids=["PING", "GET", "SET"]
+)
+def test_commands_of_a_pipeline_call_little_but_their_own_functions(words: list[bytes], most: int) -> None:
+    with measured("--store", "memory") as turns:
+        path_of(turns, b"SET", b"k", b"v")
+        one, some = path_of(turns, *words), path_of(turns, *words, together=11)
+    assert len(some) - len(one) <= 10 * most

@@ -315,4 +315,5 @@ def client_reply(client: Client, args: list[Argument]) -> Reply:
         client.silence = -1
     elif client.silence >= 0:
         client.silence = 2  # this one and the next
+    client.settle()
     return OK

@@ -98,7 +98,7 @@ _strings = partial(command, group="string", complexity="O(N) with N keys")
 )
 def set_(client: Client, args: list[Argument]) -> Reply:
     """OK, or null if a condition does not hold; with GET the old value."""
-    key = plain(args[0])
+    key = args[0] if type(args[0]) is bytes else plain(args[0])
     if len(args) == 2:
         store(client, key, args[1])
         return OK
@@ -118,7 +118,10 @@ def set_(client: Client, args: list[Argument]) -> Reply:
 @_string("get key", flags="readonly fast", needs=values, reply="bulk | null", summary="Returns the value of a key.")
 def get(client: Client, args: list[Argument]) -> Reply:
     """The value; for a page its blob. Null if there is no such key."""
-    entry = _read(client, args[0])
+    key = args[0] if type(args[0]) is bytes else plain(args[0])
+    entry = client.keyspace.read(key)
+    if entry is None:
+        refuse_as_string(client.keyspace, key)
     return entry.data if type(entry) is Text else string_of(entry)
 
 

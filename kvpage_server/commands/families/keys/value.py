@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from kvpage_server.commands.arguments import plain
 from kvpage_server.commands.context import Client
 from kvpage_server.core import Argument, Slot
 from kvpage_server.core.arguments import PageName
@@ -55,17 +54,22 @@ def part_of(entry: Entry, start: int, stop: int) -> Reply:
 
 def store(client: Client, key: bytes, value: Argument, expires: int = 0) -> None:
     """Store SET's value. Raises ReplyError if it is a page with a damaged body."""
-    page = page_of(client, key, value)
-    admit(client, [(key, value, page)])
-    put(client, key, value, page, expires)
+    keyspace = client.keyspace
+    page = page_of(client, key, value) if key[:3] == b"kv:" else None
+    if keyspace.is_limited:
+        admit(client, [(key, value, page)])
+    if page is None:
+        keyspace.set_string(key, value, expires)
+    else:
+        keyspace.set_page(*page, expires)
 
 
 def put(client: Client, key: bytes, value: Argument, page: PageParts | None, expires: int = 0) -> None:
     """Store a value that `page_of` has checked and `admit` admitted. `expires` is in unix milliseconds, 0 for never."""
     if page is None:
-        client.server.keyspace.set_string(key, value if isinstance(value, Slot) else plain(value), expires)
+        client.keyspace.set_string(key, value, expires)
     else:
-        client.server.keyspace.set_page(*page, expires)
+        client.keyspace.set_page(*page, expires)
 
 
 def admit(client: Client, values: Iterable[tuple[bytes, Argument, PageParts | None]]) -> None:

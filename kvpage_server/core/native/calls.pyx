@@ -1,0 +1,158 @@
+"""Commands that have arrived, called one after another: see `core/python/calls.py`, which says what is done here."""
+
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_Check, PyBytes_CheckExact, PyBytes_FromStringAndSize
+from cpython.bytes cimport PyBytes_GET_SIZE
+from cpython.list cimport PyList_Append, PyList_GET_ITEM, PyList_GET_SIZE, PyList_GetSlice
+from cpython.long cimport PyLong_CheckExact
+from cpython.object cimport PyObject
+from libc.stdio cimport snprintf
+from libc.string cimport memcmp, memcpy
+
+from kvpage_server.core.native.frames cimport Parser
+
+cdef extern from "Python.h":
+    PyObject *PyDict_GetItemWithError(object, object) except? NULL
+
+cdef extern from *:
+    """
+    #include <time.h>
+    #ifdef __APPLE__
+    #define KVPAGE_CLOCK CLOCK_UPTIME_RAW
+    #else
+    #define KVPAGE_CLOCK CLOCK_MONOTONIC
+    #endif
+    static long long kvpage_monotonic_ns(void) {
+        struct timespec now;
+        clock_gettime(KVPAGE_CLOCK, &now);
+        return (long long)now.tv_sec * 1000000000 + now.tv_nsec;
+    }
+    """
+    long long monotonic_ns "kvpage_monotonic_ns"() noexcept nogil  # the clock of time.monotonic_ns
+    int __builtin_clzll(unsigned long long) noexcept nogil
+
+cdef enum:
+    FRAME = 24  # bytes of a line with a number
+    BUCKETS = 64
+
+
+cdef class Callee:
+    cdef readonly object what, name, function
+    cdef readonly Py_ssize_t fewest, most
+    cdef readonly bint asks
+    cdef readonly Py_ssize_t place
+    cdef readonly bytes ending
+
+    def __init__(
+        self, what, str name not None, function, Py_ssize_t fewest, Py_ssize_t most, bint asks, Py_ssize_t place=0,
+        bytes ending not None=b"",
+    ):
+        if not 0 <= place < max(fewest, 1):
+            raise ValueError(f"a row has at least {fewest} words, got place {place}")
+        self.what, self.name, self.function = what, name, function
+        self.fewest, self.most, self.asks, self.place, self.ending = fewest, most, asks, place, ending
+
+    cdef bint refuses(self, list words):
+        """Whether the word at `place` ends in `ending`."""
+        if self.place == 0:
+            return False
+        word = <object>PyList_GET_ITEM(words, self.place)
+        if not PyBytes_CheckExact(word):
+            return False
+        cdef Py_ssize_t size = PyBytes_GET_SIZE(self.ending), before = PyBytes_GET_SIZE(word) - size
+        return before >= 0 and memcmp(PyBytes_AS_STRING(word) + before, PyBytes_AS_STRING(self.ending), size) == 0
+
+
+cdef class Caller:
+    cdef object client, may_run, note_slow
+    cdef Parser parser
+    cdef dict rows
+
+    def __init__(self, client, Parser parser not None, dict rows not None, may_run, note_slow):
+        self.client, self.parser, self.rows = client, parser, rows
+        self.may_run, self.note_slow = may_run, note_slow
+
+    def make(
+        self,
+        list pieces not None,
+        list pushed not None,
+        counts_of,
+        *,
+        bint ask,
+        long long slow_from,
+        Py_ssize_t left,
+        long long deadline,
+    ):
+        cdef Callee row = None, before = None
+        cdef list histogram = None
+        cdef PyObject *found
+        cdef Py_ssize_t count
+        cdef long long started, took, ended = 0
+        cdef int bucket
+        client = self.client
+        counts = None
+        try:
+            while left > 0:
+                words = self.parser.take()
+                if words is None:
+                    return left, None, None, None, None
+                found = NULL
+                if type(words) is list:
+                    found = PyDict_GetItemWithError(self.rows, <object>PyList_GET_ITEM(words, 0))
+                if found == NULL:
+                    return left, words, None, None, None
+                row = <Callee>found
+                count = PyList_GET_SIZE(words)
+                if not row.fewest <= count <= row.most or row.refuses(words):
+                    return left, words, None, None, None
+                if (ask or row.asks) and not self.may_run(client, row.what, words):
+                    return left, words, None, None, None
+                if row is not before:
+                    client.last_command = row.name
+                    counts = counts_of[row.name]
+                    histogram = counts.histogram
+                    before = row
+                left -= 1
+                args = PyList_GetSlice(words, 1, count)
+                reply = error = None
+                started = monotonic_ns()
+                try:
+                    reply = row.function(client, args)
+                except Exception as raised:
+                    error = raised
+                ended = monotonic_ns()
+                took = ended - started
+                counts.nanoseconds += took
+                bucket = BUCKETS - __builtin_clzll(took) if took > 0 else 0
+                histogram[bucket] += 1
+                if took >= slow_from:
+                    self.note_slow(client, row.what, words, took)
+                if ended > deadline:
+                    left = 0
+                if error is not None or PyList_GET_SIZE(pushed) or not client.free:
+                    return left, words, row, reply, error
+                if PyBytes_CheckExact(reply):
+                    PyList_Append(pieces, bulk(reply))
+                elif PyBytes_Check(reply):
+                    PyList_Append(pieces, reply)
+                elif reply is None:
+                    PyList_Append(pieces, b"_\r\n" if client.protocol == 3 else b"$-1\r\n")
+                elif PyLong_CheckExact(reply):
+                    PyList_Append(pieces, b":%d\r\n" % reply)
+                else:
+                    return left, words, row, reply, None
+            return 0, None, None, None, None
+        finally:
+            if ended:
+                client.finished = ended
+
+
+cdef bytes bulk(bytes text):
+    """A bulk string."""
+    cdef char line[FRAME]
+    cdef Py_ssize_t size = PyBytes_GET_SIZE(text), begun = snprintf(line, FRAME, "$%zd\r\n", size)
+    cdef bytes spelt = PyBytes_FromStringAndSize(NULL, begun + size + 2)
+    cdef char *to = PyBytes_AS_STRING(spelt)
+    memcpy(to, line, begun)
+    memcpy(to + begun, PyBytes_AS_STRING(text), size)
+    to[begun + size], to[begun + size + 1] = c"\r", c"\n"
+    return spelt

@@ -1,0 +1,134 @@
+"""Commands that have arrived, called one after another as long as nothing about them has to be decided.
+
+Who owns the table says what is called for which word, and with how many words, and is asked before those calls that
+`asks`. What is not in the table, or is not to be called now, is handed back; so is every reply but the plain ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from time import monotonic_ns
+from typing import Any, NamedTuple, Protocol
+
+from kvpage_server.core.piece import Piece
+from kvpage_server.core.python.frames import Parser
+from kvpage_server.core.python.words import Argument, Command
+
+
+class Callee(NamedTuple):
+    """What is called for a word that clients send. `what` is the owner's."""
+
+    what: Any
+    name: str
+    function: Callable[[Any, Any], Any]  # called with the client and the words after the first
+    fewest: int  # words that it takes, with its own
+    most: int
+    asks: bool  # whether the owner is asked each time
+    place: int = 0  # of a word that is not to end in `ending`
+    ending: bytes = b""
+
+    def is_refused(self, words: list[Argument]) -> bool:
+        word = words[self.place]
+        return self.place > 0 and isinstance(word, bytes) and word.endswith(self.ending)
+
+
+class CalledFor(Protocol):
+    """The client that is called for."""
+
+    free: bool  # nothing about it has to be decided
+    protocol: int
+    last_command: str
+    finished: int  # monotonic nanoseconds of its last call's end
+
+
+class Counts(Protocol):
+    """What is known of the calls of one row. `histogram[i]` are those of at least 2**(i-1) and below 2**i ns."""
+
+    nanoseconds: int
+    histogram: list[int]
+
+
+class Returned(NamedTuple):
+    """Why no more is called. `left`: calls that there was time for; 0 when that is over."""
+
+    left: int
+    words: Command | None = None  # of the command that comes next, or of the one that was called; None if there is none
+    row: Callee | None = None  # of the one that was called, if what came of it is here
+    reply: Any = None
+    error: Exception | None = None  # that came instead
+
+
+class Caller:
+    """Of one client. `may_run` is asked with the client, a row's `what` and the words; `note_slow` is told the time."""
+
+    def __init__(
+        self,
+        client: CalledFor,
+        parser: Parser,
+        rows: dict[Any, Callee],
+        may_run: Callable[[Any, Any, Any], bool],
+        note_slow: Callable[[Any, Any, Any, int], None],
+    ) -> None:
+        self._client, self._parser, self._rows = client, parser, rows
+        self._may_run, self._note_slow = may_run, note_slow
+
+    def make(
+        self,
+        pieces: list[Piece],
+        pushed: Sequence[Any],
+        counts_of: Mapping[str, Counts],
+        *,
+        ask: bool,
+        slow_from: int,
+        left: int,
+        deadline: int,
+    ) -> Returned:
+        """Make up to `left` calls until a moment, and add their replies to `pieces`.
+
+        `pushed` has something when another message is to follow the reply. All rows are asked for if `ask`; what takes
+        at least `slow_from` ns is noted.
+        """
+        client, rows = self._client, self._rows
+        while left > 0:
+            words = self._parser.next()
+            if words is None:
+                return Returned(left)
+            row = rows.get(words[0]) if type(words) is list else None
+            if row is None or not row.fewest <= len(words) <= row.most or row.is_refused(words):
+                return Returned(left, words)
+            if (ask or row.asks) and not self._may_run(client, row.what, words):
+                return Returned(left, words)
+            client.last_command = row.name
+            left -= 1
+            counts = counts_of[row.name]
+            reply = error = None
+            started = monotonic_ns()
+            try:
+                reply = row.function(client, words[1:])
+            except Exception as raised:  # noqa: BLE001 - the owner gets it
+                error = raised
+            client.finished = ended = monotonic_ns()
+            took = ended - started
+            counts.nanoseconds += took
+            counts.histogram[took.bit_length()] += 1
+            if took >= slow_from:
+                self._note_slow(client, row.what, words, took)
+            if ended > deadline:
+                left = 0
+            if error is not None or pushed or not client.free or not _is_plain(reply):
+                return Returned(left, words, row, reply, error)
+            pieces.append(_spelt(reply, client.protocol))
+        return Returned(0)
+
+
+def _is_plain(reply: object) -> bool:
+    return isinstance(reply, bytes) or reply is None or type(reply) is int
+
+
+def _spelt(reply: bytes | int | None, protocol: int) -> bytes:
+    """A plain reply as it is sent. A subclass of bytes is that already."""
+    if reply is None:
+        return b"_\r\n" if protocol == 3 else b"$-1\r\n"
+    if isinstance(reply, int):
+        return b":%d\r\n" % reply
+    return b"$%d\r\n%b\r\n" % (len(reply), reply) if type(reply) is bytes else reply
