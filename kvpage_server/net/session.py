@@ -358,8 +358,7 @@ class Session:
         try:
             left, command, was_run, reply = self._at_once.run(self._replies, left, deadline)
         except Postponed as error:
-            assert self._at_once.last is not None
-            self._put_off(self._at_once.last, self._parser.received, error)
+            self._put_off(error.command, self._parser.received, error)
             raise
         finally:
             self._answering = False

@@ -6,7 +6,7 @@ from functools import cache
 from typing import Protocol
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.dispatch.disk import is_at_hand
+from kvpage_server.commands.dispatch.disk import Postponed, is_at_hand
 from kvpage_server.commands.dispatch.run import in_steps, told
 from kvpage_server.commands.dispatch.shown import note_slow
 from kvpage_server.commands.index_key import TAIL, names_index
@@ -27,9 +27,8 @@ class AtOnce:
     """Of one client. Whoever calls it sees to it that nobody monitors."""
 
     def __init__(self, client: Client, parser: Parser) -> None:
-        self.last: Command | None = None
         self._client = client
-        self._calls = Caller(client, parser, _rows(), _may_run, note_slow)
+        self._caller = Caller(client, parser, _rows(), _may_run, note_slow)
 
     def run(self, replies: ReplyList, left: int, deadline: int) -> tuple[int, Command | None, bool, Reply]:
         """Run up to `left` commands until a moment, and add their replies.
@@ -39,7 +38,7 @@ class AtOnce:
         """
         client = self._client
         client.unanswered = False
-        left, self.last, row, reply, error = self._calls.make(
+        left, words, row, reply, error = self._caller.make(
             replies.pieces,
             replies.pushed,
             client.server.stats.calls,
@@ -48,12 +47,19 @@ class AtOnce:
             left=left,
             deadline=deadline,
         )
-        if row is not None and self.last is not None:
+        if row is not None and words is not None:
             if error is not None:
-                reply = told(client, row.what, self.last, error)
+                reply = self._told(row.what, words, error)
             elif type(reply) is Stream:
                 reply = in_steps(client, row.what, reply)
-        return left, self.last, row is not None, reply
+        return left, words, row is not None, reply
+
+    def _told(self, spec: Spec, words: Command, error: Exception) -> Reply:
+        try:
+            return told(self._client, spec, words, error)
+        except Postponed as postponed:
+            postponed.command = words
+            raise
 
 
 @cache

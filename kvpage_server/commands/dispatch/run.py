@@ -54,15 +54,15 @@ def run(client: Client, spec: Spec, words: Command) -> Reply:
 
 
 def told(client: Client, spec: Spec, words: Command, error: Exception) -> ReplyError:
-    """What the client is told of what a command raised. Raises Postponed."""
-    if isinstance(error, _REFUSALS):
-        return _failed(client, spec, _refusal(error))
+    """What the client is told of what a command raised, without the frames that have its words. Raises Postponed."""
+    if not isinstance(error, (*_REFUSALS, Postponed, MemoryError)):
+        log.error("%r failed; the connection goes on", words[0], exc_info=error)
+    error.__traceback__ = error.__context__ = None
     if isinstance(error, Postponed):
         raise error
     if isinstance(error, MemoryError):
         return _failed(client, spec, ReplyError("OOM the system has no memory left for this value"))
-    log.error("%r failed; the connection goes on", words[0], exc_info=error)
-    return _failed(client, spec, ReplyError(_INTERNAL))
+    return _failed(client, spec, _refusal(error) if isinstance(error, _REFUSALS) else ReplyError(_INTERNAL))
 
 
 def run_as_asked(client: Client, spec: Spec, words: Command) -> Reply:

@@ -114,3 +114,17 @@ def test_calls_of_a_pipeline_are_counted(server: RunningServer) -> None:
             10,
         ]
         assert client.info("stats")["keyspace_misses"] == 10
+
+
+@pytest.mark.parametrize(
+    "command", ["SET pipe:kept LONG", "SET a b LONG", "GETRANGE LONG 0 x", "KVPAGEGET 0 0 0 0 LONG"]
+)
+def test_no_value_is_kept_by_the_connection_that_sent_it(server: RunningServer, command: str) -> None:
+    words = [b"x" * 5000 if word == "LONG" else word.encode() for word in command.split()]
+    with server.client() as client, Wire(server.port) as wire:
+        client.flushall()
+        before = client.info("memory")["arena_used"]
+        wire.send(spell([b"PING"]) + spell(words))
+        assert wire.reply() + wire.reply()
+        client.flushall()
+        assert client.info("memory")["arena_used"] == before
