@@ -45,6 +45,8 @@ class Load:
     def account(self) -> None:
         """Tell the server how much this connection holds, and enforce the limits."""
         client = self._client
+        if client.gone:
+            return
         self.settle()
         held = client.held
         if held != self._held:

@@ -58,7 +58,7 @@ class Replies:
             self._borrowed = 0
         if self._aside or (type(reply) is Stream and reply.aside):
             self._set_aside(reply, silent != 0)
-            self._client.silence -= silent > 0
+            self._hush(silent)
             return False
         if type(reply) is Stream:
             self._begin(reply, silent != 0)

@@ -47,7 +47,6 @@ class Session:
         self._line = line
         self._descriptor = ends.descriptor
         self._events = server.events
-        self._keyspace = server.keyspace
         self._parser = Parser(server.keyspace.arena, scratch, limits.of_frames(server.config), limits.hashed(server))
         self._state = READING
         self._ending = False  # no command is taken any more
@@ -169,7 +168,7 @@ class Session:
         if now:
             self._flush()
             if self._transport.queued or not self._load.is_nothing:
-                self._account()
+                self._load.account()
 
     def close(self) -> None:
         if not self._ending:
@@ -225,7 +224,7 @@ class Session:
         try:
             while left and self._state is READING and not self._ending:
                 if transport.queued:
-                    self._account()  # or several in a turn would find much, and not know of each other
+                    self._load.account()  # or several in a turn would find much, and not know of each other
                     stopped = self._crowded
                     if stopped:
                         break
@@ -246,7 +245,7 @@ class Session:
                     left = 0
             self._flush()
             if not (load.is_nothing and self._parser.is_idle and not transport.queued and client.transaction is None):
-                self._account()
+                self._load.account()
         except (ProtocolError, Paused, Postponed, MemoryError) as error:
             self._stumble(error)
             return
@@ -291,12 +290,8 @@ class Session:
 
     def _more_came(self) -> None:
         """A reply that was made aside is complete."""
-        if self._state is GONE:
-            return
-        if self._ending:
-            self._close()
-        else:
-            self._flush()
+        if self._state is not GONE:
+            (self._close if self._ending else self._flush)()
 
     def _wait_for_a_turn(self) -> None:
         self._move(SessionEvent.LEFT_OVER)
@@ -453,8 +448,3 @@ class Session:
         if self._state is not WAITING:
             self._wait(Wait(partial(tiered.behind.when_durable, owes)))
         return True
-
-    def _account(self) -> None:
-        """Have what it holds counted."""
-        if self._state is not GONE:
-            self._load.account()

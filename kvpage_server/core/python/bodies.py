@@ -15,7 +15,7 @@ import numpy as np
 
 from kvpage_server.core.answers import MAX_BULK, MAX_FRAME, MAX_LINE, ErrorAnswer, WrongAnswer, wrong_answer
 from kvpage_server.core.python.memory import Memory
-from kvpage_server.core.python.page_keys import PageKeys
+from kvpage_server.core.python.sent_pages import PageKeys
 from kvpage_server.page import HEADER_SIZE, LAYOUT, MAGIC, VERSION, PageKey, checksum
 
 SCRATCH_BYTES = 256 * 1024
