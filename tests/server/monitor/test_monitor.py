@@ -113,7 +113,9 @@ def test_a_store_that_is_open_to_anybody_is_so_on_this_machine_alone() -> None:
 def test_a_tenant_is_told_nothing_that_depends_on_others(seen: SeenServer) -> None:
     work(seen)
     told = seen.metrics(auth=("tenant", "sesame"))
-    assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds"}
+    engines = {"kvpage_engines", "kvpage_prompt_tokens_total"}  # those that have logged in as the tenant: none
+    assert {name for name, *_ in told} == {"kvpage_server_info", "kvpage_uptime_seconds", *engines}
+    assert not any(count for (name, *_), count in told.items() if name in engines)
 
 
 def test_who_may_ask_for_info_alone_gets_figures_and_who_may_not_is_told_so(seen: SeenServer) -> None:
