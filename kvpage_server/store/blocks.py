@@ -49,8 +49,8 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
         keyspace.counters.misses += 1
         return None
     keyspace.use_block(block)
-    if block.extent is not None:
-        slot = block.extent.slot
+    if block.whole is not None:
+        slot = block.whole.slot
         if isinstance(slot, Cold):
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
@@ -76,7 +76,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
     """
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
-        keys = block.page_keys() if block.extent is None else iter(())
+        keys = block.page_keys() if block.whole is None else iter(())
         while (some := keyspace.pages_at(islice(keys, AT_ONCE))) and block.version == version:
             pages += some
             if not block.shape_known:

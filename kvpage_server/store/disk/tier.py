@@ -16,7 +16,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from typing import cast
 
 from kvpage_server.core import NewPages
@@ -48,7 +49,7 @@ from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
 from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
+from kvpage_server.store.records.record import Damaged, name_of_key
 
 _AT_ONCE = 256  # values that are noted before others have their turn
 _SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
@@ -186,15 +187,31 @@ class DiskTier:
             stored.unproven.add(unit)
             stored.remove(name)
 
-    def splits(self, block: Block) -> None:
-        """A block that was stored whole is about to be split. Raises Absent when it is not in memory."""
+    def opens(self, block: Block) -> None:
+        """A block that was stored whole is about to change page by page. Raises Absent when it is not in memory."""
         assert block.extent is not None
         if isinstance(block.extent.slot, Cold):
             raise Absent(block.extent.slot.name)
 
-    def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        self.stored.remove(name_of_block(block.req_id, block.page))
-        self.stored.store_pages([*pages], [*pages.values()])
+    def was_opened(self, block: Block) -> None:
+        """Where it is on disk, its pages take its place there, all at once."""
+        if block not in self.stored.unproven:
+            self.stored.remove(name_of_unit(block))
+            self.behind.note_in_steps(self._store_rest(block, cast(Extent, block.extent)))
+
+    def _store_rest(self, block: Block, extent: Extent) -> Iterator[None]:
+        """Store the pages that lie in an extent, in steps. What is taken out meanwhile is stored then."""
+        keys = block.keys_in_extent()
+        while some := [*islice(keys, _AT_ONCE)]:
+            if block.extent is not extent:
+                return
+            pages = {key: page for key in some if (page := self._contents.catalogue.page_in_extent(key)) is not None}
+            self.stored.store_pages([*pages], [*pages.values()])
+            yield
+
+    def taken_out(self, key: bytes, page: ExtentPage) -> None:
+        if cast(Block, page.unit) not in self.stored.unproven:
+            self.stored.store(name_of_key(key), page)
 
     def retimed(self, key: bytes) -> None:
         entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
@@ -205,7 +222,7 @@ class DiskTier:
 
     def pages_dropped(self, block: Block) -> None:
         """A block is about to lose its pages to one that is stored whole."""
-        if block.extent is None:
+        if block.whole is None:
             for key in block.page_keys():
                 self.stored.remove(name_of_key(key))
 
@@ -296,10 +313,10 @@ class DiskTier:
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes):
             self._cool(unit, names, used)
-        elif unit.extent is None:
+        elif unit.whole is None:
             contents.grow(unit, -self._cool(unit, names, used))
-        elif not isinstance(slot := unit.extent.slot, Cold):
-            unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)
+        elif not isinstance(slot := unit.whole.slot, Cold):
+            unit.whole.slot = Cold(names[0], slot.size, unit=unit, used=used)
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
         units.evicted(unit)
@@ -311,6 +328,8 @@ class DiskTier:
         entries, freed = self._contents.catalogue.entries, 0
         for name in names:
             key = name[1:]
+            if key not in entries:
+                self._contents.take_out(key, cast(ExtentPage, self._contents.catalogue.page_in_extent(key)))
             entry = cast(Page, entries[key])
             if type(entry) is not Cold:
                 header = bytes(entry.header) if type(unit) is Block else b""

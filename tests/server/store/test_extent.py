@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import gc
 import random
+import sys
 import tracemalloc
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import redis
 
+from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, PageError, Plane, checksum, decode_page, unix_ms
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.entry import is_page
@@ -55,6 +59,40 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     for key in keys.listing.names():
         keys.delete(key)
     assert keys.arena.used == 0
+
+
+def test_a_page_that_changes_leaves_the_others_where_they_are_however_many() -> None:
+    """What is done for it is counted in calls."""
+
+    def calls(layers: int, change: Callable[[Keyspace], object]) -> int:
+        shape = BlockShape(layers, 16, 1, (Plane(0, DType.UINT8, 1), Plane(1, DType.UINT8, 1)))
+        keys = Keyspace()
+        keys.set_block(b"r", 0, Extent(shape, keys.slot_of(bytes(shape.nbytes)), 0, unix_ms(), 1000))
+        counted = 0
+
+        def count(frame: object, event: str, arg: object) -> None:
+            nonlocal counted
+            counted += event in ("call", "c_call")
+
+        sys.setprofile(count)
+        try:
+            change(keys)
+        finally:
+            sys.setprofile(None)
+        block = keys.block(b"r", 0)
+        assert block is not None
+        assert sorted(block.page_keys()) == sorted(keys.listing.names())
+        assert len(keys) == block.pages >= shape.pages - 1
+        return counted
+
+    def write(keys: Keyspace, layer: int = 0) -> None:
+        keys.set_page(PageName(b"kv:r:%d:3:0:1" % layer, b"r", layer, 3, 0, 1), bytes(64), keys.slot_of(b"new"))
+
+    def expire(keys: Keyspace) -> None:
+        keys.set_expiry(b"kv:r:0:3:0:1", unix_ms() + 60_000)
+
+    for change in (write, partial(write, layer=9000), expire, lambda keys: keys.delete(b"kv:r:0:3:0:1")):
+        assert calls(4096, change) < 1.2 * calls(4, change)
 
 
 def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
