@@ -186,7 +186,7 @@ class WriteBehind(Generic[T]):
             self._steps.popleft()
         if self._held_back:
             self._held_back = False
-            self._begin()
+            self._plan(0)
 
     def clear(self) -> None:
         """Everything is gone."""
