@@ -8,13 +8,17 @@ import sys
 import tracemalloc
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import redis
 
+from kvpage_server.commands.steps import stepwise
 from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, PageError, Plane, checksum, decode_page, unix_ms
+from kvpage_server.store.blocks import gathered
 from kvpage_server.store.keyspace import Keyspace
+from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import is_page
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 
@@ -103,6 +107,17 @@ def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
         assert is_page(page)
         header, body = decode_page(bytes(page.header) + bytes(page.body))
         assert (bytes(body), b"kv:r:%d:%d:3:%d" % (header.layer, header.head, header.kv_type)) == (BODY[span], name)
+
+
+def test_to_find_out_whether_a_block_is_complete_hashes_nothing() -> None:
+    keys = Keyspace()
+    extent = store(keys, 0)
+    keys.set_expiry(b"kv:r:0:0:0:0", unix_ms() + 60_000)
+    found = keys.block(b"r", 0)
+    assert found is not None
+    extent.slot = Cold(b"br:0", extent.slot.size)  # it has no bytes that could be hashed
+    told: Any = stepwise(gathered(keys, found), small=True)
+    assert told.shape == SHAPE
 
 
 def test_no_page_of_a_damaged_block_passes_for_the_page() -> None:
