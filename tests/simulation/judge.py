@@ -87,7 +87,7 @@ class Judge:
 
     def ran(self, client: Client, words: Any, reply: Any) -> Any:
         """The server has run a command, or refused it. What it sends in reply."""
-        said = tuple(word if isinstance(word, bytes) else bytes(word.body) for word in words)
+        said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
         peer, talk = self._who(client, said)
         here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
         if here and (not peer.unrun or peer.unrun[0].words != said):
