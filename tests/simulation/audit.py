@@ -48,6 +48,7 @@ class Audit:
         self._told: dict[bytes, list[Any]] = {}  # what will be found, as it comes
         self._least = 0  # changes that have to be there after a death
         self._most = 0  # and that can be
+        self._overdue: dict[bytes, Cell] = {}  # what had expired
         self._gone: set[bytes] = set()  # keys that were gone meanwhile: a full disk is told of these first
         self._failed_at = -1  # changes that there were when the disk began to fail
 
@@ -249,7 +250,9 @@ class Audit:
         if key in self._judge.model.store.fog:
             return True
         if found.value is None:
-            return self._may_be_lost(cell) or key in self._gone or cell is None or 0 < cell.expires <= found.at
+            if cell is None or 0 < cell.expires <= found.at or cell == self._overdue.get(key):  # by the clock of then
+                return True
+            return key in self._gone or self._may_be_lost(cell)
         if cell is None or not agrees(cell.string, found.value):
             return False
         if found.expires == _GONE:

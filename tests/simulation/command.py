@@ -19,7 +19,8 @@ from tests.simulation.shrink import fewest, like, spelt
 from tests.simulation.world.clock import Clock, real_monotonic
 
 STEPS = 600
-LONGEST = 60  # seconds of the real clock, and some for each step: the code that is stuck then is told
+LONGEST = 60  # seconds of a core, and some for each step: the code that is stuck then is told
+_ASLEEP = 10  # times as many seconds of the real clock, since the machine may be busy
 KNOWN = Path(__file__).parent / "seeds.txt"
 
 Play = Callable[[int, int, Sequence[int] | None], Outcome]  # a seed, how many steps, and which of these
@@ -118,7 +119,10 @@ def apart(clock: Clock, seed: int, steps: int, only: Sequence[int] | None = None
 
 
 def _played(clock: Clock, seed: int, steps: int, only: Sequence[int] | None) -> Outcome:
-    faulthandler.dump_traceback_later(LONGEST + steps // 20, exit=True)
+    longest = LONGEST + steps // 20
+    faulthandler.register(signal.SIGPROF, chain=True)  # and be ended by it
+    signal.setitimer(signal.ITIMER_PROF, longest)
+    faulthandler.dump_traceback_later(_ASLEEP * longest, exit=True)
     try:
         program = Program(seed)
         chosen = program.steps(steps)

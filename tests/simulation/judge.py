@@ -17,7 +17,7 @@ from tests.simulation.model_pages import block_of
 from tests.simulation.model_rights import Rights
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
-from tests.simulation.replies import ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
+from tests.simulation.replies import A_NUMBER, ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
 from tests.simulation.values import Cell, Doubt, Value, read_page
 from tests.simulation.world.machine import Machine
 
@@ -87,7 +87,7 @@ class Judge:
 
     def ran(self, client: Client, words: Any, reply: Any) -> Any:
         """The server has run a command, or refused it. What it sends in reply."""
-        said = tuple(word if isinstance(word, bytes) else bytes(word.body) for word in words)
+        said = tuple([word if type(word) is bytes else bytes(word.body) for word in words])
         peer, talk = self._who(client, said)
         here = peer.talk is talk and peer.sock is not None  # or nobody is there to say what came of it
         if here and (not peer.unrun or peer.unrun[0].words != said):
@@ -228,6 +228,8 @@ class Judge:
         if isinstance(reply, list) and reply[:1] == [b"invalidate"]:
             peer.talk.told(reply[1])
             return
+        if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
+            return  # keyspace notifications are not judged
         if peer.pushes and self._is_push(peer, reply):
             if not agrees(peer.pushes[0], list(reply)):
                 self.fail(f"peer {peer.number} was told {reply!r:.200}, expected was {peer.pushes[0]!r:.200}")
@@ -269,6 +271,8 @@ class Judge:
             return  # the client has gone, or was quick
         asked.expected = _fewer(asked.expected, len(doubt.evicted))
         self._abandon(asked)
+        if asked.words[0].lower() == b"kvpagedel":
+            self._learn_deleted(asked)
         if is_error(reply):
             if not self._may_fail_late(reply):
                 self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
@@ -286,6 +290,21 @@ class Judge:
         for key, value in doubt.variants[1].items():
             store._set(key, value)
         store.sure = True
+
+    def _learn_deleted(self, asked: Asked) -> None:
+        """Pages that come while others of their request are deleted may be deleted, too."""
+        store = self.model.store
+        _, req, *pages = asked.words
+        named = {(req, int(page)) for page in pages}
+        new = {key for key, _, cell in store.log[asked.end :] if cell is not None and key.startswith(b"kv:%b:" % req)}
+        new = {key for key in new if not named or block_of(key) in named}
+        gone = new.difference(self.process.server.keyspace.listing.names()) if new else set()
+        for key in sorted(gone):
+            store.drop(key)
+        if gone:
+            asked.expected = (
+                A_NUMBER if isinstance(asked.expected, May) else between(asked.expected, asked.expected + len(gone))
+            )
 
     def _learn_evicted(self, doubt: Doubt) -> None:
         """What was evicted while a command in steps came to it was so before, or afterwards: then it is not there."""

@@ -160,4 +160,4 @@ class Watchers:
 
 def spell(words: Words) -> bytes:
     """A command as it goes over the wire."""
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in words)
+    return b"*%d\r\n" % len(words) + b"".join([b"$%d\r\n%b\r\n" % (len(word), word) for word in words])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import signal
@@ -61,6 +62,7 @@ class Process:
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         session.execute = self._execute
         self._attend()
+        gc.freeze()  # a server that starts looks through all that is not
         self.ready = True
         try:
             self.loop.run_until_complete(app.serve(self.server, None))

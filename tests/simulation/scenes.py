@@ -18,6 +18,7 @@ LISTENERS = (1, 2)  # peers that listen to channels; the others may always say e
 CHANNELS = (b"news", b"art")
 _LONG = [b"long%d" % i for i in range(4)]
 _LONG_FAULT = 25_000 * MS  # longer than anybody may be kept waiting
+_TTL = 3  # which of KVBLOCKSET's words after the page
 _LONG_SIZE = 60_000  # bytes: some of these are more than a client may leave unread
 
 
@@ -124,11 +125,13 @@ class Scenes:
         """What is leased lies there while others fill memory."""
         rng, peer = self.rng, self.rng.randrange(PEERS)
         self.peer = peer
-        steps = [self._send(peer, self._block_set())]
-        page = steps[0].words[2]
+        name, req, page, *words = self._block_set()
+        words[_TTL] = b"0"  # or nobody knows to the moment for how long it is protected
+        steps = [self._send(peer, (name, req, page, *words))]
+        pin = (b"KVPAGEPIN", req, page)
         leased = rng.choice([
-            (b"KVPAGELEASE", b"q%d" % peer, b"9000", page), (b"KVPAGEPIN", b"q%d" % peer, page),
-            (b"KVPAGEPREFIX", b"8", b"9000", b"1", b"q%d" % peer, page),
+            (b"KVPAGELEASE", req, b"9000", page), pin,
+            pin if page < b"4" else (b"KVPAGEPREFIX", b"8", b"9000", b"1", req, page),
         ])  # fmt: skip
         steps.append(replace(self._send(peer, leased), gap=MS))
         others = [other for other in range(PEERS) if other != peer]

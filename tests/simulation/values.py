@@ -89,7 +89,7 @@ class Store:
 
     def put(self, key: bytes, value: Value) -> None:
         """Have a value."""
-        self.log.append((key, self.keys.get(key), value))
+        self.log.append((key, self.get(key), value))
         self.keys[key] = value
         self.changed(key)
 

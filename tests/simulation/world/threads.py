@@ -178,14 +178,18 @@ class SimpleQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Wait for something."""
+        ends = None if timeout is None else turns.now() + int(timeout * 1e9)
         while not self._items:
-            if not block:
+            if not block or (ends is not None and turns.now() >= ends):
                 raise queue.Empty
-            assert timeout is None, "nobody waits for a queue for a while"
             thread = turns.current
             assert thread is not None, "the loop waits for a queue"
             self._waiting.append(thread)
+            if ends is not None:
+                thread.wake(ends - turns.now())
             thread.give_turn()
+            if thread in self._waiting:
+                self._waiting.remove(thread)  # it was woken by the time
         return self._items.popleft()
 
     def get_nowait(self) -> Any:
