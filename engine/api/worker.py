@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Self, TypeVar
 
 from engine.agent_engine import AgentEngine, Answer
@@ -145,15 +146,11 @@ class EngineThread:
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
         """Do `work` between two steps of the engine."""
         done: Future[_Result] = Future()
-
-        def do(engine: Engine) -> None:
-            try:
-                done.set_result(work(engine))
-            except Exception as error:  # noqa: BLE001 - likewise
-                done.set_exception(error)
-
-        self._call(do)
-        return await asyncio.wrap_future(done)
+        self._call(partial(_do, work, done))
+        try:
+            return await asyncio.wrap_future(done)
+        finally:
+            del done  # its error has this frame
 
     async def finish(self, seconds: float) -> None:
         """Wait until everything is answered, for so long; what is left then is cancelled."""
@@ -205,6 +202,15 @@ class EngineThread:
                 generation.tell(error)
         finally:
             engine.close()
+
+
+def _do(work: Callable[[Engine], _Result], done: Future[_Result], engine: Engine) -> None:
+    try:
+        done.set_result(work(engine))
+    except Exception as error:  # noqa: BLE001 - it is told to whoever waits
+        done.set_exception(error)
+    finally:
+        del done  # the error has this frame
 
 
 def _submit(engine: AgentEngine, generation: Generation) -> None:

@@ -272,14 +272,14 @@ class AsyncPageClient:
         requests = [call.ask(to, part) for part in call.parts]
         if len(requests) == 1:
             return call.read([await self._converse(requests[0], end)])
-        failures: list[BaseException] = []
+        failures: list[Any] = []
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [group.create_task(self._converse(request, end)) for request in requests]
         except* PageClientError as failed:
             failures += failed.exceptions
         if failures:  # raised in there, Python 3.11.2 would make it a group again
-            raise failures[0] from None
+            raise failures[0].again() from None
         return call.read([task.result() for task in tasks])
 
     async def _spoken(self, end: Deadline) -> BlobCommands:
@@ -327,6 +327,7 @@ class AsyncPageClient:
             return Failed(error)
         finally:
             peers.remember(errand.node, failure)
+            del failure  # it has this frame
 
     @asynccontextmanager
     async def _lent(self, pool: PagePool | None = None) -> AsyncIterator[PageConnection]:
@@ -357,7 +358,10 @@ class AsyncPageClient:
         if closed.done():
             raise Closed
         del self._openings[connection]
-        await opening
+        try:
+            await opening
+        finally:
+            del opening  # its error has this frame
 
     def _opened_in_vain(self, pool: PagePool, connection: PageConnection, opening: asyncio.Future[None]) -> None:
         if not opening.cancelled():

@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Callable
-from contextlib import closing
 from functools import partial
 from typing import Any, TypeVar
 
 from kvpage_server.client.cluster.peers import silent
+from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.wire.connection import PageConnection
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Request
@@ -40,8 +40,12 @@ def _wait_longer(limit: asyncio.Timeout, over: float, silence: float) -> None:
 
 async def _pass_through(conversation: Conversation[Any], moved: Callable[[], None] | None = None) -> None:
     """Drive a conversation to its end; `moved` is called when bytes do. Raises Disconnected, WrongReply."""
-    with closing(_Drive(conversation, moved)) as drive:
+    drive = _Drive(conversation, moved)
+    try:
         await drive.over
+    finally:
+        drive.close()
+        del drive  # its error has this frame
 
 
 class _Drive:
@@ -69,6 +73,8 @@ class _Drive:
             events = self._steps.send(ready)
         except StopIteration:
             self.over.set_result(None)
+        except PageClientError as error:
+            self.over.set_exception(error.again())
         except Exception as error:  # noqa: BLE001 - whoever waits for the end gets it
             self.over.set_exception(error)
         else:

@@ -2,11 +2,33 @@
 
 from __future__ import annotations
 
+from typing import Self, TypeVar
+
 import redis
 
 
 class PageClientError(Exception):
     """The root of them all."""
+
+    def again(self) -> Self:
+        """The same error, to be kept or to be raised once more. It has not the frames that this one came through: they
+        keep what a call was given in memory, and this error in a circle if it is a value in one of them."""
+        fresh = type(self).__new__(type(self), *self.args)
+        vars(fresh).update(vars(self))
+        return fresh
+
+
+E = TypeVar("E", bound=BaseException)
+
+
+def bare(error: E) -> E:
+    """An error of redis-py's, and those that it came of, without the frames that they came through. In some of those
+    frames it is a value."""
+    one: BaseException | None = error
+    while one:
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 class DeadlineExceeded(PageClientError, redis.TimeoutError):

@@ -79,7 +79,7 @@ def _request(commands: Sequence[Sequence[Word]], read: Callable[[list[Any]], Any
 
 def _read(questions: Sequence[Question], values: Sequence[Any]) -> list[Any]:
     if refused := next((value for value in values if isinstance(value, Refused)), None):
-        raise refused
+        raise refused.again()
     return [question.read(value) for question, value in zip(questions, values, strict=True)]
 
 

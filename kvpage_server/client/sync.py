@@ -291,7 +291,9 @@ class PageClient:
             answers = [self._converse(first, end)]
         finally:
             wait(others)  # they use the caller's buffers
-        return call.read(answers + [other.result() for other in others])
+        while others:
+            answers.append(others.pop(0).result())  # its error will have this frame
+        return call.read(answers)
 
     def _spoken(self, end: Deadline) -> BlobCommands:
         """The commands that the server understands, asked once."""

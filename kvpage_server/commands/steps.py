@@ -57,7 +57,7 @@ def in_thread(work: Callable[[], T]) -> Steps[T]:
         doing.add_done_callback(lambda _: then())
 
     yield Wait(start, now=lambda: result.append(work))
-    return result[0]()
+    return result.pop()()  # an error has this frame
 
 
 def freed(things: list[T]) -> Iterator[Reply]:

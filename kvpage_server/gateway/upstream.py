@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from kvpage_server.client import (
     AsyncPageClient,
@@ -121,14 +122,18 @@ class Upstream:
         except (BadBuffer, PageError) as error:
             raise ReplyError(f"ERR {error}") from None
         except PageClientError as error:
-            refusal = _told(error)
-            if _is_of_the_cluster(error):
-                self._note(str(refusal))
-            elif isinstance(error, Refused):
-                self._note("")
-            raise refusal from None
+            raise self._refusal(error) from None
         self._note("")
         return found
+
+    def _refusal(self, error: PageClientError) -> ReplyError:
+        """The error that a client gets for it, which has to be no variable of a frame that it is raised through."""
+        refusal = _told(error)
+        if _is_of_the_cluster(error):
+            self._note(str(refusal))
+        elif isinstance(error, Refused):
+            self._note("")
+        return refusal
 
     def _note(self, failing: str) -> None:
         """Log when the cluster begins to fail, and when it works again."""
@@ -165,7 +170,12 @@ def waited_for(task: asyncio.Future[T]) -> Steps[T]:
     """Steps until a task is done, and its result or exception. The task is cancelled when nobody waits any more."""
     try:
         while not task.done():
-            yield Wait(lambda then: task.add_done_callback(lambda _: then()))
+            yield Wait(partial(_when_done, task))
         return task.result()
     finally:
         task.cancel()
+        del task  # its error has this frame
+
+
+def _when_done(task: asyncio.Future[Any], then: Callable[[], None]) -> None:
+    task.add_done_callback(lambda _: then())

@@ -199,7 +199,10 @@ class ServerConnection:
                 if all_of_them or isinstance(error, Refused) or len(nodes) == 1:
                     raise
         if failure and not found:
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # it has this frame
         return found
 
     async def _scan(self, pattern: str, node: Hashable) -> set[str]:

@@ -64,7 +64,10 @@ class Receiver:
             chunks = self._with_memory(missing)
             await asyncio.gather(*(self._take_all(chunks) for _ in range(self._connection.connections)))
             if self._outage:
-                raise self._outage
+                try:
+                    raise self._outage
+                finally:
+                    self._outage = None  # it has this frame
             await self._take_state()
         finally:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)

@@ -51,7 +51,7 @@ class Router:
         """The same, but raises the first error if all commands fail."""
         answers = yield from self.answers(commands, end)
         if answers and all(isinstance(answer, Failed) for answer in answers):
-            raise answers[0].error
+            raise answers[0].error.again()
         return answers
 
     def answers(self, commands: Sequence[Command], end: Deadline) -> Plan[list[Answer | Failed]]:
@@ -73,7 +73,7 @@ class Router:
             for group, outcome in zip(groups.values(), outcomes, strict=True):
                 if isinstance(outcome, Failed):
                     if isinstance(outcome.error, Refused) and outcome.error.code not in _AGAIN:
-                        raise outcome.error
+                        raise outcome.error.again()
                     failures += len(group)
                     for i in group:
                         self._failed(commands[i], ways[i], outcome.error)
@@ -122,7 +122,7 @@ class Router:
             return False
         to = redirection(str(answer)) if answer.code in ("MOVED", "ASK") else None
         if to is None and answer.code not in _AGAIN:
-            raise answer
+            raise answer.again()
         if to and way.followed == FOLLOWED:
             answer = Refused(f"CLUSTERDOWN the nodes disagree about who serves slot {slot}, at last came {answer}")
         if to is None or way.followed == FOLLOWED:
@@ -148,7 +148,7 @@ class Router:
     def _give_up(self, command: Command, way: _Way) -> None:
         if command.writes:
             assert isinstance(way.answer, Failed)
-            raise way.answer.error
+            raise way.answer.error.again()
 
     def _has_replicas(self, slot: int) -> bool:
         shard = self.slots.shard(slot)
@@ -197,7 +197,7 @@ class Router:
             if isinstance(error, Refused) and error.code not in _AGAIN:
                 raise Refused(f"{error} (asked {node} which slots the nodes of the cluster serve)")
         if not self.slots.nodes():
-            raise error
+            raise error.again()
 
 
 def _errand(commands: Sequence[Command], group: Sequence[int], to: tuple[Node, bool, bool]) -> Errand:

@@ -42,6 +42,9 @@ class Failed:
 
     error: PageClientError
 
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "error", self.error.again())
+
 
 RAISES: Any = object()  # in place of a value for missing answers: raise their error instead
 
@@ -50,7 +53,7 @@ def present(answers: Sequence[Any], gone: Any) -> list[Any]:
     """Answers, with `gone` in place of failures. If `gone` is RAISES, raises the first failure instead."""
     failed = next((answer.error for answer in answers if isinstance(answer, Failed)), None)
     if failed and gone is RAISES:
-        raise failed
+        raise failed.again()
     return [gone if isinstance(answer, Failed) else answer for answer in answers]
 
 

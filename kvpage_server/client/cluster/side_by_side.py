@@ -187,7 +187,7 @@ class SideBySideCalls:
             asked = [Errand(server, ask(_of(questions, some))) for server, some in left.items()]
             for (server, some), outcome in zip(list(left.items()), (yield Round(asked)), strict=True):
                 if isinstance(outcome, Failed) and isinstance(outcome.error, Refused):
-                    raise outcome.error
+                    raise outcome.error.again()
                 for i, answer in zip(some, repeat(outcome) if isinstance(outcome, Failed) else outcome, strict=False):
                     answers[i] = answer
                 if not _may_be_asked_again(outcome):
@@ -244,7 +244,7 @@ class SideBySideCalls:
         failed = [answer.error for answer in answers.values() if isinstance(answer, Failed)]
         for error in failed:
             if isinstance(error, Refused) or len(failed) == len(parts):
-                raise error
+                raise error.again()
         return [(part, part.read(answers[part.server])) for part in parts]
 
     def _gathered(self, count: int, nothing: Any, answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
@@ -290,5 +290,5 @@ def _all_done(answers: Sequence[tuple[_Part, Any]]) -> list[Any]:
     """The answers. Raises the error of the first server that failed."""
     for _, answer in answers:
         if isinstance(answer, Failed):
-            raise answer.error
+            raise answer.error.again()
     return [answer for _, answer in answers]

@@ -47,6 +47,7 @@ class Several:
                 raise
         finally:
             self.peers.remember(node, failure)
+            del failure  # it has this frame
 
 
 def names_several(url: str) -> bool:

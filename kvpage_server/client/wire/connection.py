@@ -27,7 +27,7 @@ from redis.connection import AbstractConnection, Connection, ConnectionPool, SSL
 from redis.maint_notifications import MaintNotificationsConfig
 from redis.retry import Retry
 
-from kvpage_server.client.errors import Closed, Disconnected, PageClientError, WrongReply
+from kvpage_server.client.errors import Closed, Disconnected, PageClientError, WrongReply, bare
 from kvpage_server.client.wire.deadline import Deadline
 from kvpage_server.client.wire.exchange import Conversation, Request
 from kvpage_server.client.wire.reply import Values, only
@@ -84,14 +84,14 @@ class PageConnection(AbstractConnection):
         try:
             self.socket_timeout = self.socket_connect_timeout = min(deadline.left(), timeouts[1] or math.inf)
             self.connect_check_health(check_health=False, retry_socket_connect=False)
-        except PageClientError:
-            raise
+        except PageClientError as error:
+            raise bare(error).again() from None
         except redis.RedisError as error:
             deadline.left()
-            raise Disconnected(str(error)) from error
+            raise Disconnected(str(error)) from bare(error)
         except NONSENSE as error:
             self.disconnect()
-            raise WrongReply(f"the server's greeting makes no sense: {error!r}") from error
+            raise WrongReply(f"the server's greeting makes no sense: {error!r}") from bare(error)
         finally:
             self.socket_timeout, self.socket_connect_timeout = timeouts
 
@@ -263,9 +263,7 @@ def pause_before_retry(connection: PageConnection, failures: int, deadline: Dead
     """Seconds to wait, as the connection's redis-py Retry says. Raises `error` when it was tried often enough, when the
     deadline would pass meanwhile, and when the connection is of no use any more."""
     retry = connection.retry
-    if connection.interrupted or 0 <= retry.get_retries() < failures:
-        raise error
     pause: float = retry._backoff.compute(failures)  # Retry.call_with_retry would sleep past the deadline
-    if pause >= deadline.left():
-        raise error
+    if connection.interrupted or 0 <= retry.get_retries() < failures or pause >= deadline.left():
+        raise error.again() from error.__cause__
     return pause

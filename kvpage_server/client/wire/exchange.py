@@ -112,7 +112,7 @@ class Conversation(Generic[T]):
         try:
             answer = self._receiver.result()
         except ErrorAnswer as error:
-            raise refusal(error.line) from None
+            raise refusal(error.with_traceback(None).line) from None
         try:
             return self._read(answer)
         except BaseException:

@@ -113,7 +113,7 @@ class Values:
         """The replies. Raises Refused."""
         for value in self._values:
             if isinstance(value, Refused) and not self._with_errors:
-                raise value
+                raise value.again()
         return self._values
 
     def _parse(self, count: int) -> Generator[None, None, None]:

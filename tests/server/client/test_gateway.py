@@ -101,6 +101,15 @@ def test_a_batch_of_very_many_pages_comes_in_order(client: Any) -> None:
     assert ask("KVPAGEMEXISTS", count, *names) == [1] * count
 
 
+def test_what_a_refused_command_had_is_freed_at_once(client: Any) -> None:
+    value = bytes(4 * 1024**2)
+    before = client.info("memory")["used_memory"]
+    for _ in range(20):
+        with pytest.raises(redis.ResponseError, match="invalid expire time"):
+            client.execute_command("SET", "a", value, "EX", 0)
+    assert client.info("memory")["used_memory"] - before < 5 * len(value)
+
+
 def test_one_bad_page_of_a_batch_refuses_all(client: Any) -> None:
     good, bad = ("bad", 0, 0, 1, 0, 1, 2, 1, 0, b"x"), ("bad", 0, 0, 2, 0, 99, 2, 1, 0, b"x")
     with pytest.raises(redis.ResponseError, match="page 2 of 2: dtype must be one of"):
