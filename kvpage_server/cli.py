@@ -26,7 +26,7 @@ from kvpage_server.look.ls import ls
 from kvpage_server.look.nodes import cluster_as_one, is_cluster, status_of_cluster
 from kvpage_server.look.output import LookError, leave_no_trace
 from kvpage_server.look.page import stat, verify
-from kvpage_server.look.several import AsOne, by_segment
+from kvpage_server.look.several import NO_ANSWER, AsOne, by_segment
 from kvpage_server.look.status import status
 from kvpage_server.look.strings import AsStrings
 from kvpage_server.look.top import top
@@ -56,7 +56,7 @@ def _run(args: argparse.Namespace) -> int:
         return say("kvpage", str(failure), 1)
     except redis.AuthenticationError:
         return say("kvpage", _not_let_in(args.url), 2)
-    except redis.ConnectionError as error:
+    except NO_ANSWER as error:
         return say("kvpage", f"cannot reach {shown(args.url)}: {error}", 2)
     except BrokenPipeError:
         raise
@@ -128,8 +128,8 @@ def _ask_each(args: argparse.Namespace, urls: list[str]) -> Iterator[int]:
             out.print(f"[bold]{escape(shown(url))}[/]")
         try:
             yield _ask(of_one)
-        except (LookError, redis.ConnectionError) as failure:
-            gone = isinstance(failure, redis.ConnectionError)
+        except (LookError, *NO_ANSWER) as failure:
+            gone = isinstance(failure, NO_ANSWER)
             why = f"cannot reach {shown(url)}: {failure}" if gone else str(failure)
             yield say("kvpage", why, 2 if gone else 1)
             if getattr(args, "json", False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from time import monotonic
 from typing import Any
 
 import redis
@@ -16,6 +17,8 @@ from kvpage_server.look.output import LookError
 from kvpage_server.observe.asking import Command
 from kvpage_server.system.program import say
 
+NO_ANSWER = redis.ConnectionError, redis.TimeoutError
+_LEFT_ALONE = 60.0  # seconds for which a server that hangs is not asked, as each question to it takes seconds
 _CHANGING = AskError, ClusterDownError, TryAgainError  # a MovedError is an AskError
 _GONE = {b"KVPAGEWHY": {b"reason": b"gone"}}  # stands for the answer of a server that does not answer
 
@@ -35,6 +38,7 @@ class AsOne:
         self._servers = list(stores)
         self._server_of = server_of
         self._gone: set[ServerUrl] = set()
+        self._silent_until: dict[ServerUrl, float] = {}  # not asked before then
 
     def execute_command(self, *words: Any) -> Any:
         """Asks the server that has the key, or, for CLIENT, all servers. Raises RedisError."""
@@ -77,6 +81,8 @@ class AsOne:
         return self._server_of(encoded(command[2 if command[0] == b"OBJECT" else 1]))
 
     def _answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        if self._silent_until.get(server, 0.0) > monotonic():
+            return self._gone_answers(server, commands)
         pipeline = self._stores[server].pipeline(transaction=False)
         for command in commands:
             pipeline.execute_command(*command)  # type: ignore[no-untyped-call]
@@ -87,13 +93,18 @@ class AsOne:
             return answers
         except redis.AuthenticationError:
             raise
-        except redis.ConnectionError as error:
+        except NO_ANSWER as error:
             if len(self._gone | {server}) == len(self._servers):
                 raise
             if server not in self._gone:
                 self._gone.add(server)
                 say("kvpage", f"cannot reach {shown(server.url)}: {error}", 0)
-            return [_GONE.get(encoded(command[0]), redis.ResponseError(f"{server} is gone")) for command in commands]
+            if isinstance(error, redis.TimeoutError):
+                self._silent_until[server] = monotonic() + _LEFT_ALONE
+            return self._gone_answers(server, commands)
+
+    def _gone_answers(self, server: ServerUrl, commands: Sequence[Sequence[Any]]) -> list[Any]:
+        return [_GONE.get(encoded(command[0]), redis.ResponseError(f"{server} is gone")) for command in commands]
 
     def _scanned(self, server: ServerUrl, answer: Any) -> Any:
         """SCAN's answer with our cursor, which goes on to the next server when this one has no more keys."""

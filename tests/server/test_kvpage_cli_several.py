@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -77,6 +78,33 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
     assert f"cannot reach {gone}" in said.err
     assert "kvpage-server" in said.out
     assert run("restore", "nowhere", "--url", f"{gone},{server.url}") == 1
+
+
+def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
+    server: RunningServer, second_server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    both = f"{server.url},{second_server.url}"
+    with PageClient(both) as pages:
+        pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
+    with second_server.client() as client:
+        theirs = [name for name, _ in NAMES if client.execute_command("KVPAGEINDEX", name)]
+    ours = [name for name, _ in NAMES if name not in theirs]
+    second_server.process.send_signal(signal.SIGSTOP)
+    try:
+        assert run("ls", "--json", "--url", both) == 0
+        said = capsys.readouterr()
+        assert f"cannot reach {second_server.url}" in said.err
+        told = json.loads(said.out)
+        assert told["unreachable"] == [second_server.url]
+        assert {*ours} <= {request["request"].encode() for request in told["requests"]}
+        assert run("why", theirs[0].decode(), "--url", both) == 0
+        assert "gone" in capsys.readouterr().out
+        assert run("status", "--url", both) == 2
+        said = capsys.readouterr()
+        assert f"cannot reach {second_server.url}" in said.err
+        assert f"at {server.url}" in said.out
+    finally:
+        second_server.process.send_signal(signal.SIGCONT)
 
 
 def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixture[str]) -> None:
