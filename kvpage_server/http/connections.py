@@ -45,10 +45,11 @@ class Crowd:
 
     def __init__(self, limit: int) -> None:
         """At the limit, a new connection replaces the one that has been silent longest. There always is a silent one,
-        since a part of the limit is not available for connections with a request."""
+        since a part of the limit is not available for connections with a request. A connection counts as silent until
+        its request is there as a whole, so requests that are never finished take no place from others."""
         self._limit = limit
         self._asked_limit = limit - max(1, limit // 16)
-        self._silent: dict[HttpConnection, None] = {}  # without a request, the longest silent one first
+        self._silent: dict[HttpConnection, None] = {}  # without a whole request, the longest silent one first
         self._asked: set[HttpConnection] = set()  # with a request that is being answered
 
     def __len__(self) -> int:
@@ -187,6 +188,7 @@ class HttpConnection(H11Protocol):
         if not self._requests and not self._silence:
             self._be_patient()
         super().data_received(part)
+        self._note_asked()
         if self.conn.states == BETWEEN:
             self._lines += part.count(b"\n")
             if self._lines > MAX_HEADER_LINES:
@@ -212,8 +214,7 @@ class HttpConnection(H11Protocol):
         self._lines = 0
         self._chunked = any(name == b"transfer-encoding" for name, _ in scope["headers"])
         self._requests += 1
-        for crowd in self._crowds:
-            crowd.asked(self)
+        self._note_asked()
         try:
             refusal = self._refusal(scope)
             if refusal:
@@ -227,6 +228,22 @@ class HttpConnection(H11Protocol):
             if not self._requests:
                 for crowd in self._crowds:
                     crowd.answered(self)
+
+    def _note_asked(self) -> None:
+        if self._requests and self.conn.their_state is not h11.SEND_BODY:
+            for crowd in self._crowds:
+                crowd.asked(self)
+
+    def send_400_response(self, msg: str) -> None:
+        """Called for bytes that make no sense. The answer to the request that they belong to, if there is one, ends
+        here, since the connection is closed."""
+        if self.cycle:
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # too late for this answer
+            self.transport.close()
 
     def _refusal(self, scope: Scope) -> Unanswered | None:
         """Why the request is refused; None if it is not."""

@@ -94,6 +94,7 @@ def _is_from_here(method: str, headers: Headers) -> bool:
     """Whether the request comes from our own page, or from a link that the user followed."""
     site = headers.get("sec-fetch-site", "none")
     if site not in ("none", "same-origin"):
-        return method == "GET" and headers.get("sec-fetch-mode") == "navigate"
+        followed = headers.get("sec-fetch-mode") == "navigate"
+        return method == "GET" and followed and headers.get("sec-fetch-dest", "document") == "document"  # not a frame
     origin = headers.get("origin")
     return origin is None or origin.partition("://")[2] == headers.get("host")

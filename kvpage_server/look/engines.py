@@ -54,8 +54,8 @@ def engines_table(engines: Sequence[EngineFigures]) -> Table:
         every, found = sum(tokens.values()), sum(tokens[tier] for tier in TIERS)
         room = f" of {as_size(engine.room)}" if engine.room else ""
         table.add_row(
-            readable(engine.name.encode()),
-            readable(engine.model.encode()),
+            readable(engine.name),
+            readable(engine.model),
             f"{every:,}",
             f"{found / every:.1%}" if every else "",
             *(f"{tokens[tier]:,}" for tier in TIERS),

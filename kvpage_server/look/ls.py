@@ -6,7 +6,6 @@ import argparse
 import os
 import time
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
 
 from rich.console import RenderableType
@@ -23,6 +22,7 @@ from kvpage_server.system.terminal import for_people, out, print_json, readable,
 
 LIMITS = LookLimits(agents=10_000, blocks=50_000, requests=10_000)
 _MOST_NAMED = 3  # agents of a shared prefix
+_MOST_LETTERS = 128  # of a name: as many as an agent's has in an engine
 
 
 def ls(store: AskedStore, args: argparse.Namespace) -> bool:
@@ -66,13 +66,13 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
     for agent in agents:
         missing = f"{len(agent.blocks) - agent.missing:,} of " if agent.missing else ""
         table.add_row(
-            readable(agent.agent_id.encode()),
-            readable(agent.model.encode()),
+            readable(agent.agent_id, _MOST_LETTERS),
+            readable(agent.model, _MOST_LETTERS),
             f"{agent.tokens:,}",
             f"{missing}{len(agent.blocks):,}",
             as_size(agent.bytes),
             as_size(agent.own_bytes),
-            ago(time.time() - agent.manifest.saved_ms / 1000 if agent.manifest.saved_ms else None),
+            ago(max(time.time() - agent.manifest.saved_ms / 1000, 0) if agent.manifest.saved_ms else None),
             ago(agent.idle),
         )
     return table
@@ -80,16 +80,17 @@ def _agents(agents: tuple[Agent, ...]) -> Table:
 
 def ago(seconds: float | None) -> str:
     """The time since something happened, in its largest unit."""
-    return "" if seconds is None else " ".join(for_people(timedelta(seconds=seconds)).split(" ")[:2])
+    return "" if seconds is None else " ".join(for_people(seconds).split(" ")[:2])
 
 
 def _prefixes(prefixes: tuple[SharedPrefix, ...]) -> Table:
     table = table_of("shared by", "agents", "tokens", "blocks", "size", "saves", numbers_from=1)
     for prefix in prefixes:
         others = len(prefix.agents) - _MOST_NAMED
-        who = ", ".join(prefix.agents[:_MOST_NAMED]) + (f" and {others:,} more" if others > 0 else "")
+        names = [readable(agent, _MOST_LETTERS) for agent in prefix.agents[:_MOST_NAMED]]
+        who = Text(", ").join(names).append(f" and {others:,} more" if others > 0 else "")
         counts = f"{len(prefix.agents):,}", f"{prefix.tokens:,}", f"{prefix.blocks:,}"
-        table.add_row(readable(who.encode()), *counts, as_size(prefix.bytes), as_size(prefix.saved))
+        table.add_row(who, *counts, as_size(prefix.bytes), as_size(prefix.saved))
     return table
 
 

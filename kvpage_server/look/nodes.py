@@ -123,7 +123,7 @@ def _share(url: str, store: redis.Redis) -> dict[str, Any]:
         raise
     except (redis.ConnectionError, redis.TimeoutError) as error:
         return {"url": url, "error": str(error)}
-    info = dict(line.split(":", 1) for line in text(answer).splitlines() if ":" in line)
+    info = dict(line.split(":", 1) for line in text(answer).split("\r\n") if ":" in line)
     keys = dict(part.split("=", 1) for part in info.get("db0", "keys=0").split(","))
     return {"url": url, "server": _name(info), "keys": int(keys["keys"])} | {
         name: int(info.get(field) or 0) for name, field in _COUNTS.items()

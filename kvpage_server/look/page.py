@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-from datetime import timedelta
 from typing import Any
 
 import redis
@@ -42,14 +41,14 @@ def stat(store: AskedStore, args: argparse.Namespace) -> bool:
         return True
     matrix = f"{how_many(page['page_size'], 'token')} x {page['head_dim']} {dtype}"
     left, lease = page["ttl_left_ms"], page["lease_left_ms"]
-    lives = "for ever" if left < 0 else f"{for_people(timedelta(milliseconds=left))} more, of {page['ttl']} s"
+    lives = "for ever" if left < 0 else f"{for_people(left / 1000)} more, of {page['ttl']} s"
     rows = [
         ("holds", f"{plane}, {matrix}, {how_many(page['bytes'], 'byte')}"),
         ("where", f"layer {page['layer']}, head {page['head']}, page {page['page']}"),
         ("checksum", page["checksum"].decode() if page["checksum"] else "not looked up on disk"),
         ("created", when(page["created_ms"])),
         ("lives", lives),
-        ("leased", f"for {for_people(timedelta(milliseconds=lease))} more" if lease else "no"),
+        ("leased", f"for {for_people(lease / 1000)} more" if lease else "no"),
         ("pinned", "yes" if page["pinned"] else "no"),
         ("tier", page["tier"].decode()),
     ]
@@ -87,8 +86,8 @@ def _no_agent(store: AskedStore, name: str) -> str:
 
 def _show_context(agent: Agent, places: list[BlockPlace]) -> None:
     rows = [
-        ("agent", readable(agent.agent_id.encode())),
-        ("model", readable(agent.model.encode())),
+        ("agent", readable(agent.agent_id)),
+        ("model", readable(agent.model)),
         ("context", f"{how_many(agent.tokens, 'token')} in {how_many(len(agent.blocks), 'block')}"),
         ("size", f"{as_size(agent.bytes)}, {as_size(agent.own_bytes)} of it shared with nobody"),
         ("used", f"{ago(agent.idle)} ago" if agent.idle is not None else "unknown"),

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import asdict
-from datetime import timedelta
 from typing import Any
 
 import redis
@@ -57,7 +56,7 @@ def overview(store: redis.Redis, url: str) -> Overview:
 
 def headline(url: str, now: Overview) -> Text:
     """The server's version, address and uptime."""
-    uptime = for_people(timedelta(seconds=now.server.uptime))
+    uptime = for_people(now.server.uptime)
     return Text.assemble((f"kvpage-server {now.server.version}", "bold"), f" at {shown(url)}, up {uptime}\n")
 
 
@@ -98,7 +97,7 @@ def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:
     yield "", f"{waiting}; {how_many(disk.fetched, 'value')} fetched, {disk.dropped:,} dropped from memory{commits}"
     if disk.failing:
         yield "", Text(f"writes fail: {disk.failing}; a crash would cost {how_many(disk.unsaved, 'change')}", "red")
-    if damaged := disk.corrupt + disk.repaired + disk.quarantined:
+    if damaged := max(disk.corrupt + disk.repaired, disk.quarantined):  # those set aside may be of earlier runs
         yield "", Text(f"{how_many(damaged, 'value')} found damaged: the disk may be failing", "red")
 
 

@@ -5,10 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Iterator
-from datetime import timedelta
 from typing import Any
-
-from rich.markup import escape
 
 from kvpage_server.address import shown
 from kvpage_server.look.output import LookError
@@ -18,7 +15,7 @@ from kvpage_server.observe.asking import AskedStore, ask, named, text
 from kvpage_server.observe.context import BlockPlace, context_of
 from kvpage_server.observe.whose import Agent, Holdings, holdings_of_agent
 from kvpage_server.system.plurals import as_size, how_many
-from kvpage_server.system.terminal import for_people, out, print_json, when
+from kvpage_server.system.terminal import for_people, out, print_json, readable, when
 
 _MOST_MISSING = 20  # blocks that are named
 Answer = dict[str, Any]  # KVPAGEWHY's
@@ -44,7 +41,7 @@ def why(store: AskedStore, args: argparse.Namespace) -> bool:
         print_json({"url": args.home(req), "request": req, "page": args.name} | answer)
         return True
     for line in _said(text(req), answer):
-        out.print(escape(line))
+        out.print(readable(line))
     return True
 
 
@@ -82,9 +79,10 @@ def _show_agent(store: AskedStore, args: argparse.Namespace, holdings: Holdings)
         return
     for agent, places in contexts:
         for line in _lines(agent, places):
-            out.print(escape(line))
+            out.print(readable(line))
     for key in holdings.unreadable:
-        out.print(escape(f"an agent's context{_of_model(text(key).split(':')[2:])}: its manifest cannot be read"))
+        model = _of_model(text(key).split(":")[2:])
+        out.print(readable(f"an agent's context{model}: its manifest cannot be read"))
 
 
 def _of_model(model: list[str]) -> str:
@@ -113,9 +111,10 @@ def _history(agent: Agent) -> Iterator[str]:
     manifest = agent.manifest
     if manifest.saved_ms:
         yield f"stored{f' by {manifest.by}' if manifest.by else ''} {when(manifest.saved_ms)}"
+    if manifest.created_ms:
         yield f"for the first time {when(manifest.created_ms)}"
     if agent.idle is not None:
-        yield f"used {for_people(timedelta(seconds=agent.idle))} ago"
+        yield f"used {for_people(agent.idle)} ago"
 
 
 def _missing(place: BlockPlace) -> str:

@@ -61,6 +61,7 @@ def make_app(logins: Logins, closed: Counter[str], pages: Sequence[BaseRoute]) -
             Malformed: _malformed,
             redis.AuthenticationError: _to_login,
             redis.exceptions.NoPermissionError: _not_allowed,
+            redis.ResponseError: _refused,
             redis.RedisError: _no_answer,
             ClientDisconnect: _gone,
         },
@@ -118,6 +119,8 @@ async def _log_in(request: Request) -> Response:
 
 async def _body(request: Request) -> str:
     """The request's body. Raises HTTPException if it is too long or too slow."""
+    if int(request.headers.get("content-length", 0)) > MOST_BODY:  # known before who asks is told to send it
+        raise HTTPException(413, headers={"Connection": "close"})
     raw = b""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(BODY_SECONDS):
@@ -149,6 +152,12 @@ async def _malformed(request: Request, error: Exception) -> Response:
 
 async def _not_allowed(request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{error}\n", 403)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    if str(error).startswith("DENIED"):  # in protected mode
+        return await _no_answer(request, error)
+    return PlainTextResponse(f"the store answered: {error}\n", 502)
 
 
 async def _no_answer(request: Request, error: Exception) -> Response:

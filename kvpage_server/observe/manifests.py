@@ -17,6 +17,8 @@ HEAD_BYTES = 1 << 16  # enough for everything but the tokens, in a context of 45
 DIGEST_BYTES = 16
 _TOKENS = b', "tokens": ['  # the last field
 _USUAL_BLOCK = 256  # tokens
+_MOST = 1 << 53  # of anything: what JSON's readers count exactly
+_LAST_MOMENT = 253_370_764_800_000  # the year 9999 begins, which is the last that Python's clock can show
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,23 +46,51 @@ def parse(key: bytes, raw: bytes) -> Manifest | None:
     agent, _, fingerprint = key.removeprefix(PREFIX).decode("utf-8", "backslashreplace").partition(":")
     try:
         told = _told(raw)
-        names, together = [str(name) for name in told["chain"]], max(int(told.get("together", 0)), 0)
+        names, together = [_text(name) for name in _list(told["chain"])], _count(told.get("together", 0))
         blocks = tuple((tag_of(names, i, together) + name).encode() for i, name in enumerate(names))
-        tokens = int(told["count"]) if "count" in told else len(told["tokens"])
+        tokens = _count(told["count"]) if "count" in told else len(_list(told["tokens"]))
+        block_tokens = _count(told.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks))
+        if not (len(blocks) - 1) * block_tokens < tokens <= len(blocks) * block_tokens and (tokens or blocks):
+            raise ValueError("the blocks are too few or too many for the tokens")
         return Manifest(
             key,
             agent,
             fingerprint,
-            str(told.get("model", "")),
+            _text(told.get("model", "")),
             tokens,
-            int(told.get("block_tokens", 0)) or _block_tokens(tokens, len(blocks)),
+            block_tokens,
             blocks,
-            int(told.get("created", 0)),
-            int(told.get("saved", 0)),
-            str(told.get("by", "")),
+            _moment(told.get("created", 0)),
+            _moment(told.get("saved", 0)),
+            _text(told.get("by", "")),
         )
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None
+
+
+def _count(told: object) -> int:
+    if type(told) is not int or not 0 <= told < _MOST:
+        raise ValueError("no count")
+    return told
+
+
+def _moment(told: object) -> int:
+    if type(told) is not int or not 0 <= told < _LAST_MOMENT:
+        raise ValueError("no moment in unix milliseconds")
+    return told
+
+
+def _text(told: object) -> str:
+    if not isinstance(told, str):
+        raise ValueError("no text")
+    told.encode()  # raises if a half of a surrogate pair stands alone
+    return told
+
+
+def _list(told: object) -> list[object]:
+    if not isinstance(told, list):
+        raise ValueError("no list")
+    return told
 
 
 def _told(raw: bytes) -> Any:

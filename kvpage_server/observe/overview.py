@@ -195,7 +195,7 @@ def overview_of_store() -> Reading[Overview]:
 
 def parse(info: str) -> Overview:
     """The reply to INFO EVERYTHING. Raises NotAStore."""
-    told = dict(line.split(":", 1) for line in info.splitlines() if ":" in line)
+    told = dict(line.split(":", 1) for line in info.split("\r\n") if ":" in line)
     if "kvpage_version" not in told:
         raise NotAStore(f"{told.get('redis_mode', 'some')} Redis {told.get('redis_version', '')}".strip())
     number = partial(_number, told)

@@ -7,7 +7,6 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import redis
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
 
 from kvpage_server.address import shown
 from kvpage_server.page import KVType, PageKey
@@ -27,7 +27,7 @@ from kvpage_server.snapshot.inspect import Holding, Inspected, inspect
 from kvpage_server.snapshot.restore import restore
 from kvpage_server.snapshot.store import RunningStore
 from kvpage_server.system.plurals import as_size, how_many
-from kvpage_server.system.terminal import for_people, out, print_json, table_of, when
+from kvpage_server.system.terminal import for_people, out, print_json, readable, table_of, when
 
 _MOST_LISTED = 100  # names of what was not restored
 
@@ -137,7 +137,7 @@ def _show_head(path: Path, found: Inspected) -> None:
 def _show_requests(found: Inspected) -> None:
     shown = table_of("request", "holds", "lives", "blocks", "pages", "size", numbers_from=3)
     for req_id, held in sorted(found.requests.items()):
-        shown.add_row(escape(text_of(req_id)), *_row(held, f"{len(held.blocks):,}"))
+        shown.add_row(readable(text_of(req_id)), *_row(held, f"{len(held.blocks):,}"))
     if found.strings.count:
         shown.add_row("[italic]plain strings[/]", *_row(found.strings, ""))
     if shown.row_count:
@@ -156,7 +156,7 @@ def _show_planes(planes: list[PageTensor]) -> None:
         left = min((ms for ms in pages.ttl_left_ms if ms != FOREVER), default=FOREVER)
         shape = " x ".join(map(str, pages.shape))
         size = as_size(sum(pages.sizes))
-        shown.add_row(escape(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
+        shown.add_row(readable(pages.name), KVType(pages.first.kv_type).name, matrix, _lives(left), shape, size)
     if shown.row_count:
         out.print(shown)
 
@@ -166,7 +166,7 @@ def _place(key: PageKey) -> tuple[bytes, int, int, int, int]:
 
 
 def _lives(left_ms: int) -> str:
-    return "for ever" if left_ms == FOREVER else for_people(timedelta(milliseconds=left_ms))
+    return "for ever" if left_ms == FOREVER else for_people(left_ms / 1000)
 
 
 def _counted(what: Amount) -> str:
@@ -178,7 +178,7 @@ def _none(fate: str, names: list[str]) -> bool:
     if names:
         out.print(f"[red]{len(names):,} {fate}:[/]")
         for name in names[:_MOST_LISTED]:
-            out.print(f"  {escape(name)}")
+            out.print(Text("  ") + readable(name))
         if len(names) > _MOST_LISTED:
             out.print(f"  and {len(names) - _MOST_LISTED:,} more")
     return not names

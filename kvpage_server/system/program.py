@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvpage_server.system.printable import printable
+
 INTERRUPTED = 130  # 128 + SIGINT, as shells count
 PIPE_CLOSED = 141  # 128 + SIGPIPE
 
@@ -28,7 +30,7 @@ def ends_quietly(program: str) -> Iterator[None]:
 
 def say(program: str, message: str, code: int) -> int:
     """Print on stderr, in one line, why a program ends. Returns the exit code."""
-    print(f"{program}: {' '.join(message.split())}", file=sys.stderr)
+    print(f"{program}: {printable(' '.join(message.split()))}", file=sys.stderr)
     return code
 
 

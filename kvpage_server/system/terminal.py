@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from datetime import datetime, timedelta
+import time
+from datetime import datetime
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from kvpage_server.system.printable import printable
 
 _NO_TERMINAL = 200  # columns: a pipe has no edge to wrap at
 
@@ -35,26 +38,29 @@ def table_of(*columns: str, numbers_from: int) -> Table:
 
 def print_json(found: Any) -> None:
     """For programs: an object on one line. Bytes that are no text are shown as `\\xNN`."""
-    print(
-        json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=False), flush=True
-    )
+    said = json.dumps(found, default=lambda raw: raw.decode("utf-8", "backslashreplace"), ensure_ascii=False)
+    if not said.isprintable():  # it may be read in a terminal, too
+        said = "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in said)
+    print(said, flush=True)
 
 
-def readable(raw: bytes) -> Text:
-    """A key or a request's name, with escapes for what cannot be shown."""
-    return Text(raw.decode("utf-8", "backslashreplace"))
+def readable(name: bytes | str, most: int | None = None) -> Text:
+    """What the store has from others, such as a request's name, with escapes for what cannot be printed. It is cut
+    after `most` letters."""
+    said = printable(name.decode("utf-8", "backslashreplace") if isinstance(name, bytes) else name)
+    return Text(said if most is None or len(said) <= most else f"{said[: most - 1]}…")
 
 
 def when(unix_ms: int) -> str:
     """A moment, and how long ago it was."""
     at = datetime.fromtimestamp(unix_ms / 1000)
-    ago = datetime.now() - at
-    return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= timedelta(seconds=1) else "just now"
+    ago = time.time() - unix_ms / 1000
+    return f"{at:%Y-%m-%d %H:%M:%S} ({for_people(ago)} ago)" if ago >= 1 else "just now"
 
 
-def for_people(time: timedelta) -> str:
+def for_people(seconds: float) -> str:
     """A duration in its two largest units."""
-    seconds = int(time.total_seconds())
+    seconds = int(seconds)
     units = {"d": seconds // 86400, "h": seconds // 3600 % 24, "min": seconds // 60 % 60, "s": seconds % 60}
     shown = [f"{count} {unit}" for unit, count in units.items() if count]
     return " ".join(shown[:2]) or "0 s"

@@ -39,7 +39,9 @@ def clients() -> Reading[Shown | None]:
     (answer,) = yield [[b"CLIENT", b"LIST"]]
     if refused(answer):
         return None
-    lines = [dict(word.partition("=")[::2] for word in line.split(" ")) for line in text(answer).splitlines()]
+    lines = [
+        dict(word.partition("=")[::2] for word in line.split(" ")) for line in text(answer).rstrip("\n").split("\n")
+    ]
     wanted = ("id", "addr", "name", "user", "age", "idle", "cmd", "lib-name", "flags")
     return {
         "count": len(lines),

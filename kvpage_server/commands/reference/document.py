@@ -21,7 +21,7 @@ say what is allowed. Where a reply is a map, RESP2 has an array of names and val
 
 | argument | meaning | allowed |
 |---|---|---|
-| `req` | the request, agent or content hash | 1 to {MAX_REQ_ID} bytes; no `:`, space or control character |
+| `req` | the request, agent or content hash | 1 to {MAX_REQ_ID} bytes; no `:`, space or control character (0-31, 127) |
 | `layer`, `head` | which layer and head computed it | 0 to {MAX_LAYER}, 0 to {MAX_HEAD} |
 | `page` | which run of tokens, counted from the start of the request | 0 to {MAX_PAGE} |
 | `type` | which plane of the layer | 0 to {MAX_KV_TYPE}: {", ".join(f"{t.value} {t.name}" for t in KVType)} |

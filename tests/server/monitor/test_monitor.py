@@ -190,6 +190,7 @@ def test_figures_are_asked_for_as_a_user_that_nobody_can_be(seen: SeenServer) ->
         ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "no-cors"}, 403),
         ({"Sec-Fetch-Site": "same-site", "Sec-Fetch-Mode": "cors"}, 403),
         ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate"}, 200),
+        ({"Sec-Fetch-Site": "cross-site", "Sec-Fetch-Mode": "navigate", "Sec-Fetch-Dest": "iframe"}, 403),
         ({"Origin": "https://evil.example"}, 403),
         ({"Origin": "null"}, 403),
         ({"Host": "localhost:1", "Origin": "http://localhost:1"}, 200),
@@ -247,6 +248,9 @@ def test_a_login_with_too_many_fields_is_refused(seen: SeenServer) -> None:
 def test_a_login_that_is_too_long_is_not_read(seen: SeenServer) -> None:
     with seen.browser() as browser:
         assert browser.post("/login", content=b"x" * 100_000).status_code == 413
+    with socket.create_connection(("127.0.0.1", seen.http), timeout=60) as sock:
+        sock.sendall(b"POST /login HTTP/1.1\r\nHost: a\r\nExpect: 100-continue\r\nContent-Length: 999999999\r\n\r\n")
+        assert sock.recv(1000).startswith(b"HTTP/1.1 413"), "it is not told to send it"
 
 
 def test_those_who_say_nothing_take_no_place_from_others(seen: SeenServer) -> None:
@@ -259,6 +263,16 @@ def test_those_who_say_nothing_take_no_place_from_others(seen: SeenServer) -> No
         with suppress(ConnectionResetError):
             assert silent[0].recv(1) == b""
     assert seen.metrics()["kvpage_http_connections_closed_total", "crowded"] >= 30
+
+
+def test_logins_that_are_never_sent_keep_prometheus_from_nothing(seen: SeenServer) -> None:
+    """No password is needed for the half of a login."""
+    with ExitStack() as stack:
+        for _ in range(100):
+            sock = stack.enter_context(socket.create_connection(("127.0.0.1", seen.http), timeout=60))
+            sock.sendall(b"POST /login HTTP/1.1\r\nHost: a\r\nContent-Length: 40\r\n\r\nuser=")
+        for _ in range(10):
+            assert seen.metrics()["kvpage_uptime_seconds",] >= 0
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from kvpage_server.commands.table.spec import TABLE
 from kvpage_server.page import unix_ms
 from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.system.durations import within
+from kvpage_server.system.printable import printable
 
 REDIS_VERSION = "7.4.0"  # the Redis whose behaviour clients may expect of us
 
@@ -347,6 +348,6 @@ def info_text(client: Client, wanted: set[str]) -> str:
         if name in chosen:
             fields = fields_of(client.server)
             title = "CPU" if name == "cpu" else name.capitalize()
-            lines = [f"# {title}", *(f"{field}:{value}" for field, value in fields.items())]
+            lines = [f"# {title}", *(printable(f"{field}:{value}") for field, value in fields.items())]
             sections.append("".join(f"{line}\r\n" for line in lines))
     return "\r\n".join(sections)

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import redis
 from servers import RunningServer, answers, free_port, start_server
+from test_kvpage_cli import kvpage
 from waiting import until
 
 from kvpage_server.page import DType, PageKey, encode_page
@@ -469,6 +470,7 @@ def test_a_page_that_is_damaged_on_disk_is_a_miss_that_is_counted(tmp_path: Path
         assert disk_info(client)["disk_corrupt"] == 3
         settle(client)
         assert disk_info(client)["disk_quarantined"] == 3
+        assert "3 values found damaged" in kvpage("status", url=server.url)[1]
         assert b"corrupt" in str(client.execute_command("KVPAGEWHY", *page_args(3))).encode()
         assert len(re.findall("could not be read from disk", server.log)) == 3
     with tiered(tmp_path) as (_, client):

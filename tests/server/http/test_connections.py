@@ -1,0 +1,117 @@
+"""Clients that send half a request, or nonsense, to a real server: others are answered, and the log stays empty."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack
+
+import pytest
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import PlainTextResponse
+from starlette.types import Receive, Scope, Send
+
+from kvpage_server.http.connections import Door
+from kvpage_server.http.serving import HttpServer
+
+CONNECTIONS = 8  # of which 7 may have a request
+Ask = Callable[[bytes], Awaitable[tuple[asyncio.StreamReader, asyncio.StreamWriter]]]
+HALF = b"POST /body HTTP/1.1\r\nHost: a\r\nContent-Length: 9\r\n\r\nhalf"
+
+
+def get(path: str) -> bytes:
+    return f"GET {path} HTTP/1.1\r\nHost: a\r\nConnection: close\r\n\r\n".encode()
+
+
+def serve(story: Callable[[Ask, asyncio.Event], Awaitable[None]]) -> None:
+    """Runs a story with a server that answers /held when it is told to, /body when it has one, and the rest at once."""
+
+    async def run() -> None:
+        may_go = asyncio.Event()
+
+        async def app(scope: Scope, receive: Receive, send: Send) -> None:
+            if scope["path"] == "/held":
+                await may_go.wait()
+            if scope["path"] == "/body":
+                try:
+                    await Request(scope, receive).body()
+                except ClientDisconnect:
+                    return
+            await PlainTextResponse("done")(scope, receive, send)
+
+        def refused(refusal: object) -> PlainTextResponse:
+            return PlainTextResponse("", 503)
+
+        door = Door(CONNECTIONS, CONNECTIONS, closed=str, refused=refused, always=["/health"])
+        server = HttpServer(app, door, grace=1)
+        with socket.create_server(("127.0.0.1", 0)) as listening, ExitStack() as stack:
+            serving = asyncio.create_task(server.serve([listening]))
+
+            async def ask(said: bytes) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+                reader, writer = await asyncio.open_connection(*listening.getsockname())
+                stack.callback(writer.close)
+                writer.write(said)
+                await writer.drain()
+                return reader, writer
+
+            try:
+                await asyncio.wait_for(story(ask, may_go), 60)
+            finally:
+                may_go.set()
+                server.should_exit = True
+                await serving
+
+    asyncio.run(run())
+
+
+async def status(ask: Ask, said: bytes) -> int:
+    reader, _ = await ask(said)
+    return int((await reader.readline()).split()[1])
+
+
+def test_requests_that_are_never_finished_lock_nobody_out() -> None:
+    async def story(ask: Ask, may_go: asyncio.Event) -> None:
+        for _ in range(3 * CONNECTIONS):
+            await ask(HALF)
+            assert await status(ask, get("/")) == 200
+        reader, writer = await ask(HALF)
+        writer.write(b"whole")
+        assert b"200" in await reader.readline()
+
+    serve(story)
+
+
+def test_whole_requests_keep_their_places_and_more_are_refused() -> None:
+    async def story(ask: Ask, may_go: asyncio.Event) -> None:
+        held = [await ask(get("/held")) for _ in range(CONNECTIONS - 1)]
+        while await status(ask, get("/")) != 503:  # until all of them were heard
+            pass
+        for _ in range(CONNECTIONS):
+            await ask(HALF)
+            assert await status(ask, get("/health")) == 200
+        may_go.set()
+        for reader, _ in held:
+            assert b"200" in await reader.readline()
+        while await status(ask, get("/")) == 503:
+            pass
+
+    serve(story)
+
+
+@pytest.mark.parametrize("path", ["/", "/body"])
+def test_a_chunk_that_makes_no_sense_is_not_logged(
+    path: str, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    async def story(ask: Ask, may_go: asyncio.Event) -> None:
+        head = f"POST {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+        reader, writer = await ask(head.encode())
+        if path == "/":
+            assert b"200" in await reader.readline()  # it is answered before the chunk comes
+        writer.write(b"zz\r\n")
+        told = await reader.read()
+        assert b" 400 " in told or path == "/"
+        assert await status(ask, get("/")) == 200
+
+    serve(story)
+    assert (capfd.readouterr().err, caplog.records) == ("", [])

@@ -1,0 +1,161 @@
+"""Names, patterns and manifests are whatever a user sends: none breaks what shows it, or is a command to a terminal."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+import redis
+from browsing import SeenServer, start_seen_server
+from servers import RunningServer
+from test_kvpage_cli import kvpage, set_block
+
+from kvpage_server.look.engines import engines_table
+from kvpage_server.observe.engines import TIERS, EngineFigures, TierFigures
+
+REQ = b"\xff\xfe\xc2\x9b31m\xe2\x80\xae"  # no UTF-8, and what a terminal may obey
+NO_TIERS = dict.fromkeys(TIERS, TierFigures())
+CLEARS = b"\x1bc\x07\xc2\x9b31m\xe2\x80\xae"  # resets a terminal, a bell, red, and right-to-left
+FOREIGN = b"\xff\xfe" + CLEARS
+SHOWN = "\\xff\\xfe\\x1bc\\x07\\x9b31m\\u202e"
+
+
+@pytest.fixture(scope="module")
+def seen() -> Iterator[SeenServer]:
+    """A server where everything that a user may name is FOREIGN."""
+    with (
+        start_seen_server() as seen,
+        seen.server.client() as admin,
+        seen.server.client() as other,
+        ExitStack() as stack,
+    ):
+        admin.config_set("latency-monitor-threshold", 1)
+        admin.config_set("slowlog-log-slower-than", 0)
+        admin.config_set("maxmemory-policy", "noeviction")
+        admin.execute_command("CONFIG", "SET", "quota", b"kv:%b.* 64b kv:%b* 1mb" % (REQ, FOREIGN))
+        admin.execute_command("ACL", "SETUSER", FOREIGN, "on", ">p", b"~%b*" % FOREIGN, b"&%b*" % FOREIGN, "+@all")
+        other.execute_command("AUTH", FOREIGN, "p")
+        for words in (["GET", "denied"], ["SET", FOREIGN, FOREIGN], [FOREIGN], ["CONFIG", "GET", FOREIGN]):
+            with pytest.raises(redis.ResponseError) if words[0] != "SET" else stack:
+                other.execute_command(*words)
+        listening = stack.enter_context(other.pubsub())  # type: ignore[no-untyped-call]
+        listening.subscribe(FOREIGN)
+        assert listening.get_message(timeout=60)
+        yield seen
+
+
+def test_every_answer_about_the_server_is_given(seen: SeenServer) -> None:
+    asked: list[list[Any]] = [
+        ["INFO", "everything"], ["CONFIG", "GET", "*"], ["ACL", "LIST"], ["ACL", "USERS"], ["ACL", "LOG"],
+        ["ACL", "GETUSER", FOREIGN], ["CLIENT", "LIST"], ["SLOWLOG", "GET", 100], ["PUBSUB", "CHANNELS"],
+        ["LATENCY", "LATEST"], ["LATENCY", "DOCTOR"], ["MEMORY", "DOCTOR"], ["KVPAGEWHY", REQ],
+    ]  # fmt: skip
+    with seen.server.client(protocol=3) as client:
+        answers = {" ".join(map(str, words[:2])): client.execute_command(*words) for words in asked}
+        with pytest.raises(redis.ResponseError, match="the quota of"):
+            client.execute_command("KVPAGESET", REQ + b".x", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    assert FOREIGN in answers["ACL USERS"]
+
+
+def test_info_tells_a_pattern_with_escapes(seen: SeenServer) -> None:
+    with seen.server.client(protocol=3) as client:
+        told = client.execute_command(b"INFO", "quotas")
+    assert f"pattern=kv:{SHOWN}*\r\n" in told.decode()
+
+
+def test_figures_for_people_and_for_prometheus_go_on(seen: SeenServer) -> None:
+    assert seen.metrics()["kvpage_quota_limit_bytes", f"kv:{SHOWN}*".replace("\\", "\\\\")] == 1 << 20
+    for words in (["status"], ["status", "--json"], ["ls"]):
+        printed(*words, url=seen.server.url)
+
+
+def test_the_page_goes_on(seen: SeenServer) -> None:
+    with seen.browser() as browser, browser.stream("GET", "/page/events") as answer:
+        lines = (line for line in answer.iter_lines() if line.startswith("data: "))
+        more = next(found for line in lines if "connected" in (found := json.loads(line.removeprefix("data: "))))
+    assert any("\\xff\\xfe" in client["user"] for client in more["connected"]["clients"])
+
+
+def printed(*words: str, url: str) -> str:
+    """What a terminal gets. All of it can be printed."""
+    code, told, said = kvpage(*words, url=url)
+    assert (code, said) == (0, "")
+    assert told.replace("\n", "").isprintable(), told
+    return told
+
+
+def test_no_name_is_a_command_to_a_terminal(server: RunningServer, client: redis.Redis) -> None:
+    name = "x" + CLEARS.decode()
+    manifest = {"model": name, "by": name, "saved": 1, "chain": ["gone", "r"], "block_tokens": 2, "count": 4}
+    for agent in (name, "alice"):
+        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(manifest))
+    set_block(client, "r")
+    client.execute_command("KVPAGESET", b"\xc2\x9b31mreq", 0, 0, 0, 0, 1, 64, 64, 0, bytes(8192))
+    for words in (["ls"], ["why", "alice"], ["stat", "alice"], ["ls", "\x9b31mreq"]):
+        printed(*words, url=server.url)
+        assert json.loads(printed(*words, "--json", url=server.url))
+    agents = json.loads(printed("ls", "--json", url=server.url))["agents"]
+    assert {agent["agent"] for agent in agents} == {name, "alice"}, "programs get the names as they are"
+    assert kvpage("ls", f"nobody{name}", url=server.url)[2].strip().isprintable()
+
+
+def test_an_engine_may_call_itself_anything() -> None:
+    engine = EngineFigures(
+        name="\ud800" + CLEARS.decode(), model="\n", answers=1, computed=1, used=1, room=0, tiers=NO_TIERS
+    )
+    cells = [str(cell) for column in engines_table([engine]).columns for cell in column.cells]
+    assert "".join(cells).isprintable()
+
+
+def test_a_page_may_live_longer_than_a_calendar_lasts(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r")
+    client.expire("kv:r:0:0:0:0", 9 * 10**15)
+    assert "more, of" in printed("stat", "kv:r:0:0:0:0", url=server.url)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"saved": 10**30}, {"saved": -(10**17)}, {"saved": 10**15}, {"saved": 1.5}, {"saved": True},
+        {"created": 10**30}, {"created": -1}, {"created": "1"}, {"saved": float("inf")},
+        {"count": -5}, {"count": 10**30}, {"count": 5}, {"count": 0}, {"count": float("nan")}, {"count": "4"},
+        {"block_tokens": -4}, {"block_tokens": 1}, {"block_tokens": 10**400}, {"block_tokens": None},
+        {"together": -1}, {"together": 10**30}, {"together": []},
+        {"model": "\ud800x"}, {"model": 7}, {"model": {"a": 1}}, {"by": "\udfff"}, {"by": ["x"]},
+        {"chain": "r"}, {"chain": ["\ud800"]}, {"chain": [5]}, {"chain": []}, {"chain": {"r": 1}}, {"chain": ["r"] * 9},
+    ],
+    ids=lambda wrong: ascii(wrong)[:30],
+)  # fmt: skip
+def test_a_manifest_that_makes_no_sense_is_unreadable_and_hides_no_other(
+    server: RunningServer, client: redis.Redis, wrong: dict[str, Any]
+) -> None:
+    set_block(client, "r")
+    right = {"model": "tiny", "by": "host:1", "created": 1, "saved": 1, "chain": ["r"], "block_tokens": 4, "count": 4}
+    for agent, told in (("alice", right), ("mallory", right | wrong)):
+        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(told))
+    found = json.loads(printed("ls", "--json", url=server.url))
+    assert [agent["agent"] for agent in found["agents"]] == ["alice"]
+    assert found["unreadable"] == ["manifest:mallory:00aa"]
+    assert "1 manifest cannot be read" in printed("ls", url=server.url)
+    assert "its manifest cannot be read" in printed("why", "mallory", url=server.url)
+    printed("stat", "alice", url=server.url)
+
+
+def test_a_clock_that_is_ahead_is_no_age(server: RunningServer, client: redis.Redis) -> None:
+    set_block(client, "r")
+    told = {"saved": 253_000_000_000_000, "chain": ["r"], "block_tokens": 4, "count": 4}
+    client.set("manifest:alice:00aa", "0" * 16 + json.dumps(told))
+    assert " 0 s " in printed("ls", url=server.url)
+    assert "1970" not in printed("why", "alice", url=server.url)
+
+
+def test_a_long_name_takes_a_few_lines_of_a_table(server: RunningServer, client: redis.Redis) -> None:
+    told = {"chain": ["r"], "block_tokens": 4, "count": 4, "model": "m" * 5000}
+    for agent in ("a" * 5000, "b" * 5000):
+        client.set(f"manifest:{agent}:00aa", "0" * 16 + json.dumps(told))
+    lines = printed("ls", url=server.url).splitlines()
+    assert len(lines) < 30
+    assert "…" in "".join(lines)
