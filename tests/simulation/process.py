@@ -10,11 +10,14 @@ import signal
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from kvpage_server import app
 from kvpage_server.app import DiskError, Server, apply, from_arguments
 from kvpage_server.commands.context import Client
+from kvpage_server.commands.dispatch.at_once import AtOnce
+from kvpage_server.core import Command
 from kvpage_server.net import session
 from kvpage_server.store.disk.naming import unit_of_cold
 from kvpage_server.store.eviction.policy import Unit
@@ -27,7 +30,7 @@ from tests.simulation.world.threads import SERVER
 SOCKET = "socket"
 Ran = Callable[[Client, Any, Any], Any]  # client, words, reply; what is sent for that
 
-_execute = session.execute
+_execute, _run_at_once = session.execute, AtOnce.run
 _graveyard: list[Any] = []  # processes that died: nobody tidies up after them
 
 
@@ -61,6 +64,7 @@ class Process:
         app._load_users(self.server)
         apply(self.server, (name for name in config.parameters() if name != "requirepass"))
         session.execute = self._execute
+        AtOnce.run = lambda *args: self._run_at_once(*args)  # type: ignore[method-assign]
         self._attend()
         gc.freeze()  # a server that starts looks through all that is not
         self.ready = True
@@ -97,6 +101,18 @@ class Process:
 
     def _execute(self, client: Client, words: Any) -> Any:
         return self._ran(client, words, _execute(client, words))
+
+    def _run_at_once(
+        self, caller: AtOnce, replies: Any, left: int, deadline: int
+    ) -> tuple[int, Command | None, bool, Any]:
+        """What the core calls, it calls one by one, and hands back every reply as if a message were to follow it."""
+        _, words, was_run, reply = _run_at_once(
+            caller, SimpleNamespace(pieces=replies.pieces, pushed=[None]), 1, deadline
+        )
+        if not was_run:
+            return left, words, False, reply
+        client = caller._client
+        return left - 1 if client.finished <= deadline else 0, words, True, self._ran(client, words, reply)
 
     def end(self) -> None:
         """Somebody asks it to end, as `kill` does."""
