@@ -210,9 +210,11 @@ def prometheus(seen: SeenServer, directory: Path) -> Iterator[httpx.Client]:
 def test_a_real_prometheus_asks_the_store_and_answers_what_alerts_and_dashboard_ask(tmp_path: Path) -> None:
     def found(path: str, **asked: str) -> Any:
         with suppress(httpx.TransportError):  # it may just have been started
-            answer = client.get(path, params=asked).json()
-            assert answer["status"] == "success", answer
-            return answer["data"]
+            answer = client.get(path, params=asked)
+            if answer.status_code == 503:  # it reads its own data first
+                return {}
+            assert answer.is_success, answer.text
+            return answer.json()["data"]
         return {}
 
     with start_seen_server() as seen, prometheus(seen, tmp_path) as client:
@@ -226,5 +228,5 @@ def test_a_real_prometheus_asks_the_store_and_answers_what_alerts_and_dashboard_
         for expression in of_panels():
             asked = expression.replace("$__rate_interval", "5m").replace("$instance", ".*")
             assert found("/query", query=asked)["resultType"] == "vector"
-        told = {name for name, kind in families(seen.browser().get("/metrics").text).items() if kind != "histogram"}
+        told = set(re.findall(r"^\w+", seen.browser().get("/metrics").text, re.MULTILINE))
         assert told <= set(found("/label/__name__/values"))
