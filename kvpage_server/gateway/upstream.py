@@ -63,7 +63,7 @@ class Upstream:
     async def begin(self) -> None:
         """Log whether the cluster can be used. If not, commands fail until it can."""
         try:
-            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kvpage")])))
+            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kv:")])))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 

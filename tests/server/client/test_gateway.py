@@ -25,6 +25,7 @@ from waiting import until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
+from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 from kvpage_server.page import PageKey, decode_page
 
@@ -330,6 +331,27 @@ def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
 
 
 # -- a cluster that fails ----------------------------------------------------------------------------------------------
+
+
+def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gateway_can_t(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in cluster.masters:
+        node.ask(
+            "ACL", "SETUSER", "pages", "on", ">secret", "~kv:*", "+@read", "+@write", "+@connection", "+cluster|slots"
+        )
+    url = f"valkey-cluster://pages:secret@{cluster.addresses}"
+    log = tmp_path / "log"
+    with start_server("--store", "cluster", "--cluster-nodes", url, "--logfile", str(log)) as gateway:
+        with gateway.client() as client:
+            client.execute_command("KVPAGESET", "r", *PAGE, b"body")
+        with pytest.raises(SystemExit) as ended:
+            main(["ls", "--url", gateway.url])
+        assert ended.value.code == 2
+    said = capsys.readouterr()
+    assert "a gateway does not support 'scan'" in said.err
+    assert not said.out
+    assert "can't be used" not in log.read_text()
 
 
 def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> None:
