@@ -348,9 +348,12 @@ def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gate
         with pytest.raises(SystemExit) as ended:
             main(["ls", "--url", gateway.url])
         assert ended.value.code == 2
-    said = capsys.readouterr()
-    assert "a gateway does not support 'scan'" in said.err
-    assert not said.out
+        said = capsys.readouterr()
+        assert "a gateway does not support 'scan'" in said.err
+        assert not said.out
+        with pytest.raises(SystemExit):
+            main(["status", "--url", gateway.url])
+        assert "a gateway, which keeps nothing" in capsys.readouterr().out
     assert "can't be used" not in log.read_text()
 
 
@@ -416,7 +419,8 @@ def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server:
     [
         (("--store", "cluster"), "`store cluster` needs cluster-nodes"),
         (("--cluster-nodes", "a:1"), "cluster-nodes needs `store cluster`, and store is memory"),
-        (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster-nodes: "),
+        (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster's URL is valkey-cluster://host:port"),
+        (("--store", "cluster", "--cluster-nodes", "http://a:1"), "cluster's URL is valkey-cluster://host:port"),
         (("--store", "cluster", "--cluster-nodes", "a:port"), "cluster-nodes: "),
         (("--store", "cluster", "--cluster-nodes", "a:1?nodedeadline=3"), "unknown option 'nodedeadline' in"),
         (("--store", "cluster", "--cluster-nodes", "a:1?node_deadline=x"), "must be a number of seconds, more than 0"),
