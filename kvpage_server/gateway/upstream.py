@@ -19,7 +19,7 @@ from kvpage_server.client import (
 )
 from kvpage_server.client.cluster.commands import simple
 from kvpage_server.client.cluster.plan import GONE, Timed
-from kvpage_server.client.cluster.topology import SCHEMES
+from kvpage_server.client.cluster.topology import SCHEMES, Address
 from kvpage_server.commands.steps import Steps
 from kvpage_server.gateway.plans import Plans, Value
 from kvpage_server.page import PageError
@@ -46,8 +46,10 @@ def keep_memory() -> None:
 
 
 def cluster_url(nodes: str) -> str:
-    """The URL for `cluster-nodes`, which is a URL or a list of nodes."""
-    return nodes if "://" in nodes else f"{next(iter(SCHEMES))}://{nodes}"
+    """The URL for `cluster-nodes`, which is a URL or a list of nodes. Raises ValueError."""
+    url = nodes if "://" in nodes else f"{next(iter(SCHEMES))}://{nodes}"
+    Address(url)
+    return url
 
 
 class Upstream:
@@ -63,7 +65,7 @@ class Upstream:
     async def begin(self) -> None:
         """Log whether the cluster can be used. If not, commands fail until it can."""
         try:
-            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kvpage")])))
+            await self._done(self.client.carry_out(self.plans.ask([simple(b"EXISTS", b"kv:")])))
         except ReplyError as error:
             logger.warning("the cluster can't be used yet: %s", error)
 

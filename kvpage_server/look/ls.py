@@ -30,6 +30,8 @@ def ls(store: AskedStore, args: argparse.Namespace) -> bool:
     if args.req is not None:
         return _ls_blocks(store, args)
     holdings = ask(store, holdings_of_store(LIMITS))
+    if holdings.cut and not (holdings.agents or holdings.requests or holdings.unreadable):
+        store.execute_command(b"SCAN", b"0")  # a gateway, or a user who may not, is told why nothing was found
     if args.json:
         print_json(as_json(holdings, args))
         return True

@@ -14,7 +14,7 @@ from kvpage_server.address import shown
 from kvpage_server.client.cluster.side_by_side import Rendezvous, ServerUrl, segment_of
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.output import LookError
-from kvpage_server.observe.asking import Command
+from kvpage_server.observe.asking import Command, text
 from kvpage_server.system.program import say
 
 NO_ANSWER = redis.ConnectionError, redis.TimeoutError
@@ -38,6 +38,7 @@ class AsOne:
         self._servers = list(stores)
         self._server_of = server_of
         self._gone: set[ServerUrl] = set()
+        self._with_strays: set[ServerUrl] = set()
         self._silent_until: dict[ServerUrl, float] = {}  # not asked before then
 
     def execute_command(self, *words: Any) -> Any:
@@ -111,9 +112,19 @@ class AsOne:
         if isinstance(answer, redis.ResponseError) and server not in self._gone:
             return answer
         cursor, keys = (0, []) if server in self._gone else answer
+        self._look_for_strays(server, keys)
         number, count = self._servers.index(server), len(self._servers)
         upcoming = int(cursor) * count + number if int(cursor) else (number + 1) % count
         return [b"%d" % upcoming, keys]
+
+    def _look_for_strays(self, server: ServerUrl, keys: Sequence[bytes]) -> None:
+        """Say once of a server that it has requests that nobody looks for there, as with another list of servers."""
+        requests = [key[len(b"kv:") : -len(b":index")] for key in keys if key.endswith(b":index")]
+        stray = next((name for name in requests if self._server_of(name) != server), None)
+        if stray is not None and server not in self._with_strays:
+            self._with_strays.add(server)
+            where = f"{shown(server.url)} has requests that belong to others of the list, as {text(stray)} to"
+            say("kvpage", f"{where} {self.home(stray)}: they are left out. Do the engines have this list?", 0)
 
 
 class Pipeline:

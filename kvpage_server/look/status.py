@@ -70,12 +70,23 @@ def _told_to_a_tenant(store: redis.Redis, now: Overview) -> Iterator[tuple[str, 
 
 
 def _told(now: Overview) -> Iterator[tuple[str, Any]]:
-    memory, contents, traffic = now.memory, now.contents, now.traffic
+    memory, traffic = now.memory, now.traffic
     if memory.limit and out.is_terminal:
         yield "", ProgressBar(total=memory.limit, completed=min(memory.used, memory.limit), width=40)
     yield "memory", f"{as_size(memory.used)}{of_limit(memory.used, memory.limit)}, {memory.policy}"
     parts = f"{as_size(memory.spare)} spare, {as_size(memory.fragmentation)} between values"
     yield "", f"the process has {as_size(memory.resident)}: {as_size(memory.live)} in values, {parts}"
+    if now.server.store == "cluster":
+        yield "store", "a gateway, which keeps nothing; kvpage status of its cluster's URL tells what the cluster has"
+    else:
+        yield from _told_of_store(now)
+    clients = f"{now.connections.now:,} connected"
+    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
+    yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
+
+
+def _told_of_store(now: Overview) -> Iterator[tuple[str, Any]]:
+    contents, traffic = now.contents, now.traffic
     counts = how_many(contents.requests, "request"), how_many(contents.blocks, "block"), how_many(contents.keys, "key")
     yield "store", ", ".join(counts)
     yield "", f"{how_many(contents.expiring, 'key')} will expire, {traffic.expired:,} did; evicted: {traffic.evicted:,}"
@@ -85,9 +96,6 @@ def _told(now: Overview) -> Iterator[tuple[str, Any]]:
     yield "misses", ", ".join(f"{count:,} {reason}" for reason, count in now.misses.items() if count) or "none"
     if now.disk is not None:
         yield from _told_of_disk(now.disk)
-    clients = f"{now.connections.now:,} connected"
-    yield "clients", f"{clients}, {how_many(traffic.commands, 'command')} so far"
-    yield "network", f"{as_size(traffic.bytes_in)} received, {as_size(traffic.bytes_out)} sent"
 
 
 def _told_of_disk(disk: DiskFigures) -> Iterator[tuple[str, Any]]:

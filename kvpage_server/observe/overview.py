@@ -65,6 +65,7 @@ class ServerFigures:
     uptime: int = 0  # seconds
     port: int = 0
     pid: int = 0
+    store: str = ""  # memory, tiered, or cluster for a gateway
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +217,7 @@ def parse(info: str) -> Overview:
             number("uptime_in_seconds"),
             number("tcp_port"),
             number("process_id"),
+            told.get("page_store", ""),
         ),
         memory=MemoryFigures(
             used=number("used_memory"),

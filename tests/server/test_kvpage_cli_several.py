@@ -47,6 +47,15 @@ def test_a_list_of_servers_is_looked_into_and_dumped_as_a_whole(
     assert all(req_id.decode() in said for req_id, _ in NAMES)
     assert run("ls", NAMES[0][0].decode(), "--url", both) == 0  # one of them has it
     assert run("ls", "nobody", "--url", both) == 1
+    capsys.readouterr()
+    with PageClient(server.url) as pages:
+        pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
+    assert run("ls", "--url", both) == 0
+    assert f"{server.url} has requests that belong to others of the list" in capsys.readouterr().err
+    with server.client() as client:
+        client.flushall()
+    with PageClient(both) as pages:
+        pages.mset_blocks(NAMES, SHAPE, [block_body(i) for i in range(16)])
     assert run("dump", str(tmp_path), "--url", both) == 0
     for one in (server, second_server):
         with one.client() as client:

@@ -25,6 +25,7 @@ from waiting import until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import Cluster
+from kvpage_server.cli import main
 from kvpage_server.client import PageClient
 from kvpage_server.page import PageKey, decode_page
 
@@ -332,6 +333,30 @@ def _ask_a_faulty_gateway(cluster: Cluster, said: list[str]) -> None:
 # -- a cluster that fails ----------------------------------------------------------------------------------------------
 
 
+def test_a_user_who_may_use_pages_alone_is_enough_and_kvpage_ls_says_what_a_gateway_can_t(
+    cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for node in cluster.masters:
+        node.ask(
+            "ACL", "SETUSER", "pages", "on", ">secret", "~kv:*", "+@read", "+@write", "+@connection", "+cluster|slots"
+        )
+    url = f"valkey-cluster://pages:secret@{cluster.addresses}"
+    log = tmp_path / "log"
+    with start_server("--store", "cluster", "--cluster-nodes", url, "--logfile", str(log)) as gateway:
+        with gateway.client() as client:
+            client.execute_command("KVPAGESET", "r", *PAGE, b"body")
+        with pytest.raises(SystemExit) as ended:
+            main(["ls", "--url", gateway.url])
+        assert ended.value.code == 2
+        said = capsys.readouterr()
+        assert "a gateway does not support 'scan'" in said.err
+        assert not said.out
+        with pytest.raises(SystemExit):
+            main(["status", "--url", gateway.url])
+        assert "a gateway, which keeps nothing" in capsys.readouterr().out
+    assert "can't be used" not in log.read_text()
+
+
 def test_it_starts_without_a_cluster_says_so_and_works_when_there_is_one() -> None:
     port = free_port()
     options = ("--store", "cluster", "--cluster-nodes", f"127.0.0.1:{port}")
@@ -394,7 +419,8 @@ def test_a_wrong_password_and_a_server_that_is_no_cluster_are_said(redis_server:
     [
         (("--store", "cluster"), "`store cluster` needs cluster-nodes"),
         (("--cluster-nodes", "a:1"), "cluster-nodes needs `store cluster`, and store is memory"),
-        (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster-nodes: "),
+        (("--store", "cluster", "--cluster-nodes", "redis://a:1"), "cluster's URL is valkey-cluster://host:port"),
+        (("--store", "cluster", "--cluster-nodes", "http://a:1"), "cluster's URL is valkey-cluster://host:port"),
         (("--store", "cluster", "--cluster-nodes", "a:port"), "cluster-nodes: "),
         (("--store", "cluster", "--cluster-nodes", "a:1?nodedeadline=3"), "unknown option 'nodedeadline' in"),
         (("--store", "cluster", "--cluster-nodes", "a:1?node_deadline=x"), "must be a number of seconds, more than 0"),

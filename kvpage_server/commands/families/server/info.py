@@ -52,6 +52,7 @@ def _server(server: Server) -> Fields:
         "redis_mode": server.mode,
         "kvpage_version": __version__,
         "page_core": core.NAME,
+        "page_store": server.config.store,
         "os": f"{platform.system()} {platform.release()} {platform.machine()}",
         "arch_bits": 64,
         "monotonic_clock": "POSIX clock_gettime",
