@@ -45,7 +45,6 @@ class Stored:
         self.counts = DiskCounters()
         self.leaving: dict[Unit, Iterator[bytes]] = {}  # some of it was dropped from memory; names of the rest
         self.unproven: set[Unit] = set()  # written and not used since: not for the disk yet
-        self.opening: dict[Unit, Extent] = {}  # blocks whose pages are being noted, to take their place on disk
         self._evictor = contents.evictor
 
     @property

@@ -199,18 +199,17 @@ class DiskTier:
         """Where it is on disk, its pages take its place there, all at once."""
         if block not in self.stored.unproven:
             self.stored.remove(name_of_unit(block))
-            extent = self.stored.opening[block] = cast(Extent, block.extent)
-            self.behind.note_in_steps(self._store_rest(block, extent))
+            self.behind.note_in_steps(self._store_rest(block, cast(Extent, block.extent)))
 
     def _store_rest(self, block: Block, extent: Extent) -> Iterator[None]:
         """Store the pages that lie in an extent, in steps. What is taken out meanwhile is stored then."""
         keys = block.keys_in_extent()
-        while block.extent is extent and (some := [*islice(keys, _AT_ONCE)]):
+        while some := [*islice(keys, _AT_ONCE)]:
+            if block.extent is not extent:
+                return
             pages = {key: page for key in some if (page := self._contents.catalogue.page_in_extent(key)) is not None}
             self.stored.store_pages([*pages], [*pages.values()])
             yield
-        if self.stored.opening.get(block) is extent:  # and it was not stored whole and opened again
-            del self.stored.opening[block]
 
     def taken_out(self, key: bytes, page: ExtentPage) -> None:
         self.stored.leaving.pop(cast(Block, page.unit), None)
@@ -317,8 +316,6 @@ class DiskTier:
 
     def _waits(self, unit: Unit) -> bool:
         """Whether some of a unit waits to be written. Nearly always all of it does, or nothing."""
-        if unit in self.stored.opening:
-            return True
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
     def _drop_some(self, unit: Unit) -> None:
