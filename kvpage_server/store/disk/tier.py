@@ -225,7 +225,6 @@ class DiskTier:
 
     def pages_dropped(self, block: Block) -> None:
         """A block is about to lose its pages to one that is stored whole."""
-        self.stored.unproven.discard(block)
         self.stored.leaving.pop(block, None)
         if block.whole is None:
             for key in block.page_keys():
