@@ -150,8 +150,7 @@ def _pages(many: int) -> Iterator[Scene]:
     index = b"kv:r:index"
     for words in (
         *([b"SMEMBERS", index], [b"SSCAN", index, b"0"], [b"KVPAGEINDEX", b"r"]),
-        *([b"KVPAGEVERIFY", b"r"], [b"KVBLOCKEXISTS", b"r", b"0"], [b"KVBLOCKGET", b"r", b"0"]),
-        *([b"KVPAGEWHY", b"r"], [b"KVPAGEDEL", b"r"]),
+        *([b"KVPAGEVERIFY", b"r"], [b"KVBLOCKEXISTS", b"r", b"0"]),
     ):
         yield Scene("a block of very many layers", words, [tall])
     due = [b"KVPAGEMSET", count, *_with_bodies(names, b"b" * 64, ttl=1)]
@@ -233,11 +232,6 @@ def _single(many: int) -> Iterator[Scene]:
     yield Scene(
         "a page in a block of a thousand", [b"KVPAGESET", *page, b"8", b"1", b"1", b"0", b"b"], [_block(b"r", 0)]
     )
-    for cold in (False, True):
-        shape = [b"%d" % number for number in (0, many // 2, 2, 1, 0, 1, 0, 8, 64)]
-        large = [b"KVBLOCKSET", b"r", *shape, b"b" * 64 * many]
-        for command in ([b"KVPAGESET", *page, b"8", b"1", b"1", b"0", b"b"], [b"EXPIRE", key, b"9"], [b"DEL", key]):
-            yield Scene("a page in a block of very many", command, [large], cold)
     for words in ([b"KVBLOCKGET", *names], [b"KVBLOCKEXISTS", *names], [b"KVPAGEDEL", *names], _block(b"r", 0)):
         yield Scene("a block of a thousand pages", words, [_block(b"r", 0)])
     widest = _block(b"r", 0, heads=64)

@@ -18,7 +18,6 @@ from kvpage_server.store.disk.fetching import Loans
 from kvpage_server.store.keyspace import Keyspace
 from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import Page, has_bytes
-from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 
 AT_ONCE = 256  # pages that are looked at before others may have their turn
@@ -50,8 +49,8 @@ def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tu
         keyspace.counters.misses += 1
         return None
     keyspace.use_block(block)
-    if block.whole is not None:
-        slot = block.whole.slot
+    if block.extent is not None:
+        slot = block.extent.slot
         if isinstance(slot, Cold):
             return lent[slot].pieces([slot]) if slot in lent else None
         return (slot,)
@@ -77,7 +76,7 @@ def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
     """
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
-        keys = block.page_keys() if block.whole is None else iter(())
+        keys = block.page_keys() if block.extent is None else iter(())
         while (some := keyspace.pages_at(islice(keys, AT_ONCE))) and block.version == version:
             pages += some
             if not block.shape_known:
@@ -102,8 +101,7 @@ def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
 def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:
     """Note what the pages of each plane agree on, nothing for a plane where they do not."""
     for page in pages:
-        header = page.header_with(0) if isinstance(page, ExtentPage) else page.header  # its checksum is not asked for
-        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(header)
+        dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(page.header)
         geometry = dtype, rows, columns, page.size
         if planes.setdefault(kv_type, geometry) != geometry:
             planes[kv_type] = _NONE

@@ -6,7 +6,7 @@ policy, quotas, leases, the expirer, ghosts, those who listen, and the tier belo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast
 
@@ -37,14 +37,11 @@ class Tier(Protocol):
     def block_removed(self, block: Block) -> None:
         """A block is about to go with all its pages."""
 
-    def opens(self, block: Block) -> None:
-        """A block that was stored whole is about to change page by page."""
+    def splits(self, block: Block) -> None:
+        """A block that was stored whole is about to be split."""
 
-    def was_opened(self, block: Block) -> None:
-        """It may, from now on."""
-
-    def taken_out(self, key: bytes, page: ExtentPage) -> None:
-        """A page of such a block has an entry now."""
+    def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
+        """The pages of a block have entries now, by their keys."""
 
     def retimed(self, key: bytes) -> None:
         """A key expires at another time."""
@@ -100,7 +97,7 @@ class Contents:
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
-        if block.whole is not None:
+        if block.extent is not None:
             self.counters.expired += self.remove_block(block, "expired")
             return None
         block.soonest = 0
@@ -124,33 +121,19 @@ class Contents:
             self.catalogue.get(key)  # it is awake
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
-            self.open_up(cast(Block, page.unit))
-            self.take_out(key, page)
-            if self.tier is not None:
-                self.tier.taken_out(key, page)
-            return page
+            self.split(cast(Block, page.unit))
+            return self.catalogue.entries[key]
         return entry
 
-    def open_up(self, block: Block) -> None:
-        """A block that was stored whole is about to change page by page."""
-        if (extent := block.whole) is None:
-            return
+    def split(self, block: Block) -> None:
+        """Give each page of a block that was stored whole an entry."""
         if self.tier is not None:
-            self.tier.opens(block)
-        extent.open()
-        block.changed()
+            self.tier.splits(block)
+        pages = self.catalogue.split(block)
+        if block.soonest:
+            self.expirer.note_all([*pages], block.soonest)
         if self.tier is not None:
-            self.tier.was_opened(block)
-
-    def take_out(self, key: bytes, page: ExtentPage) -> None:
-        """Give a page that lies in an extent an entry. The last that is left there stands for all when they expire."""
-        block = cast(Block, page.unit)
-        stood = bool(page.expires) and key == block.last_in_extent()
-        self.catalogue.take_out(block, key, page)
-        if page.expires:
-            self.expirer.note(key, page.expires)
-        if stood and block.extent is not None:
-            self.expirer.note(block.last_in_extent(), page.expires)
+            self.tier.was_split(block, pages)
 
     def grow(self, block: Block, size: int) -> None:
         """A block takes so many bytes of memory more, or less."""
@@ -262,10 +245,9 @@ class Contents:
         if self.index.resting:
             self.catalogue.get(key)  # it is awake
         page = self.catalogue.page_in_extent(key)
-        if page is not None and page.extent.is_whole and key not in self.catalogue.entries:
+        if page is not None and key not in self.catalogue.entries:
             self.counters.expired += self.remove_block(cast(Block, page.unit), "expired")
         else:
-            self.own(key)
             self.counters.expired += 1
             self.remove(key, "expired")
 

@@ -38,8 +38,8 @@ from kvpage_server.store.disk.tier import DiskTier
 from kvpage_server.store.eviction.quotas import text_size
 from kvpage_server.store.listing import Listing
 from kvpage_server.store.memory.entry import TEXT_OVERHEAD, Entry, Text
-from kvpage_server.store.memory.extent import Extent, rows_of
-from kvpage_server.store.memory.index import Block
+from kvpage_server.store.memory.extent import Extent
+from kvpage_server.store.memory.index import Block, rows_of
 from kvpage_server.store.memory_limit import MemoryLimit, OutOfMemory
 from kvpage_server.store.protection import Protection
 from kvpage_server.store.quota_limit import Coming, QuotaLimit, counted
@@ -174,9 +174,10 @@ class Keyspace:
         """Store one page, whatever its key had before; the place of the next."""
         (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
         block = self.index.open(req_id, page)
-        self.contents.open_up(block)
+        if block.extent is not None:
+            self.contents.split(block)
         self._use_written(block)
-        old = self.contents.own(key)
+        old = self._catalogue.entries.get(key)
         had = counted(key, old, as_page=True)
         slot.unit, slot.expires = block, expires
         block.add(layer, head, kv_type)
@@ -218,7 +219,7 @@ class Keyspace:
         block = self.index.open(req_id, page)
         for key in self._catalogue.strays_in(req_id, page, extent):
             self.contents.remove(key, "del")
-        before = block.whole.shape if block.whole is not None else None
+        before = block.extent.shape if block.extent is not None else None
         had = self._drop_pages(block, extent.shape)
         self._catalogue.fill(block, extent)
         self.contents.grow(block, extent.slot.footprint)
@@ -226,7 +227,7 @@ class Keyspace:
             self.evictor.quotas.resize(block, self.quotas.size_of(block))
         if extent.expires:
             self.contents.expirer.keys += block.pages
-            self.contents.expirer.note(block.last_in_extent(), extent.expires)  # it stands for all
+            self.contents.expirer.note(next(block.page_keys()), extent.expires)  # one stands for all
         self.counters.writes += 1
         self._use_written(block)
         if self.contents.on_block is not None:
@@ -246,7 +247,7 @@ class Keyspace:
             return {}
         if self.tier is not None:
             self.tier.pages_dropped(block)
-        if block.whole is None or block.whole.shape != coming:
+        if block.extent is None or block.extent.shape != coming:
             stay = rows_of(coming)
             gone = {row: left for row, heads in block.rows.items() if (left := heads & ~stay.get(row, 0))}
             if gone:
@@ -258,9 +259,9 @@ class Keyspace:
 
     def _expiries(self, block: Block) -> dict[bytes, int]:
         """When each page of a block expires, by key."""
-        if block.whole is not None:
-            return dict.fromkeys(block.page_keys(), block.whole.expires)
-        return {key: self._catalogue.expires_of(key) for key in block.page_keys()}
+        if block.extent is not None:
+            return dict.fromkeys(block.page_keys(), block.extent.expires)
+        return {key: self._catalogue.entries[key].expires for key in block.page_keys()}
 
     # -- strings ---------------------------------------------------------------------------------------------------
 

@@ -102,12 +102,12 @@ class QuotaLimit:
 
     def size_of(self, unit: Unit) -> int:
         """What a unit counts as. O(1) for strings and blocks that were stored whole, O(pages) for others."""
-        get = self._contents.catalogue.get
+        entries = self._contents.catalogue.entries
         if not isinstance(unit, Block):
-            return counted(unit, get(unit), as_page=False)
-        if unit.whole is not None:
-            return HEADER_SIZE * unit.pages + unit.whole.slot.size
-        return sum(counted(key, get(key), as_page=True) for key in unit.page_keys())
+            return counted(unit, entries[unit], as_page=False)
+        if unit.extent is not None:
+            return HEADER_SIZE * unit.pages + unit.extent.slot.size
+        return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
 
     def grew(self, block: Block, size: int) -> None:
         """Pages of a block take so many bytes more."""

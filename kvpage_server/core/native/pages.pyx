@@ -537,8 +537,6 @@ cdef class NewPages(PageNames):
                     break
                 if old is not None:  # it is a page, so its block is there
                     block = <PageSet>old.unit
-                    if block.extent is not None:
-                        break
                     note_neighbours(requests, block, beside)
                 else:
                     other = self.open_block(requests, i, make, &made, beside)

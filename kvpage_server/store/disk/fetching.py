@@ -65,14 +65,13 @@ class Fetching:
         self._copied = Arena()  # what is lent small: for the moment, beside what memory has
         self._bytes_lent = 0  # so far
         self._waiting: list[Callable[[], None]] = []  # for others to use what they hold
-        self._room_is_made_soon = False
         self._shown: set[Cold] = set()
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
         """Begin to read. `moved` is called when some of what is lent, and may wait to be sent, has moved."""
         self._reader = reader
         self._mapped = MappedLoans(moved)
-        self.holds.on_end = self._soon_after_a_hold
+        self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
         """End what reads. What is lent goes on from memory."""
@@ -123,19 +122,12 @@ class Fetching:
         self.holds.grow(hold, size)
         return hold, partial(self.fetch, cold, touches=touches)
 
-    def _soon_after_a_hold(self) -> None:
-        if not self._room_is_made_soon:
-            self._room_is_made_soon = True
-            asyncio.get_running_loop().call_soon(self._after_a_hold)
-
     def _after_a_hold(self) -> None:
-        """What was held counts again, and others may come. Room is made in steps."""
-        self._room_is_made_soon = False
+        """What was held counts again, and others may come."""
         self._end_looks()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
-            if not self._memory.make_room():
-                self._soon_after_a_hold()
+            self._memory.make_room()
         for then in waiting:
             then()
 
@@ -276,7 +268,6 @@ class Fetching:
             grown[unit] = grown.get(unit, 0) + slot.footprint
             self._stored.counts.fetched += 1
         for unit, size in grown.items():
-            self._stored.leaving.pop(unit, None)
             if isinstance(unit, Block):
                 contents.grow(unit, size)
             contents.evictor.units.used(unit)

@@ -103,7 +103,7 @@ class Loader:
         if name[:1] == b"b":
             block = self._contents.index.open(*parse_block(name))
             self._catalogue.fill(block, extent_of(record, block))
-            key, keys = block.last_in_extent(), block.pages
+            key, keys = next(block.page_keys()), block.pages
         else:
             key, keys = name[1:], 1
             self._catalogue.put(key, self._string_of(key, record))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import cast
 
 from kvpage_server.store.contents import Contents, unit_of
 from kvpage_server.store.eviction.policy import Unit
@@ -23,7 +22,7 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
     """What the values of a unit are called, one by one: it may have very many."""
     if isinstance(unit, bytes):
         yield name_of_key(unit)
-    elif unit.whole is not None:
+    elif unit.extent is not None:
         yield name_of_block(unit.req_id, unit.page)
     else:
         yield from map(name_of_key, unit.page_keys())
@@ -48,15 +47,18 @@ def parse_block(name: bytes) -> tuple[bytes, int]:
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
     """The value of a name; there is one."""
     if name[:1] == b"k":
-        return cast(Entry, contents.catalogue.get(name[1:]))
-    return cast(Extent, cast(Block, contents.index.block(*parse_block(name))).whole)
+        return contents.catalogue.entries[name[1:]]
+    block = contents.index.block(*parse_block(name))
+    assert block is not None
+    assert block.extent is not None
+    return block.extent
 
 
 def unit_name_of(contents: Contents, name: bytes) -> bytes:
     """What the unit is called that a value belongs to."""
     if name[:1] == b"b":
         return name
-    return name_of_unit(unit_of(name[1:], cast(Entry, contents.catalogue.get(name[1:]))))
+    return name_of_unit(unit_of(name[1:], contents.catalogue.entries[name[1:]]))
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:

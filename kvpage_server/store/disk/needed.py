@@ -38,8 +38,8 @@ class Needs:
         block = self.index.block(req_id, page)
         if block is None:
             return []
-        if block.whole is not None:
-            return [block.whole.slot] if type(block.whole.slot) is Cold else []
+        if block.extent is not None:
+            return [block.extent.slot] if type(block.extent.slot) is Cold else []
         return self.cold_of(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
@@ -53,7 +53,7 @@ class Needs:
     def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
         """What has to be in memory for keys to be written: the blocks stored whole that they name pages of.
 
-        There need not be such a page yet: it would be written into the block.
+        There need not be such a page yet. It would be written into the block, which is split for that.
         """
         entries = self._catalogue.entries
         names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
@@ -63,14 +63,14 @@ class Needs:
         """What has to be in memory for pages of some blocks to be written: the blocks, where they were stored whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
-            if block is not None and block.whole is not None:
-                yield block, block.whole.slot
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
 
     def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
         """What has to be in memory for blocks to be read whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
-            if block is not None and block.whole is not None:
-                yield block, block.whole.slot
+            if block is not None and block.extent is not None:
+                yield block, block.extent.slot
             elif block is not None:
                 yield from self.values_of(block.page_keys())

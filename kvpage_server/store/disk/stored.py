@@ -6,7 +6,7 @@ no SSD: it is *unproven* until it is used for a second time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from kvpage_server.core import Slot
 from kvpage_server.store.contents import Contents
@@ -43,7 +43,6 @@ class Stored:
         self.maxdisk = maxdisk
         self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
-        self.leaving: dict[Unit, Iterator[bytes]] = {}  # some of it was dropped from memory; names of the rest
         self.unproven: set[Unit] = set()  # written and not used since: not for the disk yet
         self._evictor = contents.evictor
 
@@ -87,7 +86,6 @@ class Stored:
         self.behind.clear()
         self.usage.clear()
         self.unproven.clear()
-        self.leaving.clear()
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:

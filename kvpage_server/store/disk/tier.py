@@ -16,8 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import cast
 
 from kvpage_server.core import NewPages
@@ -47,11 +46,11 @@ from kvpage_server.store.memory.cold import Absent, Cold
 from kvpage_server.store.memory.entry import Entry, Page, Text
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 from kvpage_server.store.memory.index import Block
-from kvpage_server.store.memory_limit import MOST_LEAVE, MemoryLimit
+from kvpage_server.store.memory_limit import MemoryLimit
 from kvpage_server.store.records import sheet
-from kvpage_server.store.records.record import Damaged, name_of_key
+from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
 
-_AT_ONCE = 64  # values that are noted before others have their turn
+_AT_ONCE = 256  # values that are noted before others have their turn
 _SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
 
 log = logging.getLogger("kvpage")
@@ -161,8 +160,6 @@ class DiskTier:
 
     def stored_pages(self, pages: NewPages, known: Sequence[bool]) -> None:
         """Pages were stored, some of which were `known`."""
-        for slot in pages.slots if self.stored.leaving else ():
-            self.stored.leaving.pop(cast(Block, slot.unit), None)
         if self.stored.keeps_all:
             self.stored.store_pages(pages.keys, pages.slots)
             return
@@ -189,32 +186,15 @@ class DiskTier:
             stored.unproven.add(unit)
             stored.remove(name)
 
-    def opens(self, block: Block) -> None:
-        """A block that was stored whole is about to change page by page. Raises Absent when it is not in memory."""
+    def splits(self, block: Block) -> None:
+        """A block that was stored whole is about to be split. Raises Absent when it is not in memory."""
         assert block.extent is not None
         if isinstance(block.extent.slot, Cold):
             raise Absent(block.extent.slot.name)
 
-    def was_opened(self, block: Block) -> None:
-        """Where it is on disk, its pages take its place there, all at once."""
-        if block not in self.stored.unproven:
-            self.stored.remove(name_of_unit(block))
-            self.behind.note_in_steps(self._store_rest(block, cast(Extent, block.extent)))
-
-    def _store_rest(self, block: Block, extent: Extent) -> Iterator[None]:
-        """Store the pages that lie in an extent, in steps. What is taken out meanwhile is stored then."""
-        keys = block.keys_in_extent()
-        while some := [*islice(keys, _AT_ONCE)]:
-            if block.extent is not extent:
-                return
-            pages = {key: page for key in some if (page := self._contents.catalogue.page_in_extent(key)) is not None}
-            self.stored.store_pages([*pages], [*pages.values()])
-            yield
-
-    def taken_out(self, key: bytes, page: ExtentPage) -> None:
-        self.stored.leaving.pop(cast(Block, page.unit), None)
-        if cast(Block, page.unit) not in self.stored.unproven:
-            self.stored.store(name_of_key(key), page)
+    def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
+        self.stored.remove(name_of_block(block.req_id, block.page))
+        self.stored.store_pages([*pages], [*pages.values()])
 
     def retimed(self, key: bytes) -> None:
         entry, name = self._contents.catalogue.entries.get(key), name_of_key(key)
@@ -225,20 +205,17 @@ class DiskTier:
 
     def pages_dropped(self, block: Block) -> None:
         """A block is about to lose its pages to one that is stored whole."""
-        self.stored.leaving.pop(block, None)
-        if block.whole is None:
+        if block.extent is None:
             for key in block.page_keys():
                 self.stored.remove(name_of_key(key))
 
     def removed(self, key: bytes, unit: Unit) -> None:
         if not isinstance(unit, Block) or not unit.pages:
             self.stored.unproven.discard(unit)
-            self.stored.leaving.pop(unit, None)
         self.stored.remove(name_of_key(key))
 
     def block_removed(self, block: Block) -> None:
         self.stored.unproven.discard(block)
-        self.stored.leaving.pop(block, None)
         for name in names_in(block):
             self.stored.remove(name)
 
@@ -289,14 +266,10 @@ class DiskTier:
 
         To drop a short string would gain nothing. They are evicted when they take too much of memory together.
         """
-        if unit in self.stored.leaving:
-            self._drop_some(unit)
-            return True
         is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
         if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
             if not is_text:
-                self.stored.leaving[unit] = iter(names)
-                self._drop_some(unit)
+                self._drop(unit, names)
                 return True
             if self._contents.texts <= self._memory.maxmemory * _SHARE_OF_TEXTS:
                 return False
@@ -317,35 +290,29 @@ class DiskTier:
         """Whether some of a unit waits to be written. Nearly always all of it does, or nothing."""
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
-    def _drop_some(self, unit: Unit) -> None:
-        """Let go of a unit's bytes in memory; of those of many pages in parts."""
-        contents, units, leaving = self._contents, self._contents.evictor.units, self.stored.leaving
-        used, names = units.now - units.idle(unit), [*islice(leaving[unit], MOST_LEAVE)]
+    def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
+        """Let go of a unit's bytes in memory."""
+        contents, units = self._contents, self._contents.evictor.units
+        used = units.now - units.idle(unit)
         if isinstance(unit, bytes):
             self._cool(unit, names, used)
-        elif unit.whole is None:
+        elif unit.extent is None:
             contents.grow(unit, -self._cool(unit, names, used))
-            self.any_cold = True
-            if len(names) == MOST_LEAVE:
-                return
-        elif not isinstance(slot := unit.whole.slot, Cold):
-            unit.whole.slot = Cold(names[0], slot.size, unit=unit, used=used)
+        elif not isinstance(slot := unit.extent.slot, Cold):
+            unit.extent.slot = Cold(names[0], slot.size, unit=unit, used=used)
             contents.grow(unit, -slot.footprint)
             self.stored.counts.dropped += 1
-        del leaving[unit]
         units.evicted(unit)
         self.stored.usage.is_alone(name_of_unit(unit))
         self.any_cold = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
-        """Let go of the bytes of keys, as far as they are the unit's still; how many they were."""
-        catalogue, entries, freed = self._contents.catalogue, self._contents.catalogue.entries, 0
+        """Let go of the bytes of keys; how many they were."""
+        entries, freed = self._contents.catalogue.entries, 0
         for name in names:
             key = name[1:]
-            if key not in entries and (page := catalogue.page_in_extent(key)):
-                self._contents.take_out(key, page)
-            entry = cast("Page | None", entries.get(key))
-            if entry is not None and type(entry) is not Cold and (entry.unit is unit or type(unit) is bytes):
+            entry = cast(Page, entries[key])
+            if type(entry) is not Cold:
                 header = bytes(entry.header) if type(unit) is Block else b""
                 entries[key] = Cold(name, entry.size, expires=entry.expires, header=header, unit=entry.unit, used=used)
                 freed += entry.footprint

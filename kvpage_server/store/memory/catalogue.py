@@ -2,8 +2,8 @@
 
 Most values are entries of a dictionary. A page is also known to the index by what its key says; that is how whole
 requests and blocks are found. A block that was stored whole is an `Extent`: one slot, and no entry a page. Its pages
-are made when they are asked for, as `ExtentPage`s. One that is about to change by itself is taken out: it becomes an
-entry, which goes on lying in the extent's slot. A block that is resting (see `index`) has no entries
+are made when they are asked for, as `ExtentPage`s. When one of them is about to change by itself, the block is split:
+its pages become entries, which go on lying in the extent's slot. A block that is resting (see `index`) has no entries
 either; they are made, all of them, when somebody asks for one.
 """
 
@@ -81,7 +81,7 @@ class Catalogue:
                 return (key for key, *_ in sheet.pages(*place, rows))
             block = self.index.block(*place)
             return block.page_keys() if block is not None and block.extent is None else ()
-        return place.keys_in_extent() if self.index.block(place.req_id, place.page) is place else ()
+        return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
 
     def strays_at(self, place: Place) -> Iterable[bytes]:
         """Strings under keys of a block's pages: a page that became one has no other place in the order of scans."""
@@ -141,19 +141,29 @@ class Catalogue:
         self._in_extents += block.pages
         self._list(block)
 
-    def take_out(self, block: Block, key: bytes, page: ExtentPage) -> None:
-        """Make an entry of a page of an extent."""
-        self.put(key, page)
-        self._in_extents -= 1
-        block.take_out(page)
+    def split(self, block: Block) -> dict[bytes, ExtentPage]:
+        """Make entries of the pages of an extent; what these are."""
+        extent = block.extent
+        assert extent is not None
+        spans = extent.shape.page_spans()
+        pages = {
+            key: ExtentPage(extent, span, block, block.page, spot)
+            for (key, *spot), span in zip(block.page_names(), spans, strict=True)
+        }
+        self.entries.update(pages)
+        if self._scans.current is not None:
+            self.list_all(pages)
+        self._in_extents -= len(pages)
+        block.split()
+        return pages
 
     def take_pages(self, block: Block) -> int:
         """Take a block's pages out; how many of them have an expiry."""
-        expiring = sum(bool(self.entries.pop(key).expires) for key in block.own_keys())
-        if (extent := block.extent) is not None:
-            self._in_extents -= extent.left
-            expiring += extent.left if extent.expires else 0
-        return expiring
+        extent = block.extent
+        if extent is None:
+            return sum(bool(self.entries.pop(key).expires) for key in block.page_keys())
+        self._in_extents -= block.pages
+        return block.pages if extent.expires else 0
 
     def note_stray(self, key: bytes) -> None:
         """A plain string was stored under `key`."""

@@ -3,53 +3,27 @@
 One slot, one digest, one entry in the index: what a block costs does not depend on how many pages it has. A page of it
 is made when somebody asks. Its header needs a checksum of its own; those of all pages are computed when the first is
 asked for, from a body that was found to be what was stored.
-
-A page that changes by itself, or goes, is *taken* out of the extent. The others stay in it, however many they are.
 """
 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator, Mapping, Sequence
-from functools import lru_cache
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from kvpage_server.core import Part, Slot
-from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, bit_of, row_of
 from kvpage_server.page import BlockShape, PageError, Plane, checksum, pack_header
 from kvpage_server.store.memory.cold import Cold
 
 _WRONG = 0xFFFF_FFFF_FFFF_FFFF
 
-Rows = Iterator[tuple[int, int]]  # of pages, in the order of a block's body, each with its heads: see `core.rows`
-
-
-def rows_in(shape: BlockShape, *, backwards: bool = False) -> Rows:
-    """The rows of a block that has every page of a shape."""
-    step = -1 if backwards else 1
-    for layer in range(shape.layers)[::step]:
-        for plane in shape.planes[::step]:
-            for first in range(0, shape.heads, ROW_HEADS)[::step]:
-                heads = min(shape.heads - first, ROW_HEADS)
-                yield row_of(layer, first, plane.kv_type), (1 << heads) - 1
-
-
-@lru_cache(maxsize=64)
-def rows_of(shape: BlockShape) -> Mapping[int, int]:
-    """The same as a mapping."""
-    return MappingProxyType(dict(rows_in(shape)))
-
 
 class Extent:
     """The body of a block of `shape`, in `slot`, which may be on disk alone. `digest`: its XXH3-64, 0 when not known.
 
-    `created` and `expires` are unix milliseconds, `ttl` the seconds it was given; 0 for never. `left` pages lie in it.
+    `created` and `expires` are unix milliseconds, `ttl` the seconds it was given; 0 for never.
     """
 
-    __slots__ = (
-        *("_checksums", "_from_end", "_last", "_taken"),
-        *("created", "digest", "expires", "left", "shape", "slot", "ttl"),
-    )
+    __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
 
     def __init__(self, shape: BlockShape, slot: Slot | Cold, digest: int, created: int, ttl: int) -> None:
         self.shape = shape
@@ -58,63 +32,10 @@ class Extent:
         self.created = created
         self.ttl = ttl
         self.expires = created + ttl * 1000 if ttl else 0
-        self.left = shape.pages
         self._checksums: array[int] | None = None  # of its pages, in the body's order
-        self._taken: dict[int, int] | None = None  # rows of the pages that do not lie in it any more; see `is_whole`
-        self._from_end = rows_in(shape, backwards=True)
-        self._last = next(self._from_end)  # the row that has the last page
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether it is all of its block, and always was."""
-        return self._taken is None
-
-    def open(self) -> None:
-        """Its block is about to have pages that lie elsewhere."""
-        self._taken = {}
-
-    def take(self, page: ExtentPage) -> None:
-        """A page that lies in it lies there no more."""
-        assert self._taken is not None
-        row = row_of(page.layer, page.head, page.kv_type)
-        self._taken[row] = self._taken.get(row, 0) | bit_of(page.head)
-        self.left -= 1
-
-    def rows(self, *, backwards: bool = False) -> Rows:
-        """The pages that lie in it now."""
-        if not self._taken:
-            return rows_in(self.shape, backwards=backwards)
-        taken = self._taken.copy()
-        rows = ((row, heads & ~taken.get(row, 0)) for row, heads in rows_in(self.shape, backwards=backwards))
-        return (row for row in rows if row[1])
-
-    def last(self) -> tuple[int, int, int]:
-        """Layer, head and plane of the last page that lies in it. O(1), amortised: none comes back."""
-        taken = self._taken or {}
-        while not (heads := self._last[1] & ~taken.get(self._last[0], 0)):
-            self._last = next(self._from_end)
-        plane, group = divmod(self._last[0], GROUPS)
-        layer, kv_type = divmod(plane, TYPES)
-        return layer, group * ROW_HEADS + heads.bit_length() - 1, kv_type
-
-    def outline(self) -> tuple[int, int, int]:
-        """As that of a `PageSet`, of the pages that lie in it. O(pages that were taken)."""
-        every = sum(1 << plane.kv_type for plane in self.shape.planes)
-        layers = heads = planes = 0
-        for row, some in self.rows(backwards=True):
-            plane, group = divmod(row, GROUPS)
-            layer, kv_type = divmod(plane, TYPES)
-            layers = max(layers, layer + 1)
-            heads = max(heads, group * ROW_HEADS + some.bit_length())
-            planes |= 1 << kv_type
-            if (heads, planes) == (self.shape.heads, every):
-                break
-        return layers, heads, planes
 
     def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
         """One of its pages; `unit` is its block, `page` the block's page id. None for one that it has not."""
-        if self._taken and self._taken.get(row_of(layer, head, kv_type), 0) & bit_of(head):
-            return None
         try:
             span = self.shape.page_span(layer, head, kv_type)
         except PageError:

@@ -3,25 +3,39 @@
 A block of single pages that nobody has asked for since the start is *resting*: the rows of its pages on disk are all
 that is known of it (see `sheet`). It is woken, made a `Block`, when somebody asks.
 
-A block's pages are kept as bits, in rows (see `core.rows`). What was stored whole lies in an extent, which says which
-pages of it are there; the others have entries, as those of any other block. Costs: add and discard O(1); listing
-O(pages listed).
+A block's pages are kept as bits, in rows (see `core.rows`). A block that was stored whole says by its extent which
+pages it has. Costs: add and discard O(1); listing O(pages listed).
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping
-from heapq import merge
-from itertools import groupby, islice
-from operator import itemgetter
+from functools import lru_cache
+from itertools import islice
+from types import MappingProxyType
 
 from kvpage_server.core import PageSet
-from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES
+from kvpage_server.core.rows import GROUPS, ROW_HEADS, TYPES, row_of
 from kvpage_server.page import BlockShape
-from kvpage_server.store.memory.extent import Extent, ExtentPage, Rows, rows_of
+from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.scan import ScanOrder
 from kvpage_server.store.records.sheet import ROW
+
+
+def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
+    """The rows of a block that has every page of a shape, in order, each with its heads."""
+    for layer in range(shape.layers):
+        for plane in shape.planes:
+            for first in range(0, shape.heads, ROW_HEADS):
+                heads = min(shape.heads - first, ROW_HEADS)
+                yield row_of(layer, first, plane.kv_type), (1 << heads) - 1
+
+
+@lru_cache(maxsize=64)
+def rows_of(shape: BlockShape) -> Mapping[int, int]:
+    """The same as a mapping."""
+    return MappingProxyType(dict(rows_in(shape)))
 
 
 class Block(PageSet):
@@ -33,23 +47,9 @@ class Block(PageSet):
     shape: BlockShape | None
 
     @property
-    def whole(self) -> Extent | None:
-        """The extent that it was stored in, as long as no page of it has changed by itself."""
-        return self.extent if self.extent is not None and self.extent.is_whole else None
-
-    @property
     def rows(self) -> Mapping[int, int]:
         """The pages it has; see `core.rows`."""
-        return rows_of(self.whole.shape) if self.whole is not None else dict(self._each_row())
-
-    def _each_row(self) -> Rows:
-        """The same, in order, as they are now."""
-        if self.extent is None:
-            return self.each_row()
-        if self.extent.is_whole:
-            return self.extent.rows()
-        both = groupby(merge(self.extent.rows(), self.each_row()), itemgetter(0))
-        return ((row, sum(heads for _, heads in some)) for row, some in both)  # no page is in both
+        return self.bits if self.extent is None else rows_of(self.extent.shape)
 
     def fill(self, extent: Extent) -> None:
         """Have the pages of an extent and no others."""
@@ -59,35 +59,18 @@ class Block(PageSet):
         self.soonest = extent.expires
         self.shape, self.shape_known = extent.shape, True
 
-    def take_out(self, page: ExtentPage) -> None:
-        """Have a page by itself that lies in its extent."""
-        assert self.extent is not None
-        self.extent.take(page)
-        self.pages -= 1
-        self.add(page.layer, page.head, page.kv_type)
-        if not self.extent.left:
-            self.extent = None
+    def split(self) -> None:
+        """Have the same pages, each by itself."""
+        self.bits = self.rows
+        self.extent = None
 
     def page_keys(self) -> Iterator[bytes]:
         """The keys of its pages by layer, plane and head: the order of a block's body."""
-        return self._keys(self._each_row())
+        return (key for key, *_ in self.page_names())
 
-    def own_keys(self) -> Iterator[bytes]:
-        """Those of the pages that have entries."""
-        return self._keys(self.each_row())
-
-    def keys_in_extent(self) -> Iterator[bytes]:
-        """Those of the pages that lie in its extent."""
-        return self._keys(self.extent.rows() if self.extent is not None else iter(()))
-
-    def last_in_extent(self) -> bytes:
-        """The last of these."""
-        assert self.extent is not None
-        layer, head, kv_type = self.extent.last()
-        return b"kv:%b:%d:%d:%d:%d" % (self.req_id, layer, head, self.page, kv_type)
-
-    def _keys(self, rows: Rows) -> Iterator[bytes]:
-        for row, heads in rows:
+    def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
+        """The keys of its pages in that order, each with its layer, head and plane."""
+        for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
             plane, group = divmod(row, GROUPS)
             layer, kv_type = divmod(plane, TYPES)
             prefix = b"kv:%b:%d:" % (self.req_id, layer)
@@ -95,7 +78,7 @@ class Block(PageSet):
             while heads:
                 lowest = heads & -heads
                 head = group * ROW_HEADS + lowest.bit_length() - 1
-                yield b"%b%d%b" % (prefix, head, suffix)
+                yield b"%b%d%b" % (prefix, head, suffix), layer, head, kv_type
                 heads ^= lowest
 
     def expires_at(self, expires: int) -> None:
@@ -105,10 +88,10 @@ class Block(PageSet):
 
     def measure(self) -> tuple[int, int, list[int]]:
         """One more than its last layer, one more than its last head, and the kv_types it has pages of."""
-        layers, heads, planes = self.outline()
         if self.extent is not None:
-            also = self.extent.outline()
-            layers, heads, planes = max(layers, also[0]), max(heads, also[1]), planes | also[2]
+            shape = self.extent.shape
+            return shape.layers, shape.heads, [plane.kv_type for plane in shape.planes]
+        layers, heads, planes = self.outline()
         return layers, heads, [kind for kind in range(TYPES) if planes >> kind & 1]
 
     @property

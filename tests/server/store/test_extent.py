@@ -4,21 +4,13 @@ from __future__ import annotations
 
 import gc
 import random
-import sys
 import tracemalloc
-from collections.abc import Callable
-from functools import partial
-from typing import Any
 
 import pytest
 import redis
 
-from kvpage_server.commands.steps import stepwise
-from kvpage_server.core.arguments import PageName
 from kvpage_server.page import MAX_BLOCK_PAGES, BlockShape, DType, PageError, Plane, checksum, decode_page, unix_ms
-from kvpage_server.store.blocks import gathered
 from kvpage_server.store.keyspace import Keyspace
-from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.entry import is_page
 from kvpage_server.store.memory.extent import Extent, ExtentPage
 
@@ -65,40 +57,6 @@ def test_a_page_that_changes_splits_its_block_without_a_copy() -> None:
     assert keys.arena.used == 0
 
 
-def test_a_page_that_changes_leaves_the_others_where_they_are_however_many() -> None:
-    """What is done for it is counted in calls."""
-
-    def calls(layers: int, change: Callable[[Keyspace], object]) -> int:
-        shape = BlockShape(layers, 16, 1, (Plane(0, DType.UINT8, 1), Plane(1, DType.UINT8, 1)))
-        keys = Keyspace()
-        keys.set_block(b"r", 0, Extent(shape, keys.slot_of(bytes(shape.nbytes)), 0, unix_ms(), 1000))
-        counted = 0
-
-        def count(frame: object, event: str, arg: object) -> None:
-            nonlocal counted
-            counted += event in ("call", "c_call")
-
-        sys.setprofile(count)
-        try:
-            change(keys)
-        finally:
-            sys.setprofile(None)
-        block = keys.block(b"r", 0)
-        assert block is not None
-        assert sorted(block.page_keys()) == sorted(keys.listing.names())
-        assert len(keys) == block.pages >= shape.pages - 1
-        return counted
-
-    def write(keys: Keyspace, layer: int = 0) -> None:
-        keys.set_page(PageName(b"kv:r:%d:3:0:1" % layer, b"r", layer, 3, 0, 1), bytes(64), keys.slot_of(b"new"))
-
-    def expire(keys: Keyspace) -> None:
-        keys.set_expiry(b"kv:r:0:3:0:1", unix_ms() + 60_000)
-
-    for change in (write, partial(write, layer=9000), expire, lambda keys: keys.delete(b"kv:r:0:3:0:1")):
-        assert calls(4096, change) < 1.2 * calls(4, change)
-
-
 def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
     keys = Keyspace()
     store(keys, 3)
@@ -107,17 +65,6 @@ def test_every_page_of_an_intact_block_is_what_its_header_says() -> None:
         assert is_page(page)
         header, body = decode_page(bytes(page.header) + bytes(page.body))
         assert (bytes(body), b"kv:r:%d:%d:3:%d" % (header.layer, header.head, header.kv_type)) == (BODY[span], name)
-
-
-def test_to_find_out_whether_a_block_is_complete_hashes_nothing() -> None:
-    keys = Keyspace()
-    extent = store(keys, 0)
-    keys.set_expiry(b"kv:r:0:0:0:0", unix_ms() + 60_000)
-    found = keys.block(b"r", 0)
-    assert found is not None
-    extent.slot = Cold(b"br:0", extent.slot.size)  # it has no bytes that could be hashed
-    told: Any = stepwise(gathered(keys, found), small=True)
-    assert told.shape == SHAPE
 
 
 def test_no_page_of_a_damaged_block_passes_for_the_page() -> None:

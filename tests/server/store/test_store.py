@@ -245,10 +245,10 @@ class KeyspaceMachine(RuleBasedStateMachine):
             assert block.pages == len(list(block.page_keys()))
             shares = sum(page.footprint for page in self.keys.pages_at(block.page_keys()))
             assert shares <= block.footprint
-            if block.whole is not None:
-                assert block.footprint == block.whole.slot.footprint
+            if block.extent is not None:
+                assert block.footprint == block.extent.slot.footprint
             elif not any(isinstance(page, ExtentPage) for page in self.keys.pages_at(block.page_keys())):
-                assert block.footprint - shares < 512  # what an extent leaves: the frame and the rounding of its slot
+                assert block.footprint - shares < 512  # what a split leaves: the frame and the rounding of its slot
 
     def nothing_is_left(self) -> None:
         keys = self.keys

@@ -122,7 +122,7 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
         return True
     if tiered is not None and tiered.any_cold and tiered.needs.cold_of_block(req_id, page):
         return False
-    return block.whole is not None or block.pages <= AT_ONCE
+    return block.extent is not None or block.pages <= AT_ONCE
 
 
 @_block(

@@ -33,7 +33,6 @@ from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 
 _SORTED = 4096  # page ids that are sorted in a step
-_GO_AT_ONCE = 1024  # pages of a block
 _KEYS = 256  # keys of pages that are spelt in a step
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
@@ -123,22 +122,14 @@ _request = partial(command, group="page", uses=requests(0))
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
-    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix.
-
-    A block of more than 1024 pages that were stored one by one is deleted in parts, which others see.
-    """
+    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix."""
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
         blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
-            if block.whole is not None or block.pages <= _GO_AT_ONCE:
-                removed += keyspace.remove_block(block, "del")
-                yield ()
-                continue
-            for keys in keys_in(block):
-                removed += sum(map(keyspace.delete, keys))
-                yield ()
+            removed += keyspace.remove_block(block, "del")
+            yield ()
         yield removed
 
     return Stream(None, steps())
@@ -186,7 +177,7 @@ def _describe(keyspace: Keyspace, block: Block, with_sizes: bool) -> Steps[dict[
         "complete": int(shape is not None),
     }
     if with_sizes:
-        extent = block.whole
+        extent = block.extent
         described["bytes"] = extent.slot.size if extent else sum(page.size for page in pages)
         described["memory"] = block.footprint
     return described
@@ -213,11 +204,11 @@ def kvpageverify(client: Client, args: list[Argument]) -> Reply:
             lost = yield from _fetch(client, block)
             checked += len(lost)
             corrupt += lost
-            if (extent := block.whole) is not None:
-                intact = yield from _check_extent(extent)
+            if block.extent is not None:
+                intact = yield from _check_extent(block.extent)
                 checked += block.pages if intact is not None else 0
                 unchecked += block.pages if intact is None else 0
-                if intact is False and keyspace.block(block.req_id, block.page) is block and block.whole is extent:
+                if intact is False and keyspace.block(block.req_id, block.page) is block and block.extent is not None:
                     corrupt += block.page_keys()
                     keyspace.remove_block(block, "del", "corrupt")
                 yield ()

@@ -62,15 +62,14 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
     blocks = {block.page: block for block in (yield from blocks_of(client, req_id))}
     if not blocks:
         return _explain(keyspace, keyspace.ghosts.of_request(req_id))
-    last = max(blocks)
     for page in count():
         block = blocks.get(page)
+        ghost = keyspace.ghosts.of_block(req_id, page, block.rows if block is not None else {})
         if block is not None and block.is_full:
             if page % STEP == 0:
                 yield ()
             continue
-        ghost = keyspace.ghosts.of_block(req_id, page, block)
-        if block is None and ghost is None and page > last:
+        if block is None and ghost is None and page > max(blocks):
             return {"reason": STORED, "blocks": len(blocks)}
         found = _explain(keyspace, ghost, NEVER_STORED if block is None else INCOMPLETE)
         return {"reason": HOLE, "block": page, "cause": found.pop("reason"), **found}

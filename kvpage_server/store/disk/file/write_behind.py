@@ -34,7 +34,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum, auto
 from itertools import chain
@@ -149,8 +148,6 @@ class WriteBehind(Generic[T]):
         self._now: Batch[T] | None = None  # what the thread has, or what is noted
         self._timer: asyncio.TimerHandle | None = None
         self._hurries = False
-        self._steps: deque[Iterator[None]] = deque()  # that note changes
-        self._held_back = False  # whether a batch is to begin after them
         self._room_made_at = -1  # commits there had been when room was made the last time
         self._begun = self._tried = 0  # changes that it was begun to write, and that it was tried to
         self._took = 0.0  # seconds of the last commit
@@ -169,24 +166,6 @@ class WriteBehind(Generic[T]):
         self._next.note_all(names, values, sizes)
         self.position += len(names)
         self._changed()
-
-    def note_in_steps(self, steps: Iterator[None]) -> None:
-        """Have changes noted in steps, of which the disk gets all or none: no batch begins before the last."""
-        self._steps.append(steps)
-        if len(self._steps) == 1:
-            asyncio.get_running_loop().call_soon(self._take_steps)
-
-    def _take_steps(self) -> None:
-        end = time.monotonic_ns() + _TURN
-        while self._steps:
-            for _ in self._steps[0]:
-                if time.monotonic_ns() > end:
-                    asyncio.get_running_loop().call_soon(self._take_steps)
-                    return
-            self._steps.popleft()
-        if self._held_back:
-            self._held_back = False
-            self._plan(0)
 
     def clear(self) -> None:
         """Everything is gone."""
@@ -264,9 +243,6 @@ class WriteBehind(Generic[T]):
 
     def _begin(self) -> None:
         self._timer = None
-        if self._steps:
-            self._held_back = True
-            return
         self._move(Event.TIME)
         batch, self._next = self._next, Batch()
         batch.position, batch.began = self.position, time.monotonic()

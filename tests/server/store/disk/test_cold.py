@@ -367,9 +367,9 @@ def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_
 ) -> None:
     """They cannot leave memory yet. Whoever makes room looks at very many of them, and others wait meanwhile."""
     spelt = 0
-    each = Block.page_keys
+    each = Block.page_names
 
-    def counted(block: Block) -> Iterator[bytes]:
+    def counted(block: Block) -> Iterator[tuple[bytes, int, int, int]]:
         nonlocal spelt
         for name in each(block):
             spelt += 1
@@ -384,7 +384,7 @@ def test_to_find_that_blocks_wait_to_be_written_costs_little_however_many_pages_
             names = [(b"r", b"%d" % layer, b"0", b"%d" % block, b"0") for layer in range(500)]
             words = [word for name in names for word in (*name, b"8", b"1", b"64", b"0", bytes(64))]
             keyspace.set_pages(NewPages(words, 0, 500, keyspace.arena, 1, False, True))
-        monkeypatch.setattr(Block, "page_keys", counted)
+        monkeypatch.setattr(Block, "page_names", counted)
         assert keyspace.memory.make_room()
         assert keyspace.memory.is_full
         await tier.close()

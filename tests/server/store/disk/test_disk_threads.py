@@ -113,27 +113,6 @@ async def test_everysec_commits_once_a_second_and_only_the_last_of_many_changes(
         assert not writer.waits(b"kx")
 
 
-async def test_what_is_noted_in_steps_is_in_one_batch_with_what_came_before_it(tmp_path: Path) -> None:
-    wrong: list[object] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: wrong.append(context))
-    async with behind(tmp_path, "always") as (writer, _, stored):
-        writer.note(b"k0", b"before", 6)
-
-        def steps() -> Iterator[None]:
-            for number in range(1, 20):
-                time.sleep(0.002)  # longer than a turn is
-                writer.note(b"k%d" % number, b"step", 4)
-                writer.hurry()
-                yield
-
-        writer.note_in_steps(steps())
-        writer.note_in_steps(steps())
-        await durable(writer)
-        await asyncio.sleep(0.01)
-        assert stored == [{b"k%d" % number for number in range(20)}]
-        assert not wrong
-
-
 async def test_no_leaves_it_until_there_is_much_or_the_end(tmp_path: Path) -> None:
     async with behind(tmp_path, "no", limit=1000) as (writer, _, stored):
         writer.note(b"kx", b"x" * 400, 400)

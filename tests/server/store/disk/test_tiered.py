@@ -154,30 +154,6 @@ def test_blocks_stored_whole_come_back_whole_and_page_by_page(tmp_path: Path) ->
             assert page == body(BLOCK, seed)[BLOCK // 2 : BLOCK * 3 // 4]
 
 
-def test_a_block_that_changes_page_by_page_is_on_disk_as_it_was_at_some_moment(tmp_path: Path) -> None:
-    """Its pages take its place in one commit, though they are noted in steps. It is killed when it has answered."""
-    shape = (64, 64, 1, 0, 1, 0, 8, 16)  # 4096 pages
-    for round, (words, now) in enumerate(
-        (
-            (("KVPAGESET", "b", 1, 2, 0, 0, 8, 1, 3, 0, b"new"), b"new"),
-            (("DEL", "kv:b:1:2:1:0"), None),
-            (("KVPAGESET", "b", 64, 2, 2, 0, 8, 1, 3, 0, b"new"), b"old"),  # beside those that it has
-        )
-    ):
-        options = (*TIERED, "--appendfsync", "always")
-        with start_server(*options, directory=tmp_path, killed=True) as server, server.client() as client:
-            client.execute_command("KVBLOCKSET", "b", round, *shape, bytes(65536))
-            assert client.execute_command(*words)
-            server.stop(signal.SIGKILL)
-        with tiered(tmp_path) as (_, client):
-            pages = [("b", layer, head, round, 0) for layer in range(65) for head in range(64)]
-            found = client.execute_command("KVPAGEMGET", len(pages), *(word for page in pages for word in page))
-            assert found[64 + 2] == (bytes(16) if now == b"old" else now)
-            assert found[64 * 64 + 2] == (b"new" if now == b"old" else None)
-            assert found.count(bytes(16)) == 4096 - (now != b"old")
-            assert client.execute_command("KVPAGEINDEX", "b")[round][b"pages"] == 4096 - (now is None) + (now == b"old")
-
-
 def test_one_page_of_a_block_on_disk_can_be_changed_expire_or_go(tmp_path: Path) -> None:
     with tiered(tmp_path, "--maxmemory", "2mb") as (_, client):
         for seed in range(20):
