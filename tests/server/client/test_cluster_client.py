@@ -408,7 +408,7 @@ def test_kvpage_lists_requests_and_says_what_is_there(
         pages.mset([Page(PageKey(name, 0, head, 7, 0), bytes(64), DType.FLOAT16, 4, 8) for head in range(3)])
     looked = {each["request"]: each for each in told("ls")["requests"]}
     assert looked.keys() == {name.decode() for name, _ in NAMES} | {"a*[x]", "aa[x]"}
-    assert (looked["{prompt-3}"]["blocks"], looked["prompt-3"]["bytes"]) == (1, SHAPE.nbytes)
+    assert (looked["{prompt-3}"]["blocks"], looked["{prompt-3}"]["bytes"]) == (1, SHAPE.nbytes)
     assert (looked["a*[x]"]["pages"], looked["a*[x]"]["bytes"]) == (3, 3 * 64)
     assert len({each["url"] for each in looked.values()}) == 3
     assert [(block["page"], block["complete"]) for block in told("ls", "a*[x]")["blocks"]] == [(7, True)]
