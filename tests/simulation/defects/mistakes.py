@@ -82,8 +82,8 @@ MISTAKES = [
     Mistake(
         "deletion-not-written",
         _STORE + "disk.tier",
-        "            self.stored.leaving.pop(unit, None)\n        self.stored.remove(name_of_key(key))\n",
-        "            self.stored.leaving.pop(unit, None)\n",
+        "            self.stored.unproven.discard(unit)\n        self.stored.remove(name_of_key(key))\n",
+        "            self.stored.unproven.discard(unit)\n",
         "what was deleted is back after a restart",
     ),
     Mistake(
