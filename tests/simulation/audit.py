@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -10,7 +10,7 @@ from tests.simulation import accounts
 from tests.simulation.judge import shown
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.replies import agrees
-from tests.simulation.values import Cell, Doubt, read_page
+from tests.simulation.values import Cell, Doubt, Value, read_page
 
 if TYPE_CHECKING:
     from tests.simulation.run import Run
@@ -48,7 +48,7 @@ class Audit:
         self._told: dict[bytes, list[Any]] = {}  # what will be found, as it comes
         self._least = 0  # changes that have to be there after a death
         self._most = 0  # and that can be
-        self._overdue: dict[bytes, Cell] = {}  # what had expired
+        self._overdue: dict[bytes, list[Value]] = {}  # what had expired
         self._gone: set[bytes] = set()  # keys that were gone meanwhile: a full disk is told of these first
         self._failed_at = -1  # changes that there were when the disk began to fail
 
@@ -137,6 +137,8 @@ class Audit:
             self._least = self._most
         elif self._mode == "always":
             self._least = judge.acknowledged
+        elif self._mode == "no":
+            self._least = 0
         else:
             self._least = self._position_at(self._run.machine.clock.now - SECOND - _SLACK)
             if judge.disk_fails and self._failed_at >= 0:
@@ -185,8 +187,7 @@ class Audit:
         judge, store = self._judge, self._judge.model.store
         self._found = {key: Found(*told) for key, told in self._told.items()}
         self._find_moment()
-        due = {key: cell for key, cell in store.keys.items() if cell.expires and self._found[key].value is None}
-        store.expired = [(store.elapsed(), key, value) for key, value in (self._overdue | due).items()]
+        store.expired = [(store.elapsed(), key, value) for key, value in self._due()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
         store.log.clear()
         store.doubts.clear()
@@ -196,6 +197,20 @@ class Audit:
         judge.acknowledged = 0
         self._failed_at = 0 if judge.disk_fails else -1
         self._run.begin_work()
+
+    def _due(self) -> Iterable[tuple[bytes, Value]]:
+        """What the disk may have, though it was not found: it was due by then, and a clock that is set back shows it.
+
+        Also what was replaced, or deleted, in memory alone.
+        """
+        store = self._judge.model.store
+        looked = {key: found.at for key, found in self._found.items() if found.value is None}
+        cells = [(key, cell) for key, *both in store.log[self._least :] for cell in both]
+        cells += [one for doubt in store.doubts for variant in doubt.variants for one in variant.items()]
+        cells += store.keys.items()
+        overdue = [(key, value) for key, values in self._overdue.items() for value in values]
+        overdue += [(key, cell) for key, cell in cells if cell and 0 < cell.expires <= looked.get(key, 0)]
+        return dict.fromkeys(overdue)
 
     def _find_moment(self) -> None:
         judge, store = self._judge, self._judge.model.store
@@ -238,7 +253,8 @@ class Audit:
         for name, *cells in store.log:
             past.setdefault(name, []).extend(cells)
         for key in self._found:
-            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, []), self._overdue.get(key)]
+            options = [store.keys.get(key), None, *past.get(key, []), *doubtful.get(key, [])]
+            options += self._overdue.get(key, [])
             fitting = [cell for cell in options if self._is(key, cell)]
             if not fitting:
                 self._judge.fail(f"{key!r} is {self._found[key]!r:.300}, which it never was")
@@ -250,7 +266,8 @@ class Audit:
         if key in self._judge.model.store.fog:
             return True
         if found.value is None:
-            if cell is None or 0 < cell.expires <= found.at or cell == self._overdue.get(key):  # by the clock of then
+            overdue = self._overdue.get(key, [])  # by the clock of then
+            if cell is None or 0 < cell.expires <= found.at or cell in overdue:
                 return True
             return key in self._gone or self._may_be_lost(cell)
         if cell is None or not agrees(cell.string, found.value):
@@ -340,6 +357,6 @@ def doubt_overdue(run: Run) -> None:
     store = run.judge.model.store
     store.now = run.machine.clock.unix_ms
     store.expire()
-    for key, value in store.overdue().items():
+    for key, values in store.overdue().items():
         if key not in store.keys:
-            store.doubts.append(Doubt([{key: None}, {key: value}]))
+            store.doubts.append(Doubt([{key: None}, *({key: value} for value in values)]))

@@ -133,6 +133,8 @@ class Judge:
         changed = {key for key, _, _ in store.log[asked.at :]}
         store.settle(changed)
         store.fog |= changed
+        for talk in self.model.talks:
+            talk.owed -= changed
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:

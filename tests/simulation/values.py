@@ -93,11 +93,15 @@ class Store:
         self.keys[key] = value
         self.changed(key)
 
-    def overdue(self, within: int = FORGOTTEN_LATE) -> dict[bytes, Value]:
-        """What was due lately, so that the disk may still have it."""
+    def overdue(self, within: int = FORGOTTEN_LATE) -> dict[bytes, list[Value]]:
+        """What was due lately, so that the disk may still have it: one of these values of each key."""
         now, within = self.elapsed(), min(within, self.forgotten)
         self.expired[:] = [one for one in self.expired if one[0] > now - self.forgotten]
-        return {key: value for when, key, value in self.expired if when > now - within}
+        result: dict[bytes, list[Value]] = {}
+        for when, key, value in self.expired:
+            if when > now - within:
+                result.setdefault(key, []).append(value)
+        return result
 
     def lately_expired(self) -> list[bytes]:
         """Keys that the server may not have swept yet."""
@@ -152,7 +156,9 @@ class Store:
     def _lose_sight(self, run: Callable[[], Any]) -> None:
         """Too much would have to be told apart: what is changed now is anything, until all is looked at again."""
         start = len(self.log)
+        self.sure = False
         run()
+        self.sure = True
         changed = {key for key, _, _ in self.log[start:]}
         self.settle(changed)
         self.fog |= changed
