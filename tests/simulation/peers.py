@@ -49,6 +49,7 @@ class Peer:
     unrun: deque[Asked] = field(default_factory=deque)
     unanswered: deque[Asked] = field(default_factory=deque)
     pushes: deque[Any] = field(default_factory=deque)  # that are to come
+    may_come: list[Any] = field(default_factory=list)  # pushes, and may not
     stalled: bool = False  # it does not read
     half: bool = False  # it has sent the beginning of a command that it will not end
     sending: int = 0  # pieces that are on their way

@@ -122,6 +122,13 @@ MISTAKES = [
         "when a block is split, one page is not on disk any more",
     ),
     Mistake(
+        "change-of-pages-is-not-told",
+        _COMMANDS + "notifying.tracking",
+        "                for key in noted:\n                    self._changed(key, by)\n",
+        '                for key in noted:\n                    if key[:3] != b"kv:":\n                        self._changed(key, by)\n',
+        "who has read pages, and tracks that, is not told that they have changed",
+    ),
+    Mistake(
         "watched-in-vain",
         _COMMANDS + "families.connections.transaction",
         "    if changed:\n        return NULL_ARRAY\n",
