@@ -175,7 +175,8 @@ def waited_for(task: asyncio.Future[T]) -> Steps[T]:
             yield Wait(partial(_when_done, task))
         return task.result()
     finally:
-        task.cancel()
+        if not task.get_loop().is_closed():  # as it is when the gateway has ended
+            task.cancel()
         del task  # its error has this frame
 
 
