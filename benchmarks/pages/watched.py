@@ -28,9 +28,9 @@ ALONE, SCRAPED, WATCHED = "nobody", "a scrape a second", f"a scrape a second, {D
 DASHBOARDS_OF = {SCRAPED: 0, WATCHED: DASHBOARDS}
 TARGETS = {SCRAPED: Target(cpu=1.01, speed=0.99), WATCHED: Target()}
 MOST_SLOWER = 1.1
-ROUNDS = 8  # with each set of three
+ROUNDS = 4  # with each set of three
 PASS_BYTES = 4 << 30  # some seconds
-READ_SECONDS = 3.0
+READ_SECONDS = 2.0
 IDLE_SECONDS = 20.0  # what dashboards ask for every five seconds is in them
 
 
