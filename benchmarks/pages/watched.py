@@ -3,6 +3,9 @@
 It is one and the same server in every pass: two processes of it differ by more than what is looked for, and
 `metrics-port` alone adds but a process that waits. The process that answers HTTP has the server's core, as it
 has where there is but one; its time is told by itself.
+
+What is looked for, a hundredth, is less than two passes in a row differ by: many short passes, by turns. The time that
+the processes need while nobody asks for pages is told beside them, and is exact.
 """
 
 from __future__ import annotations
@@ -28,9 +31,10 @@ ALONE, SCRAPED, WATCHED = "nobody", "a scrape a second", f"a scrape a second, {D
 DASHBOARDS_OF = {SCRAPED: 0, WATCHED: DASHBOARDS}
 TARGETS = {SCRAPED: Target(cpu=1.01, speed=0.99), WATCHED: Target()}
 MOST_SLOWER = 1.1
-ROUNDS = 4  # with each set of three
-PASS_BYTES = 4 << 30  # some seconds
-READ_SECONDS = 2.0
+MOST_OF_A_CORE = 0.01
+ROUNDS = 14  # with each set of three
+PASS_BYTES = 2 << 30  # a second
+READ_SECONDS = 1.0
 IDLE_SECONDS = 20.0  # what dashboards ask for every five seconds is in them
 
 
@@ -117,9 +121,10 @@ def findings(plan: Plan) -> Iterator[Finding]:
         yield Finding("one page of 16 KiB at a time", against, "p99, µs", told, ratio, at_most=MOST_SLOWER)
     for who in TARGETS:
         store = median(each[who][0] - each[ALONE][0] for each in found.idle)
-        beside_it = median(each[who][1] for each in found.idle)
+        both = store + median(each[who][1] for each in found.idle)
         yield Finding("the store, which nobody asks for pages", who, "CPU s/s", f"{store:.4f}", store, at_most=0.01)
-        yield Finding("the process that answers HTTP", who, "CPU s/s", f"{beside_it:.4f}", beside_it)
+        limit = MOST_OF_A_CORE if who == SCRAPED else None
+        yield Finding("the store and what answers HTTP", who, "CPU s/s", f"{both:.4f}", both, at_most=limit)
 
 
 def _measure(work: Work, plan: Plan, found: Found) -> None:
