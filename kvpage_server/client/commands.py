@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from typing import Any
 
-from kvpage_server.client.errors import Unsupported, WrongReply
+from kvpage_server.client.errors import Unsupported
 from kvpage_server.client.page import BlockName, Page, pages_of_block
+from kvpage_server.client.questions import array, integer, ok, up_to
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.reply import Values
 from kvpage_server.client.wire.words import command, word
@@ -62,27 +63,15 @@ def _one_piece(text: bytes) -> Callable[[], Iterator[Piece]]:
 
 def _all_ok(values: list[Any]) -> None:
     for value in values:
-        if value != b"OK":
-            raise WrongReply(f"instead of OK came {value!r:.80}")
+        ok(value)
 
 
 def _integer(values: list[Any]) -> int:
-    if not isinstance(values[0], int):
-        raise WrongReply(f"instead of a number came {values[0]!r:.80}")
-    return values[0]
+    return integer(values[0])
 
 
 def _yes_no(values: list[Any]) -> list[bool]:
-    for value in values:
-        if value not in (0, 1):
-            raise WrongReply(f"instead of 0 or 1 came {value!r:.80}")
-    return [value == 1 for value in values]
-
-
-def _array(values: list[Any], length: int) -> list[Any]:
-    if not isinstance(values[0], list) or len(values[0]) != length:
-        raise WrongReply(f"instead of an array of {length} came {values[0]!r:.80}")
-    return values[0]
+    return [up_to(1)(value) == 1 for value in values]
 
 
 # -- dialects ----------------------------------------------------------------------------------------------------------
@@ -115,7 +104,7 @@ class BlobCommands:
         names = PageKeys(keys)
 
         def read(values: list[Any]) -> tuple[list[Page | None], Missed]:
-            blobs = values if len(keys) == 1 else _array(values, len(keys))
+            blobs = values if len(keys) == 1 else array(len(keys))(values[0])
             missed: Missed = {}
             return [_decode(i, keys[i], blob, verify, missed) for i, blob in enumerate(blobs)], missed
 
@@ -220,7 +209,7 @@ class PageCommands(BlobCommands):
         names = PageKeys(keys)
 
         def read(values: list[Any]) -> list[bool]:
-            return _yes_no(values if len(names) == 1 else _array(values, len(names)))
+            return _yes_no(values if len(names) == 1 else array(len(names))(values[0]))
 
         return Request(lambda: _spelt(_page_opening(b"EXISTS", len(names), 5), names, PageKeys.words), Values, read)
 
@@ -258,13 +247,7 @@ class PageCommands(BlobCommands):
     def prefix(self, names: Sequence[BlockName], pages_per_block: int, lease_ms: int) -> Request[int]:
         """How many blocks from the first on are complete; those are leased."""
         text = command(b"KVPAGEPREFIX", pages_per_block, lease_ms, len(names), *_flat(names))
-
-        def read(values: list[Any]) -> int:
-            if not 0 <= _integer(values) <= len(names):
-                raise WrongReply(f"of {len(names)} blocks {values[0]} are complete")
-            return _integer(values)
-
-        return Request(_one_piece(text), Values, read)
+        return Request(_one_piece(text), Values, lambda values: up_to(len(names))(values[0]))
 
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int]) -> Request[int]:
         """Protect a request, or some of its blocks, from eviction for a while; how many blocks."""
@@ -276,7 +259,7 @@ def ask_dialect() -> Request[BlobCommands]:
 
     def read(values: list[Any]) -> BlobCommands:
         wanted = len(_FAMILY)
-        known = [description for description in _array(values, wanted) if description]
+        known = [description for description in array(wanted)(values[0]) if description]
         return PageCommands() if len(known) == wanted else BlobCommands()
 
     return Request(_one_piece(command(b"COMMAND", b"INFO", *_FAMILY)), Values, read)

@@ -71,6 +71,7 @@ def command(
 
     def enter(handler: Handler) -> Handler:
         parent, _, sub = name.rpartition("|")
+        needed = needs if keys[0] or uses else nothing
         spec = Spec(
             name=name,
             arity=arity or arity_of(name, usage),
@@ -80,6 +81,7 @@ def command(
             stores="denyoom" in given,
             writes="write" in given,
             writes_keys="write" in given and keys[0] > 0,
+            writes_several="write" in given and 0 < keys[0] != keys[1],
             categories=_categories(given, group),
             keys=uses.places if isinstance(uses, Naming) else keys,
             uses=uses,
@@ -92,8 +94,9 @@ def command(
             runs_queued="runs_queued" in given,
             while_subscribed="while_subscribed" in given,
             keeps_caching="keeps_caching" in given,
-            needs=needs if keys[0] or uses else nothing,
+            needs=needed,
             fetches=fetches,
+            waits=not fetches and needed is not nothing,
             channels=channels,
             group=group,
             since=since,

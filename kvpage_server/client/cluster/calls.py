@@ -305,11 +305,7 @@ class ClusterCalls:
         return _shapes(names, (yield from self.router.ask([commands.get_opening(name) for name in names], end)))
 
     def _integers(self, asked: Sequence[Command], end: Deadline) -> Plan[list[int]]:
-        answers: list[Any] = yield from self.router.ask(asked, end)
-        for answer in answers:
-            if not isinstance(answer, int):
-                raise WrongReply(f"instead of a number came {answer!r:.80}")
-        return answers
+        return [integer(answer) for answer in (yield from self.router.ask(asked, end))]
 
     def _hits(self, missed: Sequence[str | None], rooms: Sequence[Place]) -> list[bool]:
         def came() -> Iterator[int]:

@@ -70,8 +70,8 @@ def _rows() -> dict[Argument, Callee]:
 
 def _row(spec: Spec) -> Callee:
     most = spec.arity if spec.arity > 0 else AT_ONCE
-    written = spec.keys[0] if spec.writes_keys and spec.keys[0] == spec.keys[1] else 0
-    asks = spec.stores or (spec.writes_keys and not written)
+    written = spec.keys[0] if spec.writes_keys and not spec.writes_several else 0
+    asks = spec.stores or spec.writes_several
     return Callee(spec, spec.name, spec.handler, abs(spec.arity), most, asks, written, TAIL)
 
 
@@ -82,4 +82,4 @@ def _may_run(client: Client, spec: Spec, words: Command) -> bool:
         return False
     if tiered is not None and not is_at_hand(tiered, spec):
         return False
-    return not spec.writes_keys or spec.keys[0] == spec.keys[1] or not names_index(spec, words)
+    return not (spec.writes_several and names_index(spec, words))

@@ -14,7 +14,6 @@ from operator import attrgetter
 from typing import Generic, TypeVar
 
 from kvpage_server.commands.context import Client
-from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Spec
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
@@ -51,7 +50,7 @@ def prepare(client: Client, tiered: DiskTier, spec: Spec, words: Command) -> Non
         return
     if spec.stores:
         _have_disk(tiered)
-    if tiered.any_cold and not spec.fetches and spec.needs is not nothing:
+    if tiered.any_cold and spec.waits:
         needed = spec.needs(tiered, spec, words[spec.words :])
         _have_in_memory(client, tiered, needed, touches=client.touches or spec.writes)
 
@@ -60,7 +59,7 @@ def is_at_hand(tiered: DiskTier, spec: Spec) -> bool:
     """Whether a command, not EXEC, needs nothing of the disk: `prepare` would find nothing to wait for."""
     if spec.stores and (tiered.behind.failing or tiered.behind.full):
         return False
-    return not tiered.any_cold or spec.fetches or spec.needs is nothing
+    return not (tiered.any_cold and spec.waits)
 
 
 def _prepare_queued(client: Client, tiered: DiskTier) -> None:

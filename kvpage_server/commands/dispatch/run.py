@@ -12,7 +12,6 @@ from kvpage_server.commands.dispatch.admission import check_place, check_rights
 from kvpage_server.commands.dispatch.disk import Postponed
 from kvpage_server.commands.dispatch.shown import note_slow, show_monitors
 from kvpage_server.commands.index_key import refuse_to_write
-from kvpage_server.commands.table.needs import nothing
 from kvpage_server.commands.table.spec import Spec, too_many
 from kvpage_server.core import Command
 from kvpage_server.core.piece import Piece
@@ -122,7 +121,7 @@ def _run_queued(client: Client, spec: Spec, words: Command) -> Reply:
 
 def in_steps(client: Client, spec: Spec, reply: Stream) -> Stream:
     """A streamed reply. Before its first part, it may still become an error."""
-    assert spec.fetches or spec.needs is nothing, f"what {spec.name} needs may leave memory between its steps"
+    assert not spec.waits, f"what {spec.name} needs may leave memory between its steps"
     if reply.length is not None:
         return reply
 

@@ -55,6 +55,7 @@ class Spec:
     stores: bool  # `denyoom`: it is refused when memory is full
     writes: bool  # `write`
     writes_keys: bool  # `write`, and the keys are at fixed positions
+    writes_several: bool  # and there may be more than one
     categories: frozenset[str]  # ACL categories
     keys: tuple[int, int, int]  # first key, last key, step; the requests in the page family; zeros for no keys
     uses: Uses | None  # for keys made from several arguments, or used in a way that depends on them
@@ -69,6 +70,7 @@ class Spec:
     keeps_caching: bool  # CLIENT CACHING then still holds for the next command
     needs: Needs  # what has to be in memory for it, if there is a disk
     fetches: bool  # it fetches what it needs while its reply is sent; in EXEC everything is fetched before
+    waits: bool  # it needs something, and does not fetch it itself
     channels: str  # which arguments are pub/sub channels: "", "first", "all"; "patterns": all, as patterns
     group: str
     since: str

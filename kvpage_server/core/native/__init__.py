@@ -1,4 +1,6 @@
-"""The compiled core. It can be imported where it was built."""
+"""The compiled core, with the names of its twin. It can be imported where it was built."""
+
+# ruff: noqa: F401
 
 from kvpage_server.core.native.bodies import Bodies
 from kvpage_server.core.native.calls import Callee, Caller
@@ -13,32 +15,4 @@ from kvpage_server.core.native.sent_pages import Chunk, SentPages
 from kvpage_server.core.native.slots import Arena, Part, Slot
 from kvpage_server.core.native.uses import enter, use_again
 from kvpage_server.core.native.words import Words
-from kvpage_server.core.python import AT_ONCE, Columns
-
-__all__ = [
-    "AT_ONCE",
-    "Arena",
-    "Bodies",
-    "Callee",
-    "Caller",
-    "Chunk",
-    "Columns",
-    "Memory",
-    "NewPages",
-    "Outbox",
-    "Outgoing",
-    "PageKeys",
-    "PageNames",
-    "PageSet",
-    "Parser",
-    "Part",
-    "Scratch",
-    "SentPages",
-    "Slot",
-    "Words",
-    "digest",
-    "enter",
-    "fill_digests",
-    "look_up",
-    "use_again",
-]
+from kvpage_server.core.python import AT_ONCE, Columns, __all__
