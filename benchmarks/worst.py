@@ -151,6 +151,7 @@ def _pages(many: int) -> Iterator[Scene]:
     for words in (
         *([b"SMEMBERS", index], [b"SSCAN", index, b"0"], [b"KVPAGEINDEX", b"r"]),
         *([b"KVPAGEVERIFY", b"r"], [b"KVBLOCKEXISTS", b"r", b"0"]),
+        *([b"KVPAGEWHY", b"r"], [b"KVPAGEDEL", b"r"]),
     ):
         yield Scene("a block of very many layers", words, [tall])
     due = [b"KVPAGEMSET", count, *_with_bodies(names, b"b" * 64, ttl=1)]

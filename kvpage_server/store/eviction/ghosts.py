@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
 from kvpage_server.core.rows import bit_of, row_of
 from kvpage_server.page import unix_ms
@@ -67,8 +66,11 @@ class Ghosts:
         ghosts[reason] = ghost
         ghost.at, ghost.by = unix_ms(), by
         self._rows -= len(ghost.rows)
-        for row, heads in rows.items():
-            ghost.rows[row] = ghost.rows.get(row, 0) | heads
+        if not ghost.rows:
+            ghost.rows = dict(rows)
+        else:
+            for row, heads in rows.items():
+                ghost.rows[row] = ghost.rows.get(row, 0) | heads
         self._rows += len(ghost.rows)
         while self._rows > self._most_rows and len(self._blocks) > 1:
             self._forget_oldest()
@@ -93,9 +95,13 @@ class Ghosts:
         ghosts = self._blocks.get((req_id, page), {})
         return next((ghost for ghost in reversed(ghosts.values()) if ghost.rows.get(row, 0) & bit), None)
 
-    def of_block(self, req_id: bytes, page: int, present: Mapping[int, int] = MappingProxyType({})) -> Ghost | None:
-        """How a block lost a page that is still missing. `present` are the rows of the pages that it has."""
-        for ghost in reversed(self._blocks.get((req_id, page), {}).values()):
+    def of_block(self, req_id: bytes, page: int, block: Block | None = None) -> Ghost | None:
+        """How a block lost a page that is still missing. `block` is what there is of it."""
+        ghosts = self._blocks.get((req_id, page))
+        if ghosts is None:
+            return None
+        present = block.rows if block is not None else {}
+        for ghost in reversed(ghosts.values()):
             if any(heads & ~present.get(row, 0) for row, heads in ghost.rows.items()):
                 return ghost
         return None

@@ -38,10 +38,8 @@ def pages_missed(client: Client, names: PageNames, places: list[int]) -> None:
 def block_missed(client: Client, req_id: bytes, page: int) -> None:
     """Count a block that is missing or incomplete."""
     block = client.keyspace.index.block(req_id, page)
-    if block is None:
-        count_miss(client, reason_of(client.keyspace.ghosts.of_block(req_id, page), NEVER_STORED))
-    else:
-        count_miss(client, reason_of(client.keyspace.ghosts.of_block(req_id, page, block.rows), INCOMPLETE))
+    ghost = client.keyspace.ghosts.of_block(req_id, page, block)
+    count_miss(client, reason_of(ghost, NEVER_STORED if block is None else INCOMPLETE))
 
 
 def reason_of(ghost: Ghost | None, otherwise: str) -> str:

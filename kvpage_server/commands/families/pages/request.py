@@ -33,6 +33,7 @@ from kvpage_server.store.memory.extent import Extent
 from kvpage_server.store.memory.index import Block
 
 _SORTED = 4096  # page ids that are sorted in a step
+_GO_AT_ONCE = 1024  # pages of a block
 _KEYS = 256  # keys of pages that are spelt in a step
 HASHED_AT_ONCE = 1024 * 1024  # bytes: some 0.1 ms
 
@@ -122,14 +123,22 @@ _request = partial(command, group="page", uses=requests(0))
     summary="Deletes a request, or some of its blocks.",
 )
 def kvpagedel(client: Client, args: list[Argument]) -> Reply:
-    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix."""
+    """The number of deleted pages. Blocks are deleted from the last to the first, so the rest is always a prefix.
+
+    A block of more than 1024 pages that were stored one by one is deleted in parts, which others see.
+    """
     keyspace = client.keyspace
 
     def steps() -> Iterator[Reply]:
         blocks, removed = (yield from named_blocks(client, args[0], args[1:])), 0
         for block in _still_there(keyspace, sorted(blocks, key=lambda block: -block.page)):
-            removed += keyspace.remove_block(block, "del")
-            yield ()
+            if block.extent is not None or block.pages <= _GO_AT_ONCE:
+                removed += keyspace.remove_block(block, "del")
+                yield ()
+                continue
+            for keys in keys_in(block):
+                removed += sum(map(keyspace.delete, keys))
+                yield ()
         yield removed
 
     return Stream(None, steps())

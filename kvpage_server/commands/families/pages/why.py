@@ -64,11 +64,11 @@ def _why_request(client: Client, req_id: bytes) -> Steps[dict[str, Reply]]:
         return _explain(keyspace, keyspace.ghosts.of_request(req_id))
     for page in count():
         block = blocks.get(page)
-        ghost = keyspace.ghosts.of_block(req_id, page, block.rows if block is not None else {})
         if block is not None and block.is_full:
             if page % STEP == 0:
                 yield ()
             continue
+        ghost = keyspace.ghosts.of_block(req_id, page, block)
         if block is None and ghost is None and page > max(blocks):
             return {"reason": STORED, "blocks": len(blocks)}
         found = _explain(keyspace, ghost, NEVER_STORED if block is None else INCOMPLETE)

@@ -244,6 +244,17 @@ def steps_of(here: Here, words: list[Any]) -> Iterator[tuple[float, bytes]]:
         began = time.thread_time()
 
 
+def test_a_block_of_very_many_pages_by_themselves_is_deleted_in_small_steps() -> None:
+    here, count = Here(), 8000
+    described = [word for i in range(count) for word in (b"r", b"%d" % i, b"0", b"0", b"0", *b"8 1 1 0 x".split())]
+    assert b"".join(said for _, said in steps_of(here, [b"KVPAGEMSET", b"%d" % count, *described])) == b"+OK\r\n"
+    steps = [said for _, said in steps_of(here, [b"KVPAGEDEL", b"r"])]
+    assert len(steps) > count // 512
+    assert b"".join(steps) == b":%d\r\n" % count
+    assert b"deleted" in here.call("KVPAGEWHY", "r")
+    assert len(here.keyspace) == 0
+
+
 @pytest.mark.usefixtures("no_collections")
 @pytest.mark.parametrize("order", ["a block", "a block each", "a block stored whole", "absent", "every other absent"])
 def test_a_large_batch_is_worked_on_in_small_steps(order: str) -> None:
