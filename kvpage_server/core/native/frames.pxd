@@ -1,3 +1,4 @@
+cimport cython
 from kvpage_server.core.native.long_word cimport LongWord
 from kvpage_server.core.native.slots cimport Arena
 from kvpage_server.core.native.words cimport Packed
@@ -9,11 +10,13 @@ cdef extern from "sys/uio.h" nogil:
         size_t iov_len
 
 
+@cython.final
 cdef class Scratch:
     cdef char *memory
     cdef void *owner  # the Parser whose bytes lie there, borrowed; NULL when they are nobody's
 
 
+@cython.final
 cdef class Parser:
     cdef readonly object limits
     cdef readonly bint trusted

@@ -2,8 +2,10 @@
 
 from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_FromStringAndSize
 from cpython.dict cimport PyDict_SetItem
-from cpython.list cimport PyList_GET_ITEM
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from cpython.object cimport PyObject
+from cpython.ref cimport Py_INCREF
+from cpython.tuple cimport PyTuple_New, PyTuple_SET_ITEM
 from libc.stdint cimport int64_t, uint8_t, uint16_t, uint32_t, uint64_t
 from libc.stdlib cimport calloc, free, malloc
 from libc.string cimport memcmp, memcpy, memset
@@ -646,3 +648,15 @@ def look_up(dict entries not None, list keys not None, Py_ssize_t first, Py_ssiz
         found.append(None)
         others.append(i)
     return found, blocks, absent, others
+
+
+def filled(list found not None, filler):
+    cdef Py_ssize_t i
+    cdef tuple all_of_it = PyTuple_New(PyList_GET_SIZE(found))
+    for i in range(PyList_GET_SIZE(found)):
+        thing = <object>PyList_GET_ITEM(found, i)
+        if thing is None:
+            thing = filler
+        Py_INCREF(thing)
+        PyTuple_SET_ITEM(all_of_it, i, thing)
+    return all_of_it

@@ -1,4 +1,8 @@
+cimport cython
+from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_GET_SIZE
+from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
 from libc.stdint cimport int32_t, uint32_t
+from libc.string cimport memcpy
 
 from kvpage_server.core.native.slots cimport Slot
 
@@ -8,6 +12,7 @@ cdef struct Word:
     int32_t size  # bytes; -1 for a long one
 
 
+@cython.final
 cdef class Words:
     """The words of a long command, packed: no object for a word that nobody looks at."""
 
@@ -16,6 +21,7 @@ cdef class Words:
     cdef readonly Py_ssize_t count
 
 
+@cython.final
 cdef class Packed:
     cdef char *text
     cdef Word *words
@@ -23,13 +29,49 @@ cdef class Packed:
     cdef list slots
     cdef Py_ssize_t size  # bytes of the text
     cdef Py_ssize_t text_room, words_room  # that there is memory for
-    cdef int add(self, const char *text, Py_ssize_t size) except -1
+    cdef int make_room(self, Py_ssize_t size) except -1
     cdef int add_slot(self, Slot slot) except -1
+
+    cdef inline int add(self, const char *text, Py_ssize_t size) except -1:
+        """Add a short word. Raises MemoryError."""
+        if self.count == self.words_room or self.size + size >= self.text_room:
+            self.make_room(size)
+        self.words[self.count].at = <uint32_t>self.size
+        self.words[self.count].size = <int32_t>size
+        memcpy(self.text + self.size, text, size)
+        self.size += size
+        self.count += 1
+        return 0
 
 
 cdef Words all_of(Packed packed)
 
 
-# The bytes of a command's word, whether the command is a list or Words; NULL for what is neither bytes nor a Slot.
-# `slot` is the Slot that it lies in, borrowed, or NULL.
-cdef const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL
+cdef inline const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:
+    """The bytes of a command's word, whether the command is a list or Words; NULL for what is neither bytes nor a Slot.
+
+    `slot` is the Slot that it lies in, borrowed, or NULL.
+    """
+    cdef void *word
+    cdef Word at
+    slot[0] = NULL
+    if type(command) is Words:
+        if not 0 <= i < (<Words>command).count or (<Words>command).first + i >= (<Words>command).packed.count:
+            raise IndexError("there is no such word")
+        at = (<Words>command).packed.words[(<Words>command).first + i]
+        if at.size >= 0:
+            size[0] = at.size
+            return (<Words>command).packed.text + at.at
+        word = <void *>PyList_GET_ITEM((<Words>command).packed.slots, at.at)
+    else:
+        if not 0 <= i < PyList_GET_SIZE(<list?>command):
+            raise IndexError("there is no such word")
+        word = <void *>PyList_GET_ITEM(command, i)
+        if PyBytes_CheckExact(<object>word):
+            size[0] = PyBytes_GET_SIZE(<object>word)
+            return PyBytes_AS_STRING(<object>word)
+    if type(<object>word) is not Slot:
+        return NULL
+    slot[0] = word
+    size[0] = (<Slot>word).size
+    return (<Slot>word).at

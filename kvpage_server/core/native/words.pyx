@@ -1,10 +1,9 @@
 """The words of a long command in few pieces of memory: short ones one after the other in a text, long ones in slots."""
 
-from cpython.bytes cimport PyBytes_AS_STRING, PyBytes_CheckExact, PyBytes_FromStringAndSize, PyBytes_GET_SIZE
-from cpython.list cimport PyList_GET_ITEM, PyList_GET_SIZE
+from cpython.bytes cimport PyBytes_FromStringAndSize
+from cpython.list cimport PyList_GET_SIZE
 from libc.stdint cimport UINT32_MAX
 from libc.stdlib cimport free, realloc
-from libc.string cimport memcpy
 
 from kvpage_server.core.native.slots cimport Slot
 
@@ -21,32 +20,22 @@ cdef class Packed:
         free(self.text)
         free(self.words)
 
-    cdef int add(self, const char *text, Py_ssize_t size) except -1:
-        """Add a short word. Raises MemoryError."""
+    cdef int make_room(self, Py_ssize_t size) except -1:
+        """Have room for another word of `size` bytes. Raises MemoryError."""
         if self.size + size >= self.text_room:  # there is a text, were it for empty words alone
             self.text = <char *>resized(self.text, &self.text_room, self.size + size, TEXT, 1)
-        cdef Word *word = next_word(self)
-        word.at = <uint32_t>self.size
-        word.size = <int32_t>size
-        memcpy(self.text + self.size, text, size)
-        self.size += size
-        self.count += 1
+        if self.count == self.words_room:
+            self.words = <Word *>resized(self.words, &self.words_room, self.count + 1, FEW, sizeof(Word))
         return 0
 
     cdef int add_slot(self, Slot slot) except -1:
         """Add a long word. Raises MemoryError."""
-        cdef Word *word = next_word(self)
-        word.at = <uint32_t>PyList_GET_SIZE(self.slots)
-        word.size = -1
+        self.make_room(0)
+        self.words[self.count].at = <uint32_t>PyList_GET_SIZE(self.slots)
+        self.words[self.count].size = -1
         self.slots.append(slot)
         self.count += 1
         return 0
-
-
-cdef inline Word *next_word(Packed packed) except NULL:
-    if packed.count == packed.words_room:
-        packed.words = <Word *>resized(packed.words, &packed.words_room, packed.count + 1, FEW, sizeof(Word))
-    return &packed.words[packed.count]
 
 
 cdef int drop_from(Packed packed, Py_ssize_t first) except -1:
@@ -139,30 +128,3 @@ cdef class Words:
         if start < stop:
             drop_from(self.packed, self.first + start)
             self.count = start
-
-
-cdef const char *word_at(object command, Py_ssize_t i, Py_ssize_t *size, void **slot) except? NULL:
-    cdef void *word
-    cdef Words words
-    slot[0] = NULL
-    if type(command) is Words:
-        words = <Words>command
-        if not 0 <= i < words.count or words.first + i >= words.packed.count:
-            raise IndexError("there is no such word")
-        at = words.packed.words[words.first + i]
-        if at.size >= 0:
-            size[0] = at.size
-            return words.packed.text + at.at
-        word = <void *>PyList_GET_ITEM(words.packed.slots, at.at)
-    else:
-        if not 0 <= i < PyList_GET_SIZE(<list?>command):
-            raise IndexError("there is no such word")
-        word = <void *>PyList_GET_ITEM(command, i)
-        if PyBytes_CheckExact(<object>word):
-            size[0] = PyBytes_GET_SIZE(<object>word)
-            return PyBytes_AS_STRING(<object>word)
-    if type(<object>word) is not Slot:
-        return NULL
-    slot[0] = word
-    size[0] = (<Slot>word).size
-    return (<Slot>word).at

@@ -7,7 +7,7 @@ from kvpage_server.core.python.frames import Parser, Scratch
 from kvpage_server.core.python.gather import AT_ONCE, Outbox
 from kvpage_server.core.python.memory import Memory
 from kvpage_server.core.python.outgoing import Outgoing
-from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, look_up
+from kvpage_server.core.python.pages import NewPages, PageNames, PageSet, filled, look_up
 from kvpage_server.core.python.sent_pages import Chunk, PageKeys, SentPages
 from kvpage_server.core.python.slots import Arena, Part, Slot
 from kvpage_server.core.python.uses import Columns, enter, use_again
@@ -37,6 +37,7 @@ __all__ = [
     "digest",
     "enter",
     "fill_digests",
+    "filled",
     "look_up",
     "use_again",
 ]

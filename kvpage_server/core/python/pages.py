@@ -303,3 +303,8 @@ def look_up(
             found.append(None)
             (absent if entry is None else others).append(i)
     return found, blocks, absent, others
+
+
+def filled(found: list[Any], filler: Any) -> tuple[Any, ...]:
+    """What was found, with `filler` in place of each None."""
+    return tuple([filler if thing is None else thing for thing in found])

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch, plain_all
 from kvpage_server.commands.context import Client
@@ -19,7 +19,7 @@ from kvpage_server.commands.steps import Steps
 from kvpage_server.commands.table.keys import pages
 from kvpage_server.commands.table.needs import extents_of_pages, nothing, values
 from kvpage_server.commands.table.spec import Parts
-from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot
+from kvpage_server.core import NAME, Argument, NewPages, PageNames, Slot, filled
 from kvpage_server.core import arguments as core
 from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
 from kvpage_server.core.piece import Piece
@@ -248,8 +248,7 @@ def _spelt(client: Client, found: Found, ahead: ReadAhead[_Step] | None) -> tupl
     """What was found, as it is sent: null for what is no page, or cannot be read from disk."""
     absent = b"_\r\n" if client.protocol == 3 else b"$-1\r\n"
     if not found.others:  # pages in slots are sent as they lie there
-        pages = cast("list[Piece | None]", found.entries)
-        return (*[absent if page is None else page for page in pages],)
+        return filled(found.entries, absent)
     pieces: list[Piece] = []
     for entry in found.entries:
         if not is_page(entry):
