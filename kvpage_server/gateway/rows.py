@@ -73,5 +73,6 @@ def _row(spec: Spec, steps: _Steps) -> Spec:
         stores=False,
         hashed=spec.hashed and not overlaps,
         needs=nothing,
+        waits=False,
         parts=replace(spec.parts, joined="") if spec.parts else None,
     )
