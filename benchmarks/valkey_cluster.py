@@ -17,7 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -242,18 +242,25 @@ def start(directory: Path, first_port: int) -> None:
 
 
 def stop(directory: Path) -> None:
-    """End it. A process is ended only if it is the server on the port that its directory is named for."""
+    """End it. A process is ended only if it is such a server, and the port that its directory is named for is taken."""
     if not directory.exists():
         sys.exit(f"{directory} is not there: no cluster runs that make cluster started")
-    for place in sorted(directory.iterdir()):
-        pid, port = int((place / _PID).read_text()), int(place.name)
-        with suppress(redis.ConnectionError), closing(_client(port)) as client:
-            if client.info("server")["process_id"] == pid:
-                os.kill(pid, signal.SIGKILL)  # it keeps nothing
-        end = time.monotonic() + _WITHIN
-        while _listens(port) and time.monotonic() < end:
-            time.sleep(0.02)
+    pids = {int(place.name): int((place / _PID).read_text()) for place in directory.iterdir()}
+    end = time.monotonic() + _WITHIN
+    for port, pid in pids.items():
+        if _listens(port) and _program(pid).endswith(get_binary_path().name):
+            os.kill(pid, signal.SIGKILL)  # it keeps nothing, and may not answer
+            while _listens(port):
+                if time.monotonic() > end:
+                    sys.exit(f"not within {_WITHIN:g} s: the server on port {port}, process {pid}, ends")
+                time.sleep(0.02)
     shutil.rmtree(directory)
+
+
+def _program(pid: int) -> str:
+    """What a process runs; empty if there is none."""
+    told = subprocess.run(["ps", "-p", str(pid), "-o", "comm="], capture_output=True, text=True, check=False)
+    return told.stdout.strip()
 
 
 def _listens(port: int) -> bool:

@@ -108,7 +108,8 @@ def main(arguments: list[str] | None = None) -> None:
     ) as error:
         sys.exit(f"kvpage-server: {error}")
     except OSError as error:
-        sys.exit(f"kvpage-server: {error.filename or config.dir or 'dir'}: {error.strerror or error}")
+        where = os.path.abspath(error.filename or config.dir or "dir")
+        sys.exit(f"kvpage-server: {where}: {error.strerror or error}")
 
 
 def _usage() -> str:
@@ -136,7 +137,7 @@ def _placing(config: Config) -> Placing | None:
         raise ConfigError("cluster-config can't be used with `store cluster`, which keeps no keys itself")
     if not config.cluster_node:
         raise ConfigError("cluster-config needs cluster-node: this server's id or host:port in the map")
-    return Placing(Path(config.cluster_config), config.cluster_node)
+    return Placing(Path(config.cluster_config).absolute(), config.cluster_node)
 
 
 def _upstream(config: Config) -> Upstream | None:

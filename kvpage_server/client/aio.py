@@ -232,9 +232,9 @@ class AsyncPageClient:
         assert self._several
         while True:
             node = await self._do(self._several.calls.home(encoded(keys[0])), end.left())
-            with self._several.attempt(node):
-                pool = self._several.connections(node)
-                return await self._transact(pool, keys, question, change, Deadline(self._several.peers.silence(end)))
+            with self._several.attempt(node, end):
+                part = end.part(node, self._several.peers.silence(end))
+                return await self._transact(self._several.connections(node), keys, question, change, part)
             await asyncio.sleep(min(PAUSE, end.left()))
 
     async def _transact(
@@ -320,8 +320,8 @@ class AsyncPageClient:
         try:
             peers.check(errand.node)
             async with self._lent(peers.pool(errand.node, errand.replica)) as connection:
-                await self._open(connection, Deadline(min(silence, end.left())))
-                return await converse(connection, errand.request, end, silence)
+                await self._open(connection, end.part(errand.node, silence))
+                return await converse(connection, errand.request, end, silence, errand.node)
         except PageClientError as error:
             failure = error
             return Failed(error)

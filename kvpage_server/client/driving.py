@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
-from kvpage_server.client.cluster.peers import silent
 from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.wire.connection import PageConnection
 from kvpage_server.client.wire.deadline import Deadline
@@ -17,17 +16,25 @@ from kvpage_server.client.wire.exchange import READ, WRITE, Conversation, Reques
 T = TypeVar("T")
 
 
-async def converse(connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf) -> T:
-    """The server's answer. Raises DeadlineExceeded after `silence` seconds without a byte."""
+async def converse(
+    connection: PageConnection, request: Request[T], end: Deadline, silence: float = math.inf, node: Hashable = None
+) -> T:
+    """The server's answer. If it is a `node` of several, DeadlineExceeded is raised after `silence` seconds without a
+    byte, too."""
     conversation, loop = connection.conversation(request), asyncio.get_running_loop()
+    began = loop.time()
     try:
-        over = loop.time() + end.left()
+        over = began + end.left()
         async with asyncio.timeout_at(min(over, loop.time() + silence)) as limit:
             moved = partial(_wait_longer, limit, over, silence) if silence < math.inf else None
             await _pass_through(conversation, moved)
         return conversation.result()
     except TimeoutError:
-        raise (end.exceeded() if loop.time() >= over else silent(connection._host_error(), silence)) from None  # type: ignore[no-untyped-call]
+        if node is None:
+            raise end.exceeded() from None
+        now = loop.time()
+        why = f"was silent for {silence:.3g} s" if now < over else f"was not done after {now - began:.3g} s"
+        raise end.late(node, why) from None
     finally:
         connection.close_unless(conversation.over)
 

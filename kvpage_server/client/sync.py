@@ -208,7 +208,8 @@ class PageClient:
     def lease(self, req_id: bytes, lease_ms: int, pages: Sequence[int] = (), *, deadline: float | None = None) -> int:
         """Protect a request, or its blocks with these page ids, from eviction. Returns the number of leased blocks.
 
-        Raises Unsupported on a plain Redis.
+        A cluster evicts what it likes: there the blocks are as recently used, and do not expire sooner. It needs page
+        ids. Raises Unsupported without them, and on a plain Redis.
         """
         return self._do(self._calls.lease(req_id, lease_ms, pages), deadline)
 
@@ -245,9 +246,9 @@ class PageClient:
         assert self._several
         while True:
             node = self._do(self._several.calls.home(encoded(keys[0])), end.left())
-            with self._several.attempt(node):
-                pool = self._several.connections(node)
-                return self._transact(pool, keys, question, change, Deadline(self._several.peers.silence(end)))
+            with self._several.attempt(node, end):
+                part = end.part(node, self._several.peers.silence(end))
+                return self._transact(self._several.connections(node), keys, question, change, part)
             time.sleep(min(PAUSE, end.left()))
 
     def _transact(

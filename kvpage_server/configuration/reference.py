@@ -29,6 +29,8 @@ $ kvpage-server conf/kvpage.conf --port 9222 --maxmemory 8gb
 $ kvpage-server --port 0 --loglevel warning
 ```
 
+Relative file names refer to `dir`, that of `cluster-config` as well.
+
 The table has the defaults. Without a file, two of them differ. `maxmemory` is a quarter of the machine's memory, or of
 its control group's. `dir` is the platform's directory for data, `~/.local/share/kvpage` on Linux and
 `~/Library/Application Support/kvpage` on macOS; relative file names on the command line then refer to the directory in

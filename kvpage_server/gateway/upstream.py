@@ -15,6 +15,7 @@ from kvpage_server.client import (
     Disconnected,
     PageClientError,
     Refused,
+    Unsupported,
     WrongReply,
 )
 from kvpage_server.client.cluster.commands import simple
@@ -161,7 +162,7 @@ def _told(error: PageClientError) -> ReplyError:
         return ReplyError(str(error))
     if isinstance(error, Disconnected | DeadlineExceeded):
         return ReplyError(f"CLUSTERDOWN {error}")
-    return ReplyError(f"ERR the cluster: {error}")
+    return ReplyError(f"ERR {error}" if isinstance(error, Unsupported) else f"ERR the cluster: {error}")
 
 
 def _size(value: Value | None) -> int:

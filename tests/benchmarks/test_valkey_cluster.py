@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,7 @@ def test_one_that_is_started_from_the_shell_runs_until_it_is_stopped(tmp_path: P
         with redis.RedisCluster("127.0.0.1", port) as client:
             assert client.set("kv:a", "1")
         assert "make cluster-stop" in do("start").stderr
+        os.kill(int((directory / str(port + 1) / "pid").read_text()), signal.SIGSTOP)  # it answers nobody
     finally:
         stopped = do("stop")
     assert stopped.returncode == 0, stopped.stderr

@@ -88,7 +88,7 @@ class Router:
             if left and failures:
                 yield from self._refresh()
         for i in left:
-            self._give_up(commands[i], ways[i])
+            self._give_up(commands[i], ways[i], end)
         return [way.answer for way in ways]
 
     def _by_node(
@@ -145,10 +145,11 @@ class Router:
         in_doubt = command.once and not isinstance(error, Refused)
         way.over = in_doubt or (not command.writes and way.tries >= READ_TRIES)
 
-    def _give_up(self, command: Command, way: _Way) -> None:
+    def _give_up(self, command: Command, way: _Way, end: Deadline) -> None:
         if command.writes:
             assert isinstance(way.answer, Failed)
-            raise way.answer.error.again()
+            error = way.answer.error
+            raise type(error)(f"{error} (tried {way.tries} times in {end.spent()})")
 
     def _has_replicas(self, slot: int) -> bool:
         shard = self.slots.shard(slot)

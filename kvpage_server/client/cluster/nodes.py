@@ -8,7 +8,7 @@ import time
 from collections.abc import Generator
 from typing import Any, TypeVar
 
-from kvpage_server.client.cluster.peers import Peers, silent
+from kvpage_server.client.cluster.peers import Peers
 from kvpage_server.client.cluster.plan import Errand, Failed, Plan, Round
 from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.wire.connection import PagePool
@@ -57,13 +57,13 @@ class Nodes:
         try:
             self._peers.check(talk.errand.node)
             pool = self._peers.pool(talk.errand.node, talk.errand.replica)
-            talk.take(pool, Deadline(min(silence, end.left())))
+            talk.take(pool, end.part(talk.errand.node, silence))
         except PageClientError as error:
             talk.fail(error)
 
     def _wait_for(self, talks: list[_Talk], end: Deadline, silence: float) -> None:
         """Carry on with all talks until each is over."""
-        poller = select.poll()
+        poller, began = select.poll(), time.monotonic()
         by_fd = {}
         for talk in talks:
             if not talk.over:
@@ -73,7 +73,7 @@ class Nodes:
             left = end.seconds_left()
             if left <= 0:
                 for talk in by_fd.values():
-                    talk.fail(end.exceeded())
+                    talk.fail(end.late(talk.errand.node, f"was not done after {time.monotonic() - began:.3g} s"))
                 return
             busy = not all(talk.events for talk in by_fd.values())
             for fd, ready in poller.poll(0 if busy else math.ceil(1000 * min(left, silence / 4))):
@@ -83,7 +83,7 @@ class Nodes:
                 if not talk.events and not talk.over:
                     talk.go_on(0)
                 if not talk.over and now - talk.moved > silence:
-                    talk.fail(silent(talk.errand.node, silence))
+                    talk.fail(end.late(talk.errand.node, f"was silent for {silence:.3g} s"))
                 if talk.over:
                     poller.unregister(fd)
                     del by_fd[fd]

@@ -81,12 +81,8 @@ class Peers:
         until, pause, _ = self._left_alone.get(node, (0.0, 0.0, ""))
         if until < time.monotonic() and isinstance(failure, DeadlineExceeded):
             pause = min(max(2 * pause, _LEFT_ALONE[0]), _LEFT_ALONE[1])
-            self._left_alone[node] = time.monotonic() + pause, pause, str(failure)
-
-
-def silent(node: Hashable, seconds: float) -> DeadlineExceeded:
-    """The error for a node's silence."""
-    return DeadlineExceeded(f"{node} was silent for {seconds:.3g} s")
+            why, _, _ = str(failure).partition(";")  # how much time that call had left is of no interest to others
+            self._left_alone[node] = time.monotonic() + pause, pause, why
 
 
 def _as_replica(connection: PageConnection) -> None:

@@ -18,6 +18,7 @@ from kvpage_server.client.cluster.side_by_side import Rendezvous, SideBySideCall
 from kvpage_server.client.cluster.topology import SCHEMES, Address
 from kvpage_server.client.errors import PageClientError
 from kvpage_server.client.wire.connection import PagePool
+from kvpage_server.client.wire.deadline import Deadline
 
 PAUSE = 0.05  # seconds until something is attempted again
 
@@ -35,15 +36,15 @@ class Several:
         return self.peers.pool(node, replica=False)
 
     @contextmanager
-    def attempt(self, node: Hashable) -> Iterator[None]:
+    def attempt(self, node: Hashable, end: Deadline) -> Iterator[None]:
         """To do something at a node that has to be tried again when nothing comes of it. Raises what it came to when
-        that is of no use."""
+        that is of no use, or there is no time for it."""
         failure: PageClientError | None = None
         try:
             yield
         except PageClientError as error:
             failure = error
-            if not self.calls.strayed(error):
+            if not self.calls.strayed(error) or end.seconds_left() <= PAUSE:
                 raise
         finally:
             self.peers.remember(node, failure)

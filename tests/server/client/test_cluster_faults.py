@@ -5,7 +5,9 @@ Never wrong bytes, no error but the documented ones, no wait past the deadline, 
 
 from __future__ import annotations
 
+import asyncio
 import random
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -24,7 +26,7 @@ from waiting import eventually, until
 
 from benchmarks import valkey_cluster
 from benchmarks.valkey_cluster import SLOTS, Cluster, Node
-from kvpage_server.client import DeadlineExceeded, PageClient, PageClientError, Refused
+from kvpage_server.client import AsyncPageClient, DeadlineExceeded, PageClient, PageClientError, Refused
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.topology import slot_of
 
@@ -121,6 +123,36 @@ def test_when_no_node_answers_the_error_says_so_and_it_recovers_with_them(master
         assert eventually(whole)
 
 
+@pytest.mark.parametrize("way", ["a cluster", "side by side"])
+@pytest.mark.parametrize("kind", ["sync", "async"])
+def test_an_error_says_which_node_took_how_much_of_the_time_that_was_allowed(
+    masters: Cluster, way: str, kind: str
+) -> None:
+    side_by_side = ",".join(f"redis://127.0.0.1:{node.port}" for node in masters.masters)
+    url = {"a cluster": masters.url, "side by side": side_by_side}[way]
+
+    async def written_by_asyncio() -> None:
+        async with AsyncPageClient(url, node_deadline=0.3) as pages:
+            await pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=2)
+
+    def written() -> None:
+        with PageClient(url, node_deadline=0.3) as pages:
+            pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=2)
+
+    for node in masters.masters:
+        node.signal(signal.SIGSTOP)
+    try:
+        with pytest.raises(PageClientError) as told:
+            written() if kind == "sync" else asyncio.run(written_by_asyncio())
+    finally:
+        for node in masters.masters:
+            node.signal(signal.SIGCONT)
+    spent = r"127\.0\.0\.1:\d+ (was silent for|did not answer within) 0\.3 s; ([\d.e-]+) of the call's 2 s left"
+    late = re.search(spent, str(told.value))
+    assert late, told.value
+    assert 0 <= float(late[2]) < 2
+
+
 def test_a_cluster_that_is_down_at_the_start_is_found_when_it_is_there() -> None:
     with PageClient(f"valkey-cluster://127.0.0.1:{free_port()}", deadline=1) as pages:
         with pytest.raises(PageClientError, match="refused"):
@@ -177,7 +209,8 @@ def test_slots_that_nobody_serves_are_an_error_until_somebody_does(masters: Clus
         pages.mset_blocks(NAMES, SHAPE, BODIES)
         try:
             until(lambda: all(_gave_up(other) for other in (node, *masters.masters[:2])))
-            with pytest.raises((Refused, DeadlineExceeded)):  # it is tried until the deadline
+            tried = r"\(tried \d+ times in [\d.]+ of 2 s\)"
+            with pytest.raises((Refused, DeadlineExceeded), match=tried):  # it is tried until the deadline
                 pages.mset_blocks(NAMES, SHAPE, BODIES, deadline=2)
             with pytest.raises(Refused, match="CLUSTERDOWN"):
                 read(pages)

@@ -8,7 +8,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -304,6 +304,23 @@ NODE = f'[[nodes]]\nid = "{IDS[0]}"\nhost = "h"\nport = 1\n'
 def test_what_is_wrong_with_a_map_is_said(text: str, why: str) -> None:
     with pytest.raises(MapError, match=re.escape(why)):
         parse_map(text)
+
+
+def test_a_relative_map_is_looked_for_in_dir_and_an_error_says_so(tmp_path: Path) -> None:
+    port, file = free_port(), tmp_path / "slots.toml"
+
+    def start() -> AbstractContextManager[RunningServer]:
+        options = ("--cluster-config", file.name, "--cluster-node", f"127.0.0.1:{port}")
+        return start_server(*options, port=port, directory=tmp_path)
+
+    with pytest.raises(RuntimeError, match=re.escape(f"{file}: No such file")), start():
+        pass
+    file.write_text(map_text([port], (["0-100"],)))
+    with pytest.raises(RuntimeError, match=re.escape(f"{file}: nobody has")), start():
+        pass
+    file.write_text(map_text([port], (["0-16383"],)))
+    with start() as server, server.client() as client:
+        assert client.set("a", "1")
 
 
 def test_a_start_with_a_wrong_map_or_none_says_what_is_wrong(tmp_path: Path) -> None:
