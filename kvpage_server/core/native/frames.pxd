@@ -49,6 +49,7 @@ cdef class Parser:
     cdef int make_room(self, iovec *room) except -1
     cdef int begin_command(self) except -1
     cdef int take_words(self) except -1
+    cdef int take_short_words(self) except -1
     cdef int read_length(self) except -1
     cdef int begin_long_word(self) except -1
     cdef int end_long_word(self) except -1

@@ -33,6 +33,7 @@ cdef Py_ssize_t AHEAD = protocol.AHEAD
 cdef Py_ssize_t RECEIVE_TURN = protocol.RECEIVE_TURN
 cdef Py_ssize_t MUCH = protocol.MUCH
 cdef Py_ssize_t PIECE = 256 * 1024  # bytes received into a slot at once: they are hashed while they are in the cache
+cdef Py_ssize_t SHORTEST = 6  # bytes of an empty word with its line
 cdef Py_ssize_t LITTLE = 4096  # bytes left over that are moved when more is received
 
 
@@ -319,8 +320,12 @@ cdef class Parser:
                     return False
                 self.end_long_word()
                 continue
-            if self.length < 0 and not self.read_length():
-                return False
+            if self.length < 0:
+                self.take_short_words()
+                if not self.missing:
+                    break
+                if not self.read_length():
+                    return False
             if self.length >= KEEP_FROM:
                 self.begin_long_word()
                 continue
@@ -337,6 +342,34 @@ cdef class Parser:
             self.length = -1
             self.missing -= 1
         return True
+
+    cdef int take_short_words(self) except -1:
+        """Take those that have arrived with their lines, up to one that is long, or not as it should be."""
+        cdef const char *at = self.data + self.pos
+        cdef const char *end = self.data + self.end
+        cdef const char *word
+        cdef Py_ssize_t length, most = min(self.most_bytes, KEEP_FROM - 1), left = self.missing
+        while left and end - at >= SHORTEST and at[0] == b"$" and b"0" <= at[1] <= b"9":
+            length = at[1] - 48
+            word = at + 2
+            while length and word < at + 4 and b"0" <= word[0] <= b"9":
+                length = 10 * length + word[0] - 48
+                word += 1
+            if word[0] != b"\r" or word[1] != b"\n" or length > most or self.size + length > self.max_command:
+                break
+            word += 2
+            if end - word < length + 2 or word[length] != b"\r" or word[length + 1] != b"\n":
+                break
+            if self.packed is None:
+                self.args.append(PyBytes_FromStringAndSize(word, length))
+            else:
+                self.packed.add(word, length)
+            self.size += length
+            left -= 1
+            at = word + length + 2
+        if left < self.missing:
+            self.missing, self.pos, self.scanned = left, at - self.data, 0
+        return 0
 
     cdef int read_length(self) except -1:
         """Read the line that announces a word; false when it has not arrived."""
