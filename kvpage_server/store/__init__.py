@@ -1,4 +1,4 @@
-"""Where pages live: `Keyspace`, which joins what lies in memory, what decides on what goes, and the disk.
+"""`Keyspace` and its parts: what is in memory, what decides what is evicted, and the disk.
 
-Knows the page contract and the core; knows nothing of commands, of the protocol or of sockets.
+Knows the page contract and the core. Does not know commands, the protocol or sockets.
 """

@@ -1,9 +1,10 @@
-"""A block as one value: every page of one (req_id, page_id), written whole and read whole.
+"""A block as one value: all pages of one (req_id, page_id), written and read together.
 
-What was written whole lies in an extent and is one borrowed piece of a reply. A block whose pages were written one by
-one is gathered as it is read; it is complete when every layer up to its last has every plane and head up to the last,
-all pages have as many rows, and the pages of a plane are of one dtype and dimension. Whether it is is found out once
-and remembered until one of its pages changes. Costs: O(1) for an extent, else O(pages of the block).
+A block that was written whole is in an extent, and is one borrowed piece of a reply. A block whose pages were written
+one by one is put together when it is read. It is complete when every layer up to its last has every plane and head up
+to the last, all pages have the same number of rows, and the pages of each plane have the same dtype and dimension.
+Whether it is complete is computed once, and again after one of its pages has changed. Costs: O(1) for an extent, else
+O(pages of the block).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from kvpage_server.store.memory.entry import Page, has_bytes
 from kvpage_server.store.memory.index import Block
 
 AT_ONCE = 256  # pages that are looked at before others may have their turn
-_TRIES = 4  # to look at all pages before one comes or goes
+_TRIES = 4  # times to look at all pages while some come or go
 _GEOMETRY = header_fields("dtype", "kv_type", "page_size", "head_dim")
 _Geometry = tuple[int, int, int, int]  # dtype, page_size, head_dim, bytes
 _NONE: _Geometry = (0, 0, 0, 0)
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 
 class Gathered(NamedTuple):
-    """The pages of a block in the order of its body, and its shape, if it is complete."""
+    """The pages of a block in the order of its body, and its shape if it is complete."""
 
     pages: list[Page]
     shape: BlockShape | None
@@ -40,9 +41,9 @@ Steps = Generator[tuple[()], None, T]  # others may have their turn after each
 
 
 def read_block(keyspace: Keyspace, block: Block | None, lent: Loans) -> Steps[tuple[Piece, ...] | None]:
-    """A complete block's bulk string, in pieces; None when the block is not complete. A use, and a hit or a miss.
+    """A complete block's bulk string, in pieces; None if it is not complete. Counts as a use, and a hit or a miss.
 
-    It is in memory, or as a whole `lent`; or the disk cannot be read, and it is a miss.
+    It must be in memory, or `lent` as a whole. If the disk cannot be read, it is a miss.
     """
     found = None if block is None else (yield from gathered(keyspace, block))
     if block is None or found is None or found.shape is None:
@@ -70,9 +71,9 @@ def has_block(keyspace: Keyspace, block: Block | None) -> Steps[bool]:
 
 
 def gathered(keyspace: Keyspace, block: Block) -> Steps[Gathered]:
-    """The pages of a block, some a step, none if it was stored whole. What is overdue must have been swept.
+    """The pages of a block, some a step; none if it was stored whole. Overdue pages must have been removed.
 
-    When it changes meanwhile, all is looked at again; if that goes on, at once.
+    If it changes meanwhile, all pages are looked at again, in the end without steps.
     """
     for left in reversed(range(_TRIES)):
         version, pages, planes = block.version, list[Page](), dict[int, _Geometry]()
@@ -99,7 +100,7 @@ def in_parts(pages: list[Page]) -> Iterator[list[Page]]:
 
 
 def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> None:
-    """Note what the pages of each plane agree on, nothing for a plane where they do not."""
+    """Note each plane's common geometry, or `_NONE` if its pages differ."""
     for page in pages:
         dtype, kv_type, rows, columns = _GEOMETRY.unpack_from(page.header)
         geometry = dtype, rows, columns, page.size
@@ -108,7 +109,7 @@ def _note_geometries(pages: Iterable[Page], planes: dict[int, _Geometry]) -> Non
 
 
 def _shape_of(block: Block, planes: Mapping[int, _Geometry]) -> BlockShape | None:
-    """The shape that all pages of a full block agree on."""
+    """The shape of a full block, if its pages agree on one."""
     if _NONE in planes.values() or len({rows for _, rows, _, _ in planes.values()}) > 1:
         return None
     if block.pages > MAX_BLOCK_PAGES:

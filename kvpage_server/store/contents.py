@@ -1,7 +1,7 @@
-"""What there is and how it goes: every key, with the accounts of what it takes, who protects it and when it is due.
+"""Every key, and the accounts that go with it: sizes, leases, quotas, expiry.
 
-This is the one place where a value comes under a key, or is removed from it. Whoever has to know is told here: the
-policy, quotas, leases, the expirer, ghosts, those who listen, and the tier below memory, if there is one.
+This is the only place where a value is put under a key or removed from it. All who have to know are told here: the
+policy, quotas, leases, the expirer, ghosts, listeners, and the tier below memory, if there is one.
 """
 
 from __future__ import annotations
@@ -29,34 +29,34 @@ _REASONS = {"del": "deleted", "set": "overwritten", "evicted": "evicted", "expir
 
 
 class Tier(Protocol):
-    """What lies below memory, as it is told what happens to values there."""
+    """The tier below memory, which is told what happens to values."""
 
     def removed(self, key: bytes, unit: Unit) -> None:
-        """A key is gone; its unit may have others."""
+        """A key is gone. Its unit may have others."""
 
     def block_removed(self, block: Block) -> None:
-        """A block is about to go with all its pages."""
+        """A block is about to be removed with all its pages."""
 
     def splits(self, block: Block) -> None:
         """A block that was stored whole is about to be split."""
 
     def was_split(self, block: Block, pages: Mapping[bytes, ExtentPage]) -> None:
-        """The pages of a block have entries now, by their keys."""
+        """The pages of a block have entries now; `pages` has them by key."""
 
     def retimed(self, key: bytes) -> None:
-        """A key expires at another time."""
+        """A key's expiry has changed."""
 
 
 @dataclass(slots=True)
 class Counters:
-    """What happened to keys since the start."""
+    """What has happened to keys since the start."""
 
     hits: int = 0
     misses: int = 0
     expired: int = 0
     evicted: int = 0
     writes: int = 0
-    evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and what there was no room in
+    evictions: dict[tuple[str, str], int] = field(default_factory=dict)  # keys by policy, and by what was full
 
     def reset(self) -> None:
         self.hits = self.misses = self.expired = self.evicted = self.writes = 0
@@ -77,7 +77,7 @@ class Contents:
         self.counters = Counters()
         self.tier: Tier | None = None
         self.on_event: Callable[[str, bytes], None] | None = None  # told what happened to which key
-        self.on_block: BlockListener | None = None  # told likewise of all pages of a block, where `on_event` is
+        self.on_block: BlockListener | None = None  # the same for all pages of a block; set if `on_event` is
         self.texts = 0  # bytes of short strings
 
     def find(self, key: bytes) -> Entry | None:
@@ -89,11 +89,11 @@ class Contents:
         return entry
 
     def expires_of(self, key: bytes) -> int:
-        """A key's expiry in unix milliseconds; 0 when it has none or does not exist. Wakes nobody."""
+        """A key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
         return self.catalogue.expires_of(key)
 
     def living(self, block: Block) -> Block | None:
-        """A block without its pages that are overdue; None when nothing is left."""
+        """A block without its overdue pages; None if no pages are left."""
         now = unix_ms()
         if not block.soonest or block.soonest > now:
             return block
@@ -109,7 +109,7 @@ class Contents:
         return block if block.pages else None
 
     def tell(self, event: str, key: bytes) -> None:
-        """Say what happened to a key, to whoever listens."""
+        """Tell listeners what happened to a key."""
         if self.on_event is not None:
             self.on_event(event, key)
 
@@ -118,7 +118,7 @@ class Contents:
     def own(self, key: bytes) -> Entry | None:
         """The entry of a key that is about to change by itself."""
         if self.index.resting:
-            self.catalogue.get(key)  # it is awake
+            self.catalogue.get(key)  # this wakes its block
         entry = self.catalogue.entries.get(key)
         if entry is None and (page := self.catalogue.page_in_extent(key)):
             self.split(cast(Block, page.unit))
@@ -136,12 +136,12 @@ class Contents:
             self.tier.was_split(block, pages)
 
     def grow(self, block: Block, size: int) -> None:
-        """A block takes so many bytes of memory more, or less."""
+        """A block has grown by so many bytes of memory, which may be negative."""
         block.footprint += size
         self.leases.grew(block, size)
 
     def set_expiry(self, key: bytes, expires: int) -> None:
-        """Give a living key an expiry in unix milliseconds, 0 to take it away. One in the past removes the key."""
+        """Set a living key's expiry in unix milliseconds, 0 for none. One in the past removes the key."""
         entry = self.own(key)
         assert entry is not None
         if entry.expires:
@@ -165,7 +165,7 @@ class Contents:
     # -- going -----------------------------------------------------------------------------------------------------
 
     def delete(self, key: bytes, event: str = "del") -> bool:
-        """Remove a key; returns whether it existed."""
+        """Remove a key. Returns whether it existed."""
         if self.find(key) is None:
             return False
         self.own(key)
@@ -189,7 +189,7 @@ class Contents:
             self.tier.removed(key, unit_of(key, entry))
 
     def forget(self, key: bytes, old: Entry, new: Entry | None, event: str = "set") -> None:
-        """Undo what the index and the accounts know of `old`; `new` takes its place, if anything does."""
+        """Take `old` out of the index and the accounts. `new` takes its place, if there is one."""
         if old.expires:
             self.expirer.keys -= 1
         if is_page(old):
@@ -199,7 +199,7 @@ class Contents:
         if type(old) is Text:
             self.texts -= len(key) + old.size + TEXT_OVERHEAD
         else:
-            self.leases.removed(key)  # the new value was used a moment ago: it needs no promise yet
+            self.leases.removed(key)  # the new value was just used, so it needs no promise
         if new is None or is_page(new):
             self.evictor.units.removed(key)
 
@@ -219,7 +219,7 @@ class Contents:
             self.leases.removed(block)
 
     def remove_block(self, block: Block, event: str, reason: str = "") -> int:
-        """Remove every page of a block; how many it had. `reason`: what is remembered, if the event does not tell."""
+        """Remove a block's pages. Returns how many there were. `reason` is remembered if `event` does not say it."""
         if self.tier is not None:
             self.tier.block_removed(block)
         self.index.remove(block)
@@ -228,22 +228,22 @@ class Contents:
         self.ghosts.block_went(block, reason or _REASONS[event], self._who(block, event, reason))
         keys = list(block.page_keys()) if self.on_block is not None else []
         self.expirer.keys -= self.catalogue.take_pages(block)
-        block.extent = None  # whoever still looks at the block does not keep its memory
+        block.extent = None  # those who still look at the block do not keep its memory
         if self.on_block is not None:
             self.on_block(keys, ((event, key) for key in keys))
         return block.pages
 
     def _who(self, block: Block, event: str, reason: str) -> str:
-        """What evicted a block: the policy, or a quota, by its pattern."""
+        """What evicted a block: the policy, or the pattern of a quota."""
         quota = self.evictor.quota_of(block) if reason == OVER_QUOTA else None
         if quota is not None:
             return quota.pattern.decode("utf-8", "surrogateescape")
         return self.evictor.policy if event == "evicted" else ""
 
     def expire(self, key: bytes) -> None:
-        """Remove an overdue key; of a block that was stored whole, all of it."""
+        """Remove an overdue key; if it is in a block that was stored whole, the block."""
         if self.index.resting:
-            self.catalogue.get(key)  # it is awake
+            self.catalogue.get(key)  # this wakes its block
         page = self.catalogue.page_in_extent(key)
         if page is not None and key not in self.catalogue.entries:
             self.counters.expired += self.remove_block(cast(Block, page.unit), "expired")
@@ -252,7 +252,7 @@ class Contents:
             self.remove(key, "expired")
 
     def evict(self, unit: Unit, quota: Quota | None = None, *, room: str = "memory") -> None:
-        """Remove a unit whole, for want of `room`: memory or disk; or in its quota, if that is exceeded."""
+        """Evict a unit, because memory or disk (`room`) or its quota is full."""
         if quota is None:
             quota = self.evictor.quota_of(unit)
             quota = quota if quota is not None and quota.is_over else None
@@ -270,6 +270,6 @@ class Contents:
 
 
 def unit_of(key: bytes, entry: Entry) -> Unit:
-    """What a value is evicted with."""
+    """The unit with which a value is evicted."""
     unit = entry.unit
     return unit if type(unit) is Block else key

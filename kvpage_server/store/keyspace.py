@@ -1,13 +1,13 @@
 """The keyspace: pages and plain strings under one set of keys, as the commands use it.
 
-It is put together of parts, and nobody's parent:
+It is put together of parts:
 
-    contents        every key with its value: the one place where something comes or goes, and is accounted for
+    contents        every key and its value; the only place where a value is put or removed
       catalogue     keys and their entries, blocks by request and page, the order of scans
       evictor       which unit goes next: the policy, and one for each quota
       expirer       when a key is due
       leases        what eviction spares
-      ghosts        what went, and why
+      ghosts        what is gone, and why
     memory          what happens when memory is full
     quotas          what happens when a quota is used up
     protection      what may be leased and pinned
@@ -15,12 +15,11 @@ It is put together of parts, and nobody's parent:
     listing         which keys and requests there are
     tier            the disk below memory, if there is one: told what is stored, used and removed, asked to fetch
 
-A new policy is a `Queues` of `eviction/`. A TTL ends in `Contents.expire`, which `sweep` calls, and whoever finds a key
-overdue before. Another tier than the disk would be another `tier`.
+A TTL ends in `Contents.expire`, which is called by `sweep` and by whoever finds an overdue key before that.
 
-**Many pages at a time.** A batch is stored, and looked up, by one call of the core for all pages that need no decision;
-the policy is told of their blocks in another. What takes a decision (somebody listens, a string stands under the key, a
-block was stored whole) goes through plain Python, a page at a time.
+**Many pages at a time.** The core stores and finds all pages of a batch that need no decision in one call, and the
+policy is told of their blocks in another. If there is something to decide (somebody listens, a string has the key, the
+block was stored whole), plain Python does it, a page at a time.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ LONGEST_TEXT = 511  # longer strings lie in the arena, where longer words are re
 
 
 class Flushed:
-    """What a flush removed. To free millions of values takes a while."""
+    """What a flush removed. Freeing millions of values takes a while."""
 
     def __init__(self, *parts: dict[Any, Any]) -> None:
         self._parts = parts
@@ -98,11 +97,11 @@ class Keyspace:
 
     @property
     def is_limited(self) -> bool:
-        """Whether there are limits on what may be stored besides maxmemory."""
+        """Whether anything besides maxmemory limits what may be stored."""
         return self.evictor.quotas is not None or (self.tier is not None and self.tier.stored.maxdisk > 0)
 
     def admit(self, coming: Iterable[Coming]) -> None:
-        """Make room for values, in their quotas and on the disk. Raises OverLimit: nothing has changed."""
+        """Make room for values, in their quotas and on disk. Raises OverLimit if nothing was changed."""
         coming = list(coming)
         if self.tier is not None:
             self.tier.limit.admit(coming)
@@ -110,7 +109,7 @@ class Keyspace:
             self.quotas.admit(coming)
 
     def admit_pages(self, batches: Iterable[NewPages]) -> Iterator[tuple[()]]:
-        """Make room for pages that are to be stored all or none, in steps. Raises OverLimit: nothing has changed."""
+        """Make room for pages that will be stored all or none, in steps. Raises OverLimit if nothing was changed."""
         coming: list[Coming] = []
         for pages in batches if self.is_limited else ():
             for block, places in pages.runs(range(len(pages))):
@@ -123,19 +122,16 @@ class Keyspace:
 
     @property
     def stores_together(self) -> bool:
-        """Whether pages of a batch are stored and found without a look at each."""
+        """Whether a batch of pages is stored and found without a look at each."""
         return self.contents.on_event is None and self.evictor.quotas is None and self._catalogue.has_all_entries
 
     def set_page(self, name: PageName, header: bytes, slot: Slot, expires: int = 0) -> None:
-        """Store a page whose body is in `slot`. `header` is its 64 bytes; `name` has been validated.
-
-        Where that may be refused, it was admitted.
-        """
+        """Store a page whose body is in `slot`. `header` is its 64 bytes. `name` is valid, and the page admitted."""
         slot.header[:] = header
         self.set_pages(NewPages.one(name, slot, expires))
 
     def set_pages(self, pages: NewPages) -> None:
-        """Store pages. Where that may be refused, they were admitted."""
+        """Store pages, which were admitted if there are limits."""
         if self.index.resting or self.index.is_scanned:
             for block in pages.blocks():
                 self.index.open(*block)
@@ -148,7 +144,7 @@ class Keyspace:
             self.tier.stored_pages(pages, known)
 
     def _put_run(self, pages: NewPages, at: int) -> int:
-        """Store pages from `at` on, as many as need no decision, or one; where they end."""
+        """Store the pages from `at` on that need no decision, or one that does. Returns where to go on."""
         catalogue, index, expirer, fresh = self._catalogue, self.index, self.contents.expirer, self._catalogue.listed
         each = self.evictor.quotas is not None or len(self.leases) > 0  # blocks are accounted for one by one
         put = pages.put(catalogue.entries, index.requests, at, Block, fresh, one_block=each)
@@ -171,7 +167,7 @@ class Keyspace:
         return put.stop
 
     def _put_one(self, pages: NewPages, at: int) -> int:
-        """Store one page, whatever its key had before; the place of the next."""
+        """Store one page, whatever its key had before. Returns the place of the next."""
         (key, req_id, layer, head, page, kv_type), slot, expires = pages.name(at), pages.slots[at], pages.expires(at)
         block = self.index.open(req_id, page)
         if block.extent is not None:
@@ -211,7 +207,7 @@ class Keyspace:
             tell("expire", key)
 
     def set_block(self, req_id: bytes, page: int, extent: Extent) -> None:
-        """Store a block whole, in place of whatever pages it had. Its slot is full."""
+        """Store a block whole, in place of all pages that it had. Its slot is full."""
         known = self.index.block(req_id, page) is not None
         if self.tier is not None:
             self.tier.limit.admit_block(req_id, page, extent.shape)
@@ -227,7 +223,7 @@ class Keyspace:
             self.evictor.quotas.resize(block, self.quotas.size_of(block))
         if extent.expires:
             self.contents.expirer.keys += block.pages
-            self.contents.expirer.note(next(block.page_keys()), extent.expires)  # one stands for all
+            self.contents.expirer.note(next(block.page_keys()), extent.expires)  # one key stands for all
         self.counters.writes += 1
         self._use_written(block)
         if self.contents.on_block is not None:
@@ -239,9 +235,9 @@ class Keyspace:
             self.tier.stored_block(block, known=known)
 
     def _drop_pages(self, block: Block, coming: BlockShape) -> dict[bytes, int]:
-        """Take all pages from a block that gets those of a shape.
+        """Remove all pages from a block that will have those of another shape.
 
-        When somebody listens to events: the keys there were, and when each was to expire.
+        Returns the keys and their expiry if somebody listens to events.
         """
         if not block.pages:
             return {}
@@ -268,7 +264,7 @@ class Keyspace:
     def set_string(self, key: bytes, value: bytes | Slot, expires: int = 0, event: str = "set") -> None:
         old = self._catalogue.entries.get(key) or self.contents.own(key)
         if old is not None and old.expires:
-            old = self.find(key)  # one that is overdue expires, it is not overwritten
+            old = self.find(key)  # an overdue one expires; it is not overwritten
         if isinstance(value, bytes) and len(value) <= LONGEST_TEXT:
             if type(old) is Text:
                 self._rewrite(key, old, value, expires, event)
@@ -290,7 +286,7 @@ class Keyspace:
             self.tier.stored_string(key, entry, known=old is not None or type(entry) is Text)
 
     def _rewrite(self, key: bytes, text: Text, value: bytes, expires: int, event: str) -> None:
-        """Store a short string where another was, without what would be undone and done again."""
+        """Replace a short string by another, without undoing what would be done again."""
         self.contents.texts += len(value) - len(text.data)
         text.data = value
         changed = text.expires != expires
@@ -317,7 +313,6 @@ class Keyspace:
             self.evictor.quotas.resize(key, text_size(key, entry.size))
 
     def slot_of(self, value: bytes) -> Slot:
-        """A slot that holds `value`."""
         slot = self.arena.allocate(len(value))
         slot.body[:] = value
         return slot
@@ -325,7 +320,7 @@ class Keyspace:
     # -- all of it -------------------------------------------------------------------------------------------------
 
     def flush(self) -> Flushed:
-        """Remove everything. What there was is freed with the result: piece by piece, or at once when it is dropped."""
+        """Remove everything. The result has what there was, to be freed in steps or when it is dropped."""
         if self.tier is not None:
             self.tier.stored.clear()
         self.contents.tell("flush", b"")
@@ -337,7 +332,8 @@ class Keyspace:
         return flushed
 
     def sweep(self, now: int, most: int) -> int:
-        """Remove up to `most` keys that are due, and go on with what is done in steps; `most` when there is more."""
+        """Remove up to `most` overdue keys, and go on with other work that is done in steps. Returns `most` if there is
+        more."""
         if self.tier is not None:
             self.tier.fetching.sweep()
         self.evictor.units.now = now // 1000
@@ -355,7 +351,7 @@ class Keyspace:
 
 
 def _events_of_block(keys: Iterable[bytes], had: Mapping[bytes, int], expires: int) -> Iterator[tuple[str, bytes]]:
-    """What happens to the keys of a block that is stored whole, where some were there before with some expiry."""
+    """The events of a block's keys when it is stored whole. `had`: the keys before, and their expiry."""
     for key in keys:
         if key not in had:
             yield "new", key

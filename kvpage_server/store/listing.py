@@ -11,7 +11,7 @@ from kvpage_server.store.memory.index import Block
 
 
 class Listing:
-    """Lists what is there, and does not count that as a use."""
+    """Lists what there is, without counting that as a use."""
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
@@ -46,7 +46,7 @@ class Listing:
     def scan(self, cursor: int, count: int) -> tuple[int, list[bytes]]:
         """The next cursor, 0 at the end, and the living keys in the next places of the order of scans.
 
-        Those are `count` places, or fewer if there are many keys at them: a block stored whole is one place.
+        There are `count` places, or fewer if they have many keys: a block stored whole is one place.
         """
         found: list[bytes] = []
         for _ in range(count):
@@ -58,7 +58,7 @@ class Listing:
         return cursor, found
 
     def random_key(self) -> bytes | None:
-        """A living key; None when there is none."""
+        """A living key; None if there is none."""
         while len(self._catalogue):
             key = self._catalogue.draw()
             if key is not None and self._contents.find(key) is not None:

@@ -1,8 +1,7 @@
-"""What happens when memory is full: units go in the policy's order until it is within `maxmemory`.
+"""What happens when memory is full: units leave it in the policy's order, until it is within `maxmemory`.
 
-Without a tier below it, a unit that goes is evicted: it is removed. With one, a unit that lies there as well is
-dropped: its key stays and its bytes leave memory. What is leased or pinned is spared, and so is what somebody holds who
-is about to read it.
+Without a tier below, a unit is evicted: it is removed. With a tier, a unit that is on disk is dropped: its key stays,
+and its bytes leave memory. Units that are leased, pinned or held are spared.
 """
 
 from __future__ import annotations
@@ -18,34 +17,34 @@ from kvpage_server.store.memory.entry import Entry
 from kvpage_server.store.memory.index import Block
 
 MOST_LEAVE = 250  # keys that leave memory before others have their turn
-_MOST_PASSED = 1024  # units that do not leave, before no more are looked at
+_MOST_PASSED = 1024  # units that can't leave, before the search ends
 
 
 class OutOfMemory(Exception):
-    """Memory is full, and there is nothing that the policy may evict."""
+    """Memory is full, and the policy may not evict anything."""
 
 
 class TierBelow(Protocol):
-    """Where values lie that memory lets go of."""
+    """The tier to which memory drops values."""
 
     @property
     def held(self) -> int:
-        """Bytes that came to memory to be used in a moment. They do not count until then."""
+        """Bytes that were fetched to be used in a moment. They do not count until then."""
 
     def holds(self, unit: Unit) -> bool:
         """Whether somebody is about to use a unit."""
 
     def leave(self, unit: Unit) -> bool:
-        """Drop a unit, or evict one that lies in memory alone; False when it has to stay."""
+        """Drop a unit, or evict it if it is in memory only. False if it has to stay."""
 
     def evict(self, unit: Unit) -> bool:
-        """Evict a unit; False when it waits to be written, or memory would gain nothing."""
+        """Evict a unit. False if it waits to be written, or memory would gain nothing."""
 
     def drops_any(self) -> bool:
         """Whether there may be something to drop, whatever the policy."""
 
     def hurry(self) -> None:
-        """Memory would like more to be on disk."""
+        """Write to disk soon, since memory has to drop more."""
 
 
 class MemoryLimit:
@@ -53,14 +52,14 @@ class MemoryLimit:
 
     def __init__(self, contents: Contents, maxmemory: int) -> None:
         self.maxmemory = maxmemory
-        self.receiving = 0  # bytes of slots that are being received: they are their senders', not the store's yet
+        self.receiving = 0  # bytes of slots that are being received; they do not count yet
         self.tier: TierBelow | None = None
         self._contents = contents
         self._arena = contents.arena
 
     @property
     def used(self) -> int:
-        """Bytes that count against maxmemory: slots in use, but for those being received, and short strings."""
+        """Bytes that count against maxmemory: short strings, and slots except those being received."""
         return self._arena.used - self.receiving + self._contents.texts
 
     @property
@@ -72,9 +71,10 @@ class MemoryLimit:
         return self.used - (self.tier.held if self.tier is not None else 0) > most
 
     def make_room(self) -> bool:
-        """Let units go until memory is within its limit, or much has gone: whether there is no more to do for now.
+        """Let units leave until memory is within its limit, or until many have left. Returns whether this is done for
+        now.
 
-        Raises OutOfMemory when the policy forbids it.
+        Raises OutOfMemory if the policy forbids it.
         """
         if not self.is_full:
             return True
@@ -89,7 +89,7 @@ class MemoryLimit:
         return True
 
     def _ways(self) -> Iterator[tuple[Iterator[Unit], Callable[[Unit], bool]]]:
-        """Which units may go, in which order, and how each does; the next if those were not enough."""
+        """Which units may leave, in which order, and how. The next way is for when those were not enough."""
         evictor, tier = self._contents.evictor, self.tier
         if tier is not None and tier.drops_any():
             yield evictor.units.victims(), tier.leave
@@ -99,9 +99,9 @@ class MemoryLimit:
             yield self.soonest(), tier.evict if tier is not None else self._evict
 
     def _leave(self, units: Iterator[Unit], leave: Callable[[Unit], bool]) -> bool | None:
-        """Have units leave memory, in order, until that is within its limit (True), or many have left (False).
+        """Have units leave memory in order. True if it is within its limit then, False if many have left.
 
-        None when those that may do not suffice.
+        None if those that may leave are not enough.
         """
         now, passed, left, tier = unix_ms(), 0, MOST_LEAVE, self.tier
         leases = self._contents.leases
@@ -125,6 +125,5 @@ class MemoryLimit:
         return True
 
     def soonest(self) -> Iterator[Unit]:
-        """The units that expire, the soonest first."""
         get = self._contents.catalogue.get
         return (unit_of(key, cast(Entry, get(key))) for key in self._contents.expirer.nearest(unix_ms()))

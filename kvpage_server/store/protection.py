@@ -1,8 +1,9 @@
-"""What may be leased and pinned: half of memory, and half of what the disk has for values.
+"""What may be leased and pinned: half of memory, and half of the disk's room for values.
 
-What is protected makes no room for others. So there has to be as much that is not, wherever room is needed: or else a
-store that has just started, whose values all lie on disk and take no memory, could be protected as a whole, and would
-have to refuse what comes. Units of a quota may take half of it, those of none half of what quotas leave.
+What is protected can't make room for other values. So both memory and disk need enough that is not protected. Memory
+alone would not do: a store that has just started has all of its values on disk only, so they could all be protected,
+and the disk would have to refuse what comes. Units of a quota may take half of it, all others half of what quotas
+leave.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PROMISE = 10_000  # milliseconds
 
 
 class Protection:
-    """Leases and pins units, as far as there is room for that."""
+    """Leases and pins units, within these limits."""
 
     def __init__(self, contents: Contents, memory: MemoryLimit, disk: DiskLimit | None) -> None:
         self._contents = contents
@@ -32,29 +33,29 @@ class Protection:
         self._disk = disk
 
     def promise(self, key: bytes, entry: Entry) -> None:
-        """Somebody was told that `key` is there and will come to read it: eviction spares it for a while.
+        """Protect a key for a while, since a client was told that it exists and will read it.
 
-        The client of LMCache that asks EXISTS and then misses with GET waits for ever.
+        A client of LMCache that is told so by EXISTS, and then misses with GET, waits for ever.
         """
         if (self._memory.maxmemory or self._of_disk) and not isinstance(entry, Text):
             self.lease(unit_of(key, entry), unix_ms() + PROMISE)
 
     def lease(self, unit: Unit, until: int) -> bool:
-        """Protect a unit until then; False when that would be too much."""
+        """Protect a unit until then. False if that would be too much."""
         return self._contents.leases.lease(unit, self.size_of(unit), until, self.most(unit))
 
     def pin(self, unit: Unit) -> bool:
-        """Protect a unit until it is unpinned; False when that would be too much."""
+        """Protect a unit until it is unpinned. False if that would be too much."""
         return self._contents.leases.pin(unit, self.size_of(unit), self.most(unit))
 
     def size_of(self, unit: Unit) -> Bytes:
-        """What a unit takes. What waits to be written takes as much of the disk as of memory."""
+        """What a unit takes. If it waits to be written, it will take as much of the disk as of memory."""
         entries = self._contents.catalogue.entries
         memory = unit.footprint if isinstance(unit, Block) else cast(Page, entries[unit]).footprint
         return Bytes(memory, max(memory, self._disk.size_of(unit)) if self._disk is not None else 0)
 
     def most(self, unit: Unit) -> Bytes:
-        """What leases and pins may take together: of a unit's quota, or of all that have none."""
+        """What leases and pins may take together in a unit's quota, or of all units without one."""
         disk = self._of_disk
         return Bytes(self._share(unit, self._memory.maxmemory), self._share(unit, disk) if disk else sys.maxsize)
 
@@ -63,7 +64,7 @@ class Protection:
         return self._disk.most if self._disk is not None else 0
 
     def _share(self, unit: Unit, room: int) -> int:
-        """Quotas that are more than there is room, taken together, have no more of it than it is."""
+        """A quota's share of the room. Quotas that add up to more than there is are reduced."""
         quotas = self._contents.evictor.quotas
         quota, promised = self._contents.evictor.limit_of(unit), quotas.limits if quotas is not None else 0
         if not room:

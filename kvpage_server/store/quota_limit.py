@@ -1,6 +1,6 @@
-"""What happens when a quota is used up: its own values go, before what comes is stored.
+"""What happens when a quota is used up: its own values are evicted before others are stored.
 
-What there is when quotas are set is counted in steps; until then a quota knows of less than it holds.
+When quotas are set, the values that there are get counted in steps. Until that is done, a quota knows only some.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ Name = bytes | tuple[bytes, int]  # a string's key; a block's request and page i
 
 
 class Coming(NamedTuple):
-    """A value that is about to be stored: `size` is what it counts as, `block` whose page it is, if it is one."""
+    """A value that is about to be stored. `size` is what it counts as, `block` the block if it is a page."""
 
     key: bytes
     size: int
@@ -35,10 +35,10 @@ class QuotaLimit:
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._uncounted: Iterator[None] | None = None  # what is left to do until every value is counted
+        self._uncounted: Iterator[None] | None = None  # the rest of the counting, if it is not complete
 
     def set_rules(self, rules: Sequence[Rule]) -> None:
-        """Have these quotas and no others. What there is is counted in steps, when it is much; nothing goes yet."""
+        """Replace the quotas. Counting many values takes steps; nothing is evicted yet."""
         self._contents.evictor.set_quotas(rules)
         self._contents.leases.recount()
         self._uncounted = self._count_all() if rules else None
@@ -47,7 +47,7 @@ class QuotaLimit:
     # -- before something is stored ---------------------------------------------------------------------------------
 
     def admit(self, coming: Iterable[Coming]) -> None:
-        """Make room in their quotas for values. Raises OverQuota: nothing has changed."""
+        """Make room in their quotas for values. Raises OverQuota if nothing was changed."""
         quotas = self._contents.evictor.quotas
         assert quotas is not None
         growth: dict[bytes, int] = {}
@@ -75,7 +75,7 @@ class QuotaLimit:
             self._make_way(quota, size - had, {(req_id, page)})
 
     def _make_way(self, quota: Quota, coming: int, stay: set[Name]) -> None:
-        """Evict what is a quota's own until so many bytes fit in, or nothing is left but what is to stay."""
+        """Evict a quota's own values until `coming` bytes fit, or nothing is left but what has to stay."""
         if quota.lacks(coming) <= 0:
             return
         policy = self._contents.evictor.policy
@@ -101,7 +101,7 @@ class QuotaLimit:
     # -- counting ----------------------------------------------------------------------------------------------------
 
     def size_of(self, unit: Unit) -> int:
-        """What a unit counts as. O(1) for strings and blocks that were stored whole, O(pages) for others."""
+        """What a unit counts as. O(1) for strings and blocks stored whole, O(pages) for others."""
         entries = self._contents.catalogue.entries
         if not isinstance(unit, Block):
             return counted(unit, entries[unit], as_page=False)
@@ -110,14 +110,14 @@ class QuotaLimit:
         return sum(HEADER_SIZE + entries[key].size for key in unit.page_keys())
 
     def grew(self, block: Block, size: int) -> None:
-        """Pages of a block take so many bytes more."""
+        """A block's pages have grown by so many bytes."""
         quota = self._contents.evictor.quota_of(block)
         if quota is not None:
             known = block in quota.sizes
             quota.resize(block, quota.sizes[block] + size if known else self.size_of(block))
 
     def go_on(self) -> bool:
-        """Count some of what is not counted yet; whether there is more."""
+        """Count some more values. Returns whether there are more."""
         if self._uncounted is not None and next(self._uncounted, self) is self:
             self._uncounted = None
         return self._uncounted is not None
@@ -130,7 +130,8 @@ class QuotaLimit:
                 yield
 
     def _every_unit(self) -> Iterator[Unit]:
-        """What there was when it began, if it is still there; what comes meanwhile is counted as it comes."""
+        """The units that there were at the start of the counting and that still exist. New ones are counted when they
+        come."""
         entries, index = self._contents.catalogue.entries, self._contents.index
         for key in list(entries):
             entry = entries.get(key)
@@ -150,7 +151,7 @@ class QuotaLimit:
 
 
 def counted(key: bytes, entry: Entry | None, *, as_page: bool) -> int:
-    """What a value counts as, if it is of that kind."""
+    """What a value counts as, if it is of this kind."""
     if entry is None or is_page(entry) != as_page:
         return 0
     return HEADER_SIZE + entry.size if as_page else text_size(key, entry.size)

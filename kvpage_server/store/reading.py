@@ -19,9 +19,9 @@ ANY = sys.maxsize  # bytes
 
 
 class Found(NamedTuple):
-    """What was found for some names: living values, the units that they belong to, and the names without a value.
+    """The result of a search for some names: living values, their units, and the places of names without a value.
 
-    `others`: the names of some of the values that are something else than a page in a slot of its own.
+    `others` are the places of values other than pages in slots of their own.
     """
 
     entries: list[Entry | None]
@@ -31,15 +31,11 @@ class Found(NamedTuple):
 
 
 class Uses(Protocol):
-    """Who is told of uses besides the policy."""
-
     def used(self, units: Sequence[Unit]) -> None:
         """Units were read."""
 
 
 class Reader:
-    """Answers what is there."""
-
     def __init__(self, contents: Contents, tier: Uses | None) -> None:
         self._contents = contents
         self._catalogue = contents.catalogue
@@ -48,7 +44,7 @@ class Reader:
         self._touching = True  # whether reading counts as a use
 
     def look(self, key: bytes) -> Entry | None:
-        """The living value of a key; a hit or a miss, but no use of it."""
+        """A key's living value. Counts as a hit or a miss, not as a use."""
         entry = self._contents.find(key)
         if entry is None:
             self._missed(key)
@@ -57,13 +53,13 @@ class Reader:
         return entry
 
     def read(self, key: bytes) -> Entry | None:
-        """The living value of a key; a use of it, and a hit or a miss."""
+        """A key's living value. Counts as a use, and as a hit or a miss."""
         entry = self._catalogue.entries.get(key) or self._catalogue.get(key)
         if entry is None or (entry.expires and self._contents.find(key) is None):
             self._missed(key)
             return None
         self._counters.hits += 1
-        unit = entry.unit if type(entry.unit) is Block else key  # as `unit_of` says; a call costs more than all of this
+        unit = entry.unit if type(entry.unit) is Block else key  # as in `unit_of`, without the cost of a call
         if self._touching:
             self._contents.evictor.units.used(unit)
             if self._tier is not None:
@@ -71,7 +67,7 @@ class Reader:
         return entry
 
     def read_all(self, keys: list[bytes]) -> list[Entry | None]:
-        """`read` of many keys; pages of one block in a row are one use of it."""
+        """`read` of many keys. Pages of one block in a row are one use of it."""
         found, blocks, absent, others = look_up(self._catalogue.entries, keys, 0, len(keys), ANY, unix_ms())
         entries, units = cast("list[Entry | None]", found), cast("list[Unit]", blocks)
         self._counters.hits += len(keys) - len(absent) - len(others)
@@ -92,7 +88,7 @@ class Reader:
 
     @contextmanager
     def untouched(self) -> Iterator[None]:
-        """Let what is read meanwhile not count as a use."""
+        """While this lasts, reading does not count as a use."""
         self._touching = False
         try:
             yield
@@ -104,9 +100,10 @@ class Reader:
         return self._look_up(names, 0, len(names), ANY).entries
 
     def read_pages(self, names: PageNames, first: int, stop: int, most: int = ANY) -> Found:
-        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; those without a value, too.
+        """`read` of pages from `first` to before `stop`, or until they are `most` bytes; None for those without a
+        value.
 
-        Those of one block in a row are one use of it.
+        Pages of one block in a row are one use of it.
         """
         found = self._look_up(names, first, stop, most)
         self._counters.hits += len(found.entries) - len(found.missing)
@@ -126,7 +123,7 @@ class Reader:
             found.missing.extend(absent)
             return found
         for block_name, places in names.runs(absent):
-            block = self._contents.index.block(*block_name)  # it is awake now, if it is there
+            block = self._contents.index.block(*block_name)  # this wakes it, if it exists
             if block is not None and block.extent is not None:
                 block = self._contents.living(block)
             for i in places:
@@ -134,7 +131,7 @@ class Reader:
         return found
 
     def _page_in(self, block: Block | None, names: PageNames, i: int) -> Entry | None:
-        """A page that had no entry when that was looked for, in its block."""
+        """A page that had no entry when it was looked up, in its block."""
         if block is None:
             return None
         if block.extent is None:
@@ -144,7 +141,7 @@ class Reader:
         return block.extent.page(block, page, layer, head, kv_type)
 
     def _add(self, found: Found, i: int, first: int, key: bytes, entry: Entry | None) -> None:
-        """Note what was found for the name `i`. What is cold is not used: it has been lent, memory has it not."""
+        """Add what was found for the name `i`. A cold value does not count as used, since it is lent."""
         if entry is None:
             found.missing.append(i)
             return
@@ -155,7 +152,7 @@ class Reader:
             found.units.append(unit)
 
     def idle(self, key: bytes) -> int:
-        """Seconds since a living key, or its block, was last used, as far as that is known of what lies on disk."""
+        """Seconds since a living key, or its block, was used, as far as this is known."""
         entry = self._catalogue.get(key)
         assert entry is not None
         units, cold = self._contents.evictor.units, cold_body(entry)
@@ -167,13 +164,13 @@ class Reader:
         return None if block is None else self._contents.living(block)
 
     def pages_at(self, keys: Iterable[bytes]) -> list[Page]:
-        """Pages that are there. What is overdue must have been swept: see `block`."""
+        """The pages that exist. Overdue ones must have been removed: see `block`."""
         return [cast(Page, self._catalogue.get(key)) for key in keys]
 
     def use_block(self, block: Block) -> None:
-        """A block is read whole: a use of it, and a hit."""
+        """Count a block that is read whole as a use, and a hit."""
         self._counters.hits += 1
-        if block.extent is not None and type(block.extent.slot) is Cold:  # who reads it has been lent its bytes
+        if block.extent is not None and type(block.extent.slot) is Cold:  # its bytes are lent
             return
         if self._touching:
             self._contents.evictor.units.used(block)

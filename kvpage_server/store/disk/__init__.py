@@ -1,4 +1,4 @@
-"""The disk below memory: what is stored there, what goes when it is full, what comes back or is lent to replies.
+"""The disk below memory: what is stored there, what goes when it is full, what is fetched or lent to replies.
 
-Knows the store's contents; waits for no disk itself, that is for the threads of `file/`.
+Knows the store's contents. Waits for no disk itself: the threads of `file/` do.
 """

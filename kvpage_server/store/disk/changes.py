@@ -1,4 +1,4 @@
-"""What the write-behind asks the store about changes, and tells it of them: see `Owner` there."""
+"""What the write-behind asks the store about changes, and what it tells the store of them: see `Owner` there."""
 
 from __future__ import annotations
 
@@ -23,8 +23,6 @@ _AT_ONCE = 256  # values that are noted before others have their turn
 
 
 class Changes:
-    """Those of a keyspace's values."""
-
     def __init__(self, contents: Contents, stored: Stored, limit: DiskLimit) -> None:
         self._contents = contents
         self._stored = stored
@@ -39,7 +37,7 @@ class Changes:
         self._limit.give_up(error, size)
 
     def is_gone(self, name: bytes) -> bool:
-        """Whether the store has no value of a name, in whatever form."""
+        """Whether the store has nothing of that name."""
         return is_gone(self._contents, name)
 
     def note_stored(self, batch: Batch[Value]) -> Iterator[None]:
@@ -64,7 +62,7 @@ class Changes:
                 usage.add(name, name, takes(name, value))
 
     def _removed(self, name: bytes) -> None:
-        """A value is gone; forget its unit, if that is gone, too."""
+        """A value is gone. Forget its unit too if nothing of it is left."""
         usage = self._stored.usage
         page = page_named(name[1:]) if name[:1] == b"k" else None
         unit = name if page is None else name_of_block(page.req_id, page.page)

@@ -1,11 +1,10 @@
-"""From disk to memory: what is asked for is fetched by threads, all that wait for it are told, and it is warm again.
+"""Fetching from disk to memory: threads read what is asked for, and everybody who waits for it is told.
 
-A long reply need not have what it sends in memory. Where that is full, it is *lent* what it reads, which is sent from
-where it lies. Only what is read again before as much as memory holds has been lent meanwhile would have stayed there
-until then, and is worth what has to leave memory for it.
+If memory is full, a long reply does not bring its values into memory: they are *lent* to it and sent from where they
+lie. A value is worth memory only if it is read again before as many bytes as memory holds have been lent.
 
-Who only looks (CLIENT NO-TOUCH) changes nothing: what it reads is lent, or *shown* beside the value on disk, to nobody
-else and as long as it is held; and the order in which things go stays as it was.
+A client with CLIENT NO-TOUCH changes nothing. What it reads is lent, or *shown*: kept beside the value on disk for this
+client alone, as long as it is held. The order of eviction stays as it was.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ log = logging.getLogger("kvpage")
 
 
 class Fetching:
-    """Values on their way from disk to memory, or lent. `connect` once the loop runs."""
+    """Values that are being fetched or lent. Call `connect` once the loop runs."""
 
     _reader: DiskReader
     _mapped: MappedLoans
@@ -68,13 +67,13 @@ class Fetching:
         self._shown: set[Cold] = set()
 
     def connect(self, reader: DiskReader, moved: Callable[[], None]) -> None:
-        """Begin to read. `moved` is called when some of what is lent, and may wait to be sent, has moved."""
+        """Begin to read. `moved` is called when lent bytes, which may wait to be sent, have moved."""
         self._reader = reader
         self._mapped = MappedLoans(moved)
         self.holds.on_end = partial(asyncio.get_running_loop().call_soon, self._after_a_hold)
 
     async def close(self) -> None:
-        """End what reads. What is lent goes on from memory."""
+        """Stop reading. What is lent continues from memory."""
         await self._reader.close()
         self.holds.on_end = None
         self._mapped.call_in()
@@ -82,10 +81,10 @@ class Fetching:
     def fetch(
         self, values: Sequence[Cold], then: Callable[[], None], lent: Loans | None = None, *, touches: bool = True
     ) -> None:
-        """Have values in memory, those at least that are intact and can be read; then call `then`. Raises MemoryError.
+        """Fetch values into memory, then call `then`. Damaged ones are left out. Raises MemoryError.
 
-        Pages and blocks that memory need not have for others are in `lent` then. Who `touches` nothing is lent or shown
-        everything.
+        Pages and blocks that need not stay in memory are put into `lent` instead. Without `touches` all values are lent
+        or shown.
         """
         if not values:
             then()
@@ -107,10 +106,11 @@ class Fetching:
             job.groups.append(group)
 
     def bring(self, needed: Iterable[Needed], cold: Sequence[Cold], most: int, *, touches: bool) -> tuple[Hold, Start]:
-        """Begin to fetch what is cold of what is needed, and hold all of it: the hold, and what starts a wait for it.
+        """Begin to fetch the cold values among `needed`, and hold all of them. Returns the hold, and what starts the
+        wait.
 
-        What all who wait have fetched may be `most` bytes, 0 for no limit, or else one unit. Who has to let others go
-        before holds nothing meanwhile. Raises TooMuch, MemoryError: nothing has begun then.
+        At most `most` bytes may be fetched for all who wait, 0 for no limit; one unit always may. Who has to wait for
+        others holds nothing meanwhile. Raises TooMuch or MemoryError if nothing has begun.
         """
         size, units = sum(map(_SIZE, cold)), {unit for unit, _ in needed}
         if 0 < most < size and len(units) > 1:
@@ -123,7 +123,7 @@ class Fetching:
         return hold, partial(self.fetch, cold, touches=touches)
 
     def _after_a_hold(self) -> None:
-        """What was held counts again, and others may come."""
+        """A hold has ended, so others may come."""
         self._end_looks()
         waiting, self._waiting = self._waiting, []
         with suppress(OutOfMemory):
@@ -132,14 +132,14 @@ class Fetching:
             then()
 
     def sweep(self) -> None:
-        """Call in what was lent for too long, and end what was held for too long."""
+        """Call in loans, and end holds, that have lasted too long."""
         self._copied.rest()
         self._mapped.call_in_old()
         self.holds.end_old()
         self._end_looks()
 
     def _are_worth_memory(self, values: Sequence[Cold]) -> bool:
-        """Whether a long reply should have values in memory. If not, they are lent."""
+        """Whether values that a long reply reads should stay in memory. If not, they are lent."""
         needs = 2 * sum(map(_SIZE, values))  # at most: slots take more than what is in them
         memory = self._memory
         if not memory.maxmemory or memory.used + needs <= memory.maxmemory:
@@ -148,7 +148,7 @@ class Fetching:
         return needs <= memory.maxmemory and any(value.lent >= since for value in values)
 
     def _begin(self, values: Sequence[Cold], *, touches: bool) -> _Job:
-        """Values are about to be read by a thread; nobody else reads one of them meanwhile."""
+        """Begin a job for a thread. Nobody else reads these values meanwhile."""
         job = _Job(values, touches=touches)
         for value in values:
             value.failing = ""
@@ -156,7 +156,7 @@ class Fetching:
         return job
 
     def _end(self, job: _Job, outcomes: Sequence[Found]) -> None:
-        """Values were fetched, or lost, or could not be read: who waits may go on."""
+        """Values were fetched or lost: those who wait may go on."""
         failing = ""
         self.times.note(time.monotonic_ns() - job.began)
         for value, outcome in zip(job.values, outcomes, strict=True):
@@ -240,7 +240,7 @@ class Fetching:
         self._stored.counts.fetched += len(values)
 
     def _note_lent(self, unit: Block) -> None:
-        """A block that may be on disk alone was used: what orders those in memory need not know of it."""
+        """A lent block was used. It may be on disk only; then the policy does not know it."""
         evictor = self._contents.evictor
         self._stored.usage.use(name_of_unit(unit))
         if unit in evictor.units:
@@ -249,7 +249,7 @@ class Fetching:
             quota.units.used(unit)
 
     def _warm(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
-        """The bytes of values are there, of those at least that are still the ones that were asked for."""
+        """Put fetched bytes in place of the cold values, unless these have changed meanwhile."""
         contents, entries = self._contents, self._contents.catalogue.entries
         grown: dict[Unit, int] = {}
         for value, slot in fetched:
@@ -274,7 +274,7 @@ class Fetching:
             self._stored.usage.is_in_memory(name_of_unit(unit))
 
     def _show(self, fetched: Iterable[tuple[Cold, Slot]]) -> None:
-        """The bytes of values are there for those who hold them, and look."""
+        """Show fetched bytes to those who hold the values."""
         for value, slot in fetched:
             if value.header:
                 slot.header[:] = value.header
@@ -284,13 +284,13 @@ class Fetching:
             self._stored.counts.fetched += 1
 
     def _end_looks(self) -> None:
-        """What nobody holds any more is not shown any more."""
+        """Stop showing what nobody holds any more."""
         for value in [value for value in self._shown if unit_of_cold(value) not in self.holds]:
             self._shown.remove(value)
             value.shown = None
 
     def _place_of(self, value: Cold) -> bytes | Extent | None:
-        """Where a value stands: a key or an extent; None when it is not there any more."""
+        """Where a value stands: a key or an extent; None if it is gone."""
         if value.name[:1] == b"k":
             key = value.name[1:]
             return key if self._contents.catalogue.entries.get(key) is value else None
@@ -299,7 +299,7 @@ class Fetching:
         return extent if extent is not None and extent.slot is value and known is block else None
 
     def lose(self, value: Cold, outcome: Outcome) -> None:
-        """A value could not be read, so it is gone."""
+        """Remove a value that could not be read."""
         place = self._place_of(value)
         if place is None:
             return
@@ -319,7 +319,7 @@ def _nothing() -> None:
 
 
 class _Job:
-    """`values` that a thread fetches, and who waits for them."""
+    """Values that a thread fetches, and the groups that wait for them."""
 
     __slots__ = ("began", "groups", "touches", "values")
 
@@ -331,7 +331,7 @@ class _Job:
 
 
 class _Group:
-    """`values` that somebody waits for, to be in memory or `lent`; `left` jobs fetch them."""
+    """Values that somebody waits for, to be in memory or `lent`. `left` jobs fetch them."""
 
     __slots__ = ("left", "lent", "then", "values")
 

@@ -1,9 +1,9 @@
-"""What stays in memory for those who are about to use it.
+"""Holds keep values in memory for commands that are about to use them.
 
-A command that needs values from disk waits until all of them are in memory, and others go on meanwhile. So what it
-needs is *held*, what was in memory already too: it is not dropped before the command has run. What is fetched for that
-comes on top of what memory may have otherwise, so there is a limit to it. Whoever goes on after a wait looks again
-whether all is there. So a hold may end before, when its owner does not go on: it reads nothing, or is paused.
+A command that needs values from disk waits until all of them are in memory. Meanwhile other commands run. So all that
+it needs is *held*, including what was in memory before: it is not dropped until the command has run. What is fetched
+for this does not count against maxmemory yet, so it has its own limit. After a wait the command checks again that
+everything is there. So a hold may end early, if its owner does not go on, because it does not read or is paused.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LONGEST = 10.0  # seconds
 
 
 class TooMuch(Exception):
-    """More bytes would have to come to memory at once than may."""
+    """A command needs more bytes at once than may be fetched."""
 
     def __init__(self, size: int) -> None:
         super().__init__(f"{size} bytes would have to come to memory at once")
@@ -26,7 +26,7 @@ class TooMuch(Exception):
 
 
 class Hold:
-    """Some units that are held. It ends with the last reference to it, or when it has lasted for too long."""
+    """Some units that are held. It ends when nobody refers to it any more, or after a while."""
 
     __slots__ = ("__weakref__", "_holds", "since", "size", "units")
 
@@ -41,7 +41,7 @@ class Hold:
 
 
 class Holds:
-    """Every hold. `bytes` is what came to memory for all of them; `on_end` is called when that becomes less."""
+    """All holds. `bytes` were fetched for them; `on_end` is called when that becomes less."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -53,7 +53,6 @@ class Holds:
         return unit in self._counts
 
     def begin(self, units: Iterable[Unit]) -> Hold:
-        """Hold units."""
         hold = Hold(self, units)
         self._holds.add(hold)
         for unit in hold.units:
@@ -61,12 +60,12 @@ class Holds:
         return hold
 
     def grow(self, hold: Hold, size: int) -> None:
-        """So many bytes come to memory for a hold, to be used and then to count as everything does."""
+        """Count bytes that are fetched for a hold."""
         hold.size += size
         self.bytes += size
 
     def end(self, hold: Hold) -> None:
-        """What was held may leave memory."""
+        """What was held may leave memory again."""
         for unit in hold.units:
             left = self._counts.pop(unit) - 1
             if left:
@@ -77,7 +76,7 @@ class Holds:
             self.on_end()
 
     def end_old(self) -> None:
-        """End those that have lasted for too long: somebody else may have use for the memory."""
+        """End holds that have lasted too long, since others may need the memory."""
         since = monotonic() - LONGEST
         for hold in [hold for hold in self._holds if hold.since < since]:
             self.end(hold)

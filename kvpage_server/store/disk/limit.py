@@ -1,16 +1,16 @@
-"""What happens when the disk is full: the policy holds for the store as a whole.
+"""What happens when the disk is full: the eviction policy holds for the disk, too.
 
-Everything that is stored goes to disk sooner or later, so the store has room for what the disk has. Where `maxdisk`
-limits that, room is made before something is stored: under the `allkeys` policies what lies on disk alone goes first,
-what was read or left memory the longest ago before the others, then what memory has, too; under `volatile-ttl` what
-expires soonest; under `noeviction` nothing, and what has no room is refused. What is leased or pinned stays. With
-`appendfsync no`, what memory has is not evicted for that: it leaves the disk alone, and nothing was promised of it.
+With `appendfsync` always or everysec, everything that is stored goes to disk, so the disk limits the store. If
+`maxdisk` is set, room is made before something is stored. The `allkeys` policies evict what is on disk only, what was
+read or left memory longest ago first, and then what is in memory, too. `volatile-ttl` evicts what expires soonest.
+`noeviction` refuses what has no room. Leased and pinned units stay. With `appendfsync no`, a value that memory has is
+removed from the disk only, since nothing was promised of it.
 
-Where all that is looked at stays for now, since it is leased or waits to be written, nothing is refused: values take a
-part of what LMDB needs, and those that come next make room for them too.
+If all units that were looked at have to stay for now, because they are leased or wait to be written, nothing is
+refused. Values then take a part of the space that LMDB needs, and later writes make room for them.
 
-Where others fill the disk, what memory has stays where it is, whatever the policy: room is made of what lies on disk
-alone. When there is no more of that, writing fails until there is room.
+If others fill the file system, only values that memory does not have are evicted, under any policy. When there are no
+more of them, writes fail until there is room.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ from kvpage_server.store.quota_limit import Coming
 from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import footprint, name_of_block, name_of_key
 
-_SHARE_OF_DISK = 0.75  # of maxdisk, for values: LMDB needs room for what it replaces
-_SHARE_FOR_NOW = 0.875  # until what waits to be written, or is leased, may go
-_MOST_PASSED = 4096  # units that stay, before no more are looked at
+_SHARE_OF_DISK = 0.75  # of maxdisk, for values; LMDB needs the rest for what it replaces
+_SHARE_FOR_NOW = 0.875  # as long as units can't go because they are leased or wait to be written
+_MOST_PASSED = 4096  # units that have to stay, before the search ends
 
 Sizes = dict[bytes, int]  # footprints on disk, by name
 
 
 class DiskUsedUp(OverLimit):
-    """A write does not fit on the disk, and there is nothing that the policy may evict for it."""
+    """A write does not fit on the disk, and the policy may not evict anything for it."""
 
     def __init__(self, maxdisk: int, size: int) -> None:
         super().__init__(
@@ -59,7 +59,7 @@ class DiskUsedUp(OverLimit):
 
 
 class DiskLimit:
-    """Keeps the disk within `maxdisk`, and makes room where others have filled it."""
+    """Keeps the disk within `maxdisk`, and makes room if others have filled it."""
 
     def __init__(self, contents: Contents, memory: MemoryLimit, stored: Stored, holds: Holds) -> None:
         self._contents = contents
@@ -71,7 +71,7 @@ class DiskLimit:
 
     @property
     def most(self) -> int:
-        """Bytes of the disk that values may take, 0 for no limit."""
+        """Bytes that values may take, 0 for no limit."""
         return int(self._stored.maxdisk * _SHARE_OF_DISK)
 
     def size_of(self, unit: Unit) -> int:
@@ -79,7 +79,7 @@ class DiskLimit:
         return self._stored.usage.size_of_unit(name_of_unit(unit))
 
     def admit(self, coming: Collection[Coming]) -> None:
-        """Make room for values. Raises DiskUsedUp: nothing has changed."""
+        """Make room for values. Raises DiskUsedUp if nothing was changed."""
         if not self._stored.maxdisk or not self._stored.keeps_all:
             return
         if self._stored.usage.expected + sum(map(_takes_coming, coming)) > self.most:
@@ -97,7 +97,7 @@ class DiskLimit:
         self._have_room(sizes, {name})
 
     def fits(self, values: Iterable[tuple[bytes, Entry | Extent]]) -> bool:
-        """Whether there is room on the disk for values that memory has; it is made if it can be."""
+        """Whether there is, or can be made, room on the disk for values that memory has."""
         if not self._stored.maxdisk:
             return True
         sizes = {name: takes(name, value) for name, value in values if not isinstance(value, Cold)}
@@ -108,10 +108,10 @@ class DiskLimit:
         return True
 
     def _have_room(self, sizes: Sizes, stay: Collection[bytes]) -> None:
-        """Have room for values of those sizes, without the units that are to `stay`. Raises DiskUsedUp."""
+        """Make room for values of these sizes; the units in `stay` are not evicted. Raises DiskUsedUp."""
         usage, most = self._stored.usage, self.most
         growth = sum(sizes.values()) - sum(map(usage.size_of, sizes))
-        lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered: step by step
+        lacking = min(usage.expected + growth - most, 2 * growth)  # if maxdisk was lowered, in small steps
         if lacking <= 0:
             return
         if growth > most or self._policy == NO_EVICTION:
@@ -128,12 +128,12 @@ class DiskLimit:
     # -- what goes -------------------------------------------------------------------------------------------------
 
     def give_up(self, error: DiskFull, size: int) -> None:
-        """Have units leave the disk, which is full, for as many bytes."""
+        """Evict as many bytes, since the disk is full."""
         if self._policy != NO_EVICTION:
             self._free(size, (), alone=not isinstance(error, MaxDisk))
 
     def _free(self, size: int, stay: Collection[bytes], *, alone: bool) -> bool:
-        """Have units leave the disk until there are so many bytes more; whether there are."""
+        """Evict until there are `size` bytes more. Returns whether there are."""
         stored, usage = self._stored, self._stored.usage
         there, aim = usage.used, usage.used - size
         for unit in self._going(alone=alone):
@@ -157,7 +157,7 @@ class DiskLimit:
             self._stored.remove(name)
 
     def _going(self, *, alone: bool) -> Iterator[Unit]:
-        """The units on disk in the order they go; those that memory has not, if they have to lie there `alone`."""
+        """The units on disk in the order in which they go. With `alone`, only those that memory does not have."""
         now, leases = unix_ms(), self._contents.leases
         leases.settle(now)
         units = self._soonest(alone=alone) if self._policy == VOLATILE_TTL else self._oldest(alone=alone)
@@ -184,7 +184,7 @@ class DiskLimit:
                 continue
             if not any(map(self._stored.behind.waits, names_in(unit))):
                 yield unit
-            if is_there(self._contents, unit):  # it waits to be written again, or it is spared
+            if is_there(self._contents, unit):  # it waits to be written again, or is spared
                 usage.use(name)
                 may_pass -= 1
 

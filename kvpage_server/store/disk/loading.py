@@ -1,8 +1,7 @@
-"""Every key of a store on disk, as a start finds it.
+"""Loads the keys of a store when it starts.
 
-What lies on disk alone is `Cold`. Blocks whose pages were stored one by one are resting: they are known by the rows of
-their pages, and the entries of a block are made when somebody asks for it. So the index of a million pages is there in
-less than a second.
+Values that are on disk only become `Cold`. A block whose pages were stored one by one is *resting*: only the rows of
+its pages are kept, and its entries are made when somebody asks for one. So a million pages load in less than a second.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from kvpage_server.store.records.record import Damaged, Record, footprint, name_
 
 
 class Loader:
-    """Makes the values that are on disk known: those of a start, and those of a block that wakes."""
+    """Makes the values on disk known: all of them at the start, and those of a block when it is woken."""
 
     def __init__(self, disk: Disk, contents: Contents, stored: Stored) -> None:
         self._disk = disk
@@ -33,23 +32,21 @@ class Loader:
         self._catalogue = contents.catalogue
         self._expirer = contents.expirer
         self._stored = stored
-        self._now = 0  # when the start is, in seconds
+        self._now = 0  # when the server started, in seconds
         contents.index.on_waking = self._wake
 
     def load(self) -> bool:
-        """Know every value; whether there are any.
-
-        What cannot be read is passed over; what is overdue expires as ever.
-        """
-        units: list[bytes] = []  # with each, when it was last used
+        """Load everything. Returns whether there is anything. Damaged values are left out; overdue ones expire as
+        usual."""
+        units: list[bytes] = []  # the units and when each was used last
         used: list[int] = []
         self._now = unix_ms() // 1000
         collecting = gc.isenabled()
-        gc.disable()  # nothing here is garbage, and there may be millions
+        gc.disable()  # there is no garbage, and there may be millions of objects
         try:
             size = self._load_sheets(units, used) + self._load_records(units, used)
         finally:
-            self._contents.evictor.units.now = self._now  # a text was used at another time
+            self._contents.evictor.units.now = self._now  # strings were entered with the times of their own use
             if collecting:
                 gc.enable()
         latest = np.argsort(np.array(used, np.uint64), kind="stable")[::-1]
@@ -75,7 +72,7 @@ class Loader:
         return sheet.footprint(b"".join(every))
 
     def _note_expiring(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """One page stands for all until it is due: then the block is woken."""
+        """Note one page for all. When it is due, the block is woken."""
         count, row = sheet.expiring(rows)
         [(key, _, expires, _)] = sheet.pages(req_id, page, row)
         self._expirer.keys += count
@@ -98,7 +95,7 @@ class Loader:
         return size
 
     def _admit(self, record: Record) -> None:
-        """Know a value. Its record is what was written, and what was written was valid."""
+        """Enter a value. Records were valid when they were written."""
         name, expires = record.name, record.expires
         if name[:1] == b"b":
             block = self._contents.index.open(*parse_block(name))
@@ -124,7 +121,7 @@ class Loader:
         return text
 
     def _wake(self, block: Block, rows: bytes) -> None:
-        """Give a block the pages that have those rows; all of them are cold."""
+        """Give a block the pages in these rows, all of them cold."""
         entries, know, note = self._catalogue.entries, self._stored.usage.know, self._expirer.note
         pages, unit = sheet.pages(block.req_id, block.page, rows), name_of_unit(block)
         for header, (key, (kv_type, layer, head), expires, used) in zip(sheet.headers(rows), pages, strict=True):

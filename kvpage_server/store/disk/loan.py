@@ -1,7 +1,7 @@
-"""What a reply is lent: values that it sends and that nobody else finds in memory.
+"""Loans: values that are sent by one reply, and are not brought into memory for anybody else.
 
-Small ones are copied side by side, as they are sent, to memory that is theirs for the moment: then one piece of a reply
-has many. Large ones are sent from where they lie, see `mapped`.
+Small values are copied side by side into memory of their own, in the form in which they are sent. So many of them are
+one piece of the reply. Large ones are sent from where they lie, see `mapped`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ _SIZE = attrgetter("size")
 
 
 class Loan(Protocol):
-    """Values for a reply. They last as long as the loan, or a piece of it, is referred to."""
+    """Values for a reply. They last as long as the loan or a piece of it."""
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:
-        """Values as bulk strings, one after the other; None when they are not all lent here side by side."""
+        """Values as bulk strings in a row; None if not all of them were lent here, side by side."""
 
 
 class Copies:
     """Memory for `values` as bulk strings, to be filled.
 
-    It goes back with the last reference to this and to the pieces of it. Raises MemoryError.
+    It is freed with the last reference to this and its pieces. Raises MemoryError.
     """
 
     __slots__ = ("_intact", "_memory", "_starts", "_values")
@@ -37,9 +37,9 @@ class Copies:
         self._values = list(values)
         self._intact: frozenset[object] = frozenset()
         sizes = [*map(_SIZE, values)]
-        spelt = {size: END + frame(size) for size in set(sizes)}  # after the one before
+        spelt = {size: END + frame(size) for size in set(sizes)}  # the end of the value before, and its frame
         frames = [*map(spelt.__getitem__, sizes)]
-        self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # of the frames, and the end
+        self._starts = [*accumulate(map(add, map(len, frames), sizes), initial=0)]  # where frames start, and the end
         self._memory = arena.allocate(self._starts[-1] + len(END))
         view = self._memory.body
         for start, text in zip(self._starts, frames, strict=False):
@@ -48,12 +48,12 @@ class Copies:
 
     @property
     def bodies(self) -> list[memoryview]:
-        """Writable: where the bytes of each value belong."""
+        """The memory for each value's bytes."""
         view = self._memory.body
         return [view[end - value.size : end] for value, end in zip(self._values, self._starts[1:], strict=True)]
 
     def filled(self, intact: Sequence[Cold]) -> None:
-        """These are there, and nothing else will be."""
+        """Say which of them were filled. There will be no more."""
         self._intact = frozenset(intact)
 
     def pieces(self, values: Sequence[object]) -> tuple[Piece, ...] | None:

@@ -1,8 +1,8 @@
-"""Values that a reply is lent where they lie: in the map of the disk's file, sent from there without a copy.
+"""Loans of values in the map of the disk's file, which are sent from there without a copy.
 
-Such a loan keeps a read transaction open: what LMDB freed since that began is not used again before it ends, so bytes
-stay what they were when they were checked. Meanwhile the file can only grow. So a loan is called in after a while: what
-a slow client has not been sent yet is then copied, and goes on from memory.
+Such a loan keeps a read transaction open. LMDB does not reuse space that was freed since it began, so bytes stay as
+they were when they were checked, and the file can only grow. So a loan is called in after a while: what a slow client
+has not received by then is copied to memory.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from weakref import ref
 from kvpage_server.core.piece import END, Piece, frame
 from kvpage_server.store.memory.cold import Cold
 
-LONGEST = 1.0  # seconds, until a loan is called in
-AT_ONCE = 4  # old loans called in before others have their turn: some milliseconds of copying
-MOST = 256  # loans at a time; then the oldest is called in: a transaction takes one of LMDB's places for readers
+LONGEST = 1.0  # seconds after which a loan is called in
+AT_ONCE = 4  # old loans that are called in at once: some milliseconds of copying
+MOST = 256  # loans at a time, since each takes one of LMDB's places for readers; then the oldest is called in
 
 
 class Mapped:
-    """Bodies that were read and found intact, each in some views of the map; `reading` keeps them as they are.
+    """Bodies that were found intact, each in some views of the map. `reading` keeps the views valid.
 
-    It ends with the last reference to this and to the pieces of it.
+    It ends with the last reference to this and its pieces.
     """
 
     __slots__ = ("__weakref__", "_reading", "_values", "_views", "since")
@@ -49,7 +49,7 @@ class Mapped:
         return [frame(value.size), *(MappedPiece(self, at) for at in self._values[value]), END]
 
     def call_in(self) -> None:
-        """From now on the bytes are in memory."""
+        """Copy the bytes to memory."""
         self._views = [memoryview(bytes(view)) for view in self._views]
         self._reading = None
 
@@ -59,7 +59,7 @@ class Mapped:
 
 
 class MappedPiece:
-    """Some of a value's bytes."""
+    """A part of a value."""
 
     __slots__ = ("_at", "_loan")
 
@@ -69,38 +69,36 @@ class MappedPiece:
 
     @property
     def view(self) -> memoryview:
-        """The bytes: others, with the same content, once the loan was called in."""
+        """The bytes. They are elsewhere once the loan was called in."""
         return self._loan.view(self._at)
 
     @property
     def size(self) -> int:
-        """How many they are."""
         return len(self.view)
 
 
 class MappedLoans:
-    """The loans that have not ended. `moved` is called when some of them were called in."""
+    """The current loans. `moved` is called when some were called in."""
 
     def __init__(self, moved: Callable[[], None]) -> None:
         self._loans: deque[ref[Mapped]] = deque()  # the oldest first
         self._moved = moved
 
     def add(self, loan: Mapped) -> None:
-        """One more."""
         self._loans.append(ref(loan))
         if len(self._loans) > MOST:
             self._drop_ended()
             self.call_in(len(self._loans) - MOST)
 
     def call_in_old(self) -> None:
-        """Call in some of those that have lasted for too long."""
+        """Call in some of those that have lasted too long."""
         since = monotonic() - LONGEST
         self._drop_ended()
         first = [known() for known in islice(self._loans, AT_ONCE)]
         self.call_in(sum(loan is not None and loan.since < since for loan in first))
 
     def call_in(self, count: int | None = None) -> None:
-        """Call in so many, the oldest first; all of them without a count."""
+        """Call in the oldest `count`, or all."""
         called_in = [self._loans.popleft()() for _ in range(len(self._loans) if count is None else count)]
         for loan in filter(None, called_in):
             loan.call_in()

@@ -1,4 +1,4 @@
-"""What the values of the keyspace are called on disk, and which value a name stands for."""
+"""The names of values on disk, and the values that names stand for."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from kvpage_server.store.records.record import name_of_block, name_of_key
 
 
 def name_of_unit(unit: Unit) -> bytes:
-    """What a unit is called."""
+    """The name of a unit."""
     return name_of_key(unit) if isinstance(unit, bytes) else name_of_block(unit.req_id, unit.page)
 
 
 def each_name_in(unit: Unit) -> Iterator[bytes]:
-    """What the values of a unit are called, one by one: it may have very many."""
+    """The names of a unit's values, one by one, as there may be many."""
     if isinstance(unit, bytes):
         yield name_of_key(unit)
     elif unit.extent is not None:
@@ -29,23 +29,23 @@ def each_name_in(unit: Unit) -> Iterator[bytes]:
 
 
 def names_in(unit: Unit) -> Sequence[bytes]:
-    """The same, all of them."""
+    """The same as a list."""
     return [*each_name_in(unit)]
 
 
 def unit_of_cold(value: Cold) -> Unit:
-    """What a value goes from memory with."""
+    """The unit of a value."""
     return value.unit if type(value.unit) is Block else value.name[1:]
 
 
 def parse_block(name: bytes) -> tuple[bytes, int]:
-    """The request and page id of the block of a name."""
+    """The request and page id in a block's name."""
     req_id, _, page = name[1:].rpartition(b":")
     return req_id, int(page)
 
 
 def value_named(contents: Contents, name: bytes) -> Entry | Extent:
-    """The value of a name; there is one."""
+    """The value of a name. It must exist."""
     if name[:1] == b"k":
         return contents.catalogue.entries[name[1:]]
     block = contents.index.block(*parse_block(name))
@@ -55,26 +55,26 @@ def value_named(contents: Contents, name: bytes) -> Entry | Extent:
 
 
 def unit_name_of(contents: Contents, name: bytes) -> bytes:
-    """What the unit is called that a value belongs to."""
+    """The name of the unit that a value belongs to."""
     if name[:1] == b"b":
         return name
     return name_of_unit(unit_of(name[1:], contents.catalogue.entries[name[1:]]))
 
 
 def unit_named(contents: Contents, name: bytes) -> Unit | None:
-    """The unit of a name; None for a block that is not there."""
+    """The unit of a name; None for a block that does not exist."""
     return contents.index.block(*parse_block(name)) if name[:1] == b"b" else name[1:]
 
 
 def is_there(contents: Contents, unit: Unit) -> bool:
-    """Whether the store has a unit. Wakes nobody."""
+    """Whether a unit exists. Does not wake its block."""
     if isinstance(unit, Block):
         return contents.index.has(unit.req_id, unit.page)
     return unit in contents.catalogue.entries
 
 
 def is_gone(contents: Contents, name: bytes) -> bool:
-    """Whether the store has nothing of that name, nor the block that it was a part of."""
+    """Whether there is nothing of that name any more, nor the block that it was a part of."""
     if name[:1] == b"b":
         return not contents.index.has(*parse_block(name))
     page = page_named(name[1:])
@@ -84,6 +84,6 @@ def is_gone(contents: Contents, name: bytes) -> bool:
 
 
 def is_cold_named(contents: Contents, name: bytes) -> bool:
-    """Whether the bytes of a value lie on disk alone."""
+    """Whether a value's bytes are on disk only."""
     value = value_named(contents, name)
     return isinstance(value.slot if isinstance(value, Extent) else value, Cold)

@@ -1,4 +1,4 @@
-"""What has to come to memory before something is read or written."""
+"""What has to be in memory before something is read or written."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvpage_server.store.memory.entry import Text, are_cold, is_page, page_named
 from kvpage_server.store.memory.extent import ExtentPage
 
 Body: TypeAlias = "Slot | Cold"
-Needed = tuple[Unit, Body]  # what has to be in memory, and what it goes from there with
+Needed = tuple[Unit, Body]  # the bytes that have to be in memory, and the unit with which they leave it
 
 
 class Needs:
@@ -24,7 +24,7 @@ class Needs:
         self.index = contents.index
 
     def cold_of(self, keys: Iterable[bytes]) -> list[Cold]:
-        """The values that have to be fetched before those keys can be read."""
+        """The values that must be fetched before these keys can be read."""
         entries = [*map(self._catalogue.get, keys)]
         if are_cold(entries):
             return [*dict.fromkeys(entries)]
@@ -34,7 +34,7 @@ class Needs:
         return [*dict.fromkeys(slot for slot in slots if type(slot) is Cold)]
 
     def cold_of_block(self, req_id: bytes, page: int) -> list[Cold]:
-        """The values that have to be fetched before a block can be read whole."""
+        """The values that must be fetched before a block can be read whole."""
         block = self.index.block(req_id, page)
         if block is None:
             return []
@@ -43,7 +43,7 @@ class Needs:
         return self.cold_of(block.page_keys())
 
     def values_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """What has to be in memory for keys to be read."""
+        """What must be in memory to read these keys."""
         get = self._catalogue.get
         for key in keys:
             entry = get(key)
@@ -51,23 +51,23 @@ class Needs:
                 yield unit_of(key, entry), entry.extent.slot if type(entry) is ExtentPage else cast(Body, entry)
 
     def extents_of(self, keys: Iterable[bytes]) -> Iterator[Needed]:
-        """What has to be in memory for keys to be written: the blocks stored whole that they name pages of.
+        """What must be in memory to write these keys: the blocks, stored whole, to which the pages belong.
 
-        There need not be such a page yet. It would be written into the block, which is split for that.
+        The pages need not exist yet. Writing one splits the block.
         """
         entries = self._catalogue.entries
         names = (page_named(key) for key in keys if key[:3] == b"kv:" and not is_page(entries.get(key)))
         return self.extents_at((name.req_id, name.page) for name in names if name)
 
     def extents_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """What has to be in memory for pages of some blocks to be written: the blocks, where they were stored whole."""
+        """What must be in memory to write pages of these blocks: the blocks themselves, if they were stored whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:
                 yield block, block.extent.slot
 
     def blocks_at(self, names: Iterable[tuple[bytes, int]]) -> Iterator[Needed]:
-        """What has to be in memory for blocks to be read whole."""
+        """What must be in memory to read these blocks whole."""
         for req_id, page in names:
             block = self.index.block(req_id, page)
             if block is not None and block.extent is not None:

@@ -1,7 +1,7 @@
-"""What is on disk or on its way there, and how a value gets on that way.
+"""What is on disk or being written, and what is to be written.
 
-With `appendfsync` always or everysec, everything goes to disk. With no, what is stored and never asked for again wears
-no SSD: it is *unproven* until it is used for a second time.
+With `appendfsync` always or everysec, everything goes to disk. With `no`, a value is *unproven* until it is used a
+second time, and only then goes to disk. So values that nobody asks for wear no SSD.
 """
 
 from __future__ import annotations
@@ -24,39 +24,39 @@ from kvpage_server.store.records.record import footprint, name_of_key
 
 
 class DiskCounters:
-    """What happened between memory and disk since the start."""
+    """What has happened between memory and disk since the start."""
 
     fetched = 0
-    dropped = 0  # values whose bytes memory has no more
-    evicted = 0  # values that had to leave the disk
+    dropped = 0  # values whose bytes left memory
+    evicted = 0  # values that were evicted from the disk
     corrupt = 0
-    repaired = 0  # found damaged on disk, and written again from memory
-    skipped = 0  # values that memory keeps to itself, since the disk could not keep up
+    repaired = 0  # damaged on disk, and written again from memory
+    skipped = 0  # values that stay in memory only, since the disk could not keep up
 
 
 class Stored:
-    """Values on disk, and changes on their way there. `maxdisk` is in bytes, 0 for no limit."""
+    """Values on disk and their changes. `maxdisk` is in bytes, 0 for no limit."""
 
-    behind: WriteBehind[Value]  # from when the loop runs
+    behind: WriteBehind[Value]  # set when the loop runs
 
     def __init__(self, contents: Contents, maxdisk: int) -> None:
         self.maxdisk = maxdisk
         self.usage = DiskUsage(counts_blocks=maxdisk > 0)
         self.counts = DiskCounters()
-        self.unproven: set[Unit] = set()  # written and not used since: not for the disk yet
+        self.unproven: set[Unit] = set()  # written, and not used since
         self._evictor = contents.evictor
 
     @property
     def keeps_all(self) -> bool:
-        """Whether everything that is stored goes to disk, and not only what is used again."""
+        """Whether every value goes to disk, not only those that are used again."""
         return self.behind.mode != "no" or self._evictor.policy in (NO_EVICTION, VOLATILE_TTL)
 
     def has(self, name: bytes) -> bool:
-        """Whether a value is on disk, or on its way there."""
+        """Whether a value is on disk or waits to be written."""
         return name in self.usage or self.behind.waits(name)
 
     def store(self, name: bytes, value: Entry | Extent) -> None:
-        """A value is to be on disk as it is now."""
+        """Write a value as it is now."""
         if self.maxdisk and not isinstance(value, Cold):
             self.usage.expect(name, takes(name, value))
         if isinstance(value, Text):
@@ -67,7 +67,6 @@ class Stored:
             self.behind.note(name, value, value.footprint)
 
     def store_pages(self, keys: Sequence[bytes], pages: Sequence[Slot | ExtentPage]) -> None:
-        """The same for pages."""
         names = [*map(name_of_key, keys)]
         if self.maxdisk:
             for name, page in zip(names, pages, strict=True):
@@ -75,21 +74,21 @@ class Stored:
         self.behind.note_all(names, pages, [page.footprint for page in pages])
 
     def remove(self, name: bytes) -> None:
-        """A value is to leave the disk, if it is there."""
+        """Remove a value from the disk, if it is there."""
         if self.has(name):
             if self.maxdisk:
                 self.usage.expect(name, 0)
             self.behind.note(name, None, 0)
 
     def clear(self) -> None:
-        """Everything is to leave it."""
+        """Remove everything from the disk."""
         self.behind.clear()
         self.usage.clear()
         self.unproven.clear()
 
 
 def takes(name: bytes, value: Entry | Extent | ShortText) -> int:
-    """Bytes of the disk that a value takes, nearly."""
+    """Roughly the bytes that a value takes on disk."""
     if (type(value) is Slot or type(value) is ExtentPage) and type(value.unit) is Block:
         return sheet.footprint_of(value.size)
     if isinstance(value, tuple):

@@ -1,15 +1,15 @@
-"""The disk below memory: what memory has no room for is dropped there and fetched when it is asked for.
+"""The disk below memory. What memory has no room for is dropped from there, and fetched when it is asked for.
 
-Every key is known in memory. A value's bytes are there too, or it is `Cold`: they lie on disk alone. The tier is told
-of every change and hands it to the write-behind; what is on disk and does not wait to be written again may be dropped.
+Every key is known in memory. Its value is there too, or it is `Cold`: its bytes are on disk only. The tier is told of
+every change, and gives it to the write-behind. A value may be dropped from memory when it is on disk and does not wait
+to be written again.
 
-With `appendfsync` always or everysec, all that is stored goes to disk, and writers wait when it comes faster than the
-disk takes it. With no, nothing is promised: a value goes to disk when it is used for a second time, so what is stored
-and never asked for again wears no SSD; when the disk cannot keep up it stays in memory; and when the server ends in
-order, everything goes.
+With `appendfsync` always or everysec, everything goes to disk, and writers wait if the disk is slower than they are.
+With `no`, nothing is promised. A value goes to disk when it is used a second time, so values that nobody asks for wear
+no SSD. If the disk cannot keep up, values stay in memory. When the server ends in order, everything is written.
 
-Its parts: `stored` (what is on disk or on its way there), `limit` (what happens when the disk is full), `needs` (what
-has to be fetched for something), `fetching` (from disk to memory), a loader for the start, and a scrubber.
+Its parts: `stored` (what is on disk or being written), `limit` (what happens when the disk is full), `needs` (what must
+be fetched for a command), `fetching` (from disk to memory), a loader for the start, and a scrubber.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from kvpage_server.store.records import sheet
 from kvpage_server.store.records.record import Damaged, name_of_block, name_of_key
 
 _AT_ONCE = 256  # values that are noted before others have their turn
-_SHARE_OF_TEXTS = 0.5  # of maxmemory, that short strings may take before they are evicted: memory always has them
+_SHARE_OF_TEXTS = 0.5  # of maxmemory that short strings may take before they are evicted; memory always has them
 
 log = logging.getLogger("kvpage")
 
 
 class DiskTier:
-    """See the module. `load`, then `connect` once the loop runs. What it is told, `Tier` and `TierBelow` say."""
+    """See the module. Call `load`, then `connect` once the loop runs. `Tier` and `TierBelow` say what it is told."""
 
     scrubber: Scrubber
 
     def __init__(self, disk: Disk, contents: Contents, memory: MemoryLimit, maxdisk: int) -> None:
         self.disk = disk
-        self.any_cold = False  # whether there may be a cold value
-        self.left_out = 0  # values that the last save found no room for
+        self.any_cold = False  # whether any value may be cold
+        self.left_out = 0  # values for which the last save found no room
         self.stored = Stored(contents, maxdisk)
         self.needs = Needs(contents)
         self.fetching = Fetching(contents, memory, self.stored)
@@ -76,13 +76,13 @@ class DiskTier:
         contents.tier = memory.tier = self
 
     def load(self) -> None:
-        """Know every value that is on disk."""
+        """Load all keys on disk."""
         self.any_cold = self._loader.load()
 
     def connect(self, *, mode: str, limit: int, scrub_rate: int, moved: Callable[[], None]) -> None:
-        """Begin to write, behind with at most `limit` bytes, and to read. On the loop.
+        """Begin to read and write, on the loop. At most `limit` bytes may wait to be written.
 
-        `moved` is called when some of what is lent, and may wait to be sent, has moved.
+        `moved` is called when lent bytes, which may wait to be sent, have moved.
         """
         if self._memory.maxmemory:
             limit = min(limit, self._memory.maxmemory // 4)
@@ -94,13 +94,12 @@ class DiskTier:
 
     @property
     def behind(self) -> WriteBehind[Value]:
-        """What writes."""
         return self.stored.behind
 
     async def save(self) -> str:
-        """Have everything on disk, what is not promised to be there too; why some is not, empty when all is.
+        """Write everything, including unproven values. Returns why some could not be written; empty if all were.
 
-        In waves: the queue is no longer than ever.
+        It works in waves, so that the queue does not become longer than usual.
         """
         behind, unproven = self.behind, self.stored.unproven
         position = behind.position
@@ -123,23 +122,23 @@ class DiskTier:
 
     @property
     def values_on_disk(self) -> int:
-        """How many values there are on disk."""
+        """The number of values on disk."""
         return len(self.stored.usage) + self._contents.index.resting
 
     @property
     def used_disk(self) -> int:
-        """Bytes that values take there, nearly."""
+        """Roughly the bytes that values take on disk."""
         return self.stored.usage.used
 
     def begin_save(self) -> asyncio.Task[str]:
-        """Begin to `save`, now."""
+        """Begin to `save` now."""
         task = asyncio.create_task(self.save())
         self._saves.add(task)
         task.add_done_callback(self._saves.discard)
         return task
 
     async def close(self) -> str:
-        """Write what waits, and let go of the disk; why some could not be written, empty when all was."""
+        """Write what waits, and close the disk. Returns why some could not be written; empty if all was."""
         await self.scrubber.close()
         log.info("the last save: %s", await self.save() or "everything is on disk")
         failing = self.behind.failing
@@ -154,12 +153,12 @@ class DiskTier:
     # -- what is stored --------------------------------------------------------------------------------------------
 
     def known(self, pages: NewPages) -> Sequence[bool]:
-        """Which of some pages there are, where it makes a difference."""
+        """Which pages exist already, if that makes a difference."""
         entries = self._contents.catalogue.entries
         return () if self.stored.keeps_all else [key in entries for key in pages.keys]
 
     def stored_pages(self, pages: NewPages, known: Sequence[bool]) -> None:
-        """Pages were stored, some of which were `known`."""
+        """Pages were stored, some of which were `known` before."""
         if self.stored.keeps_all:
             self.stored.store_pages(pages.keys, pages.slots)
             return
@@ -167,16 +166,14 @@ class DiskTier:
             self._offer(cast(Block, slot.unit), name_of_key(key), slot, known=was_known)
 
     def stored_string(self, key: bytes, entry: Entry, *, known: bool) -> None:
-        """A string was stored."""
         self._offer(key, name_of_key(key), entry, known=known)
 
     def stored_block(self, block: Block, *, known: bool) -> None:
-        """A block was stored whole."""
         assert block.extent is not None
         self._offer(block, name_of_unit(block), block.extent, known=known)
 
     def _offer(self, unit: Unit, name: bytes, value: Entry | Extent, *, known: bool) -> None:
-        """Something has a new value. Was it `known` before, it is used for a second time."""
+        """A unit has a new value. If it was `known` before, this is its second use."""
         stored, behind = self.stored, self.behind
         may_wait = known and (behind.waits(name) or not behind.full)
         if stored.keeps_all or (may_wait and self.limit.fits([(name, value)])):
@@ -187,7 +184,7 @@ class DiskTier:
             stored.remove(name)
 
     def splits(self, block: Block) -> None:
-        """A block that was stored whole is about to be split. Raises Absent when it is not in memory."""
+        """A block stored whole is about to be split. Raises Absent if it is not in memory."""
         assert block.extent is not None
         if isinstance(block.extent.slot, Cold):
             raise Absent(block.extent.slot.name)
@@ -222,13 +219,13 @@ class DiskTier:
     # -- what is used ----------------------------------------------------------------------------------------------
 
     def used(self, units: Sequence[Unit]) -> None:
-        """Units were read: what has proven itself so goes to disk."""
+        """Units were read. Unproven ones go to disk now."""
         if self.stored.unproven:
             for unit in dict.fromkeys(units):
                 self._prove(unit)
 
     def _prove(self, unit: Unit) -> None:
-        """A unit is used for a second time, or the server ends: it goes to disk, if there is room on the way."""
+        """Write an unproven unit, because it is used a second time or the server ends, if there is room."""
         stored, waits = self.stored, self.behind.waits
         if unit not in stored.unproven:
             return
@@ -255,16 +252,16 @@ class DiskTier:
         return self._contents.evictor.policy in (NO_EVICTION, VOLATILE_TTL)
 
     def drops_any(self) -> bool:
-        """Whether there may be something to drop, whatever the policy: not where short strings alone are too much."""
+        """Whether there may be something to drop, under any policy: not if short strings alone exceed maxmemory."""
         return not (self._keeps_texts and self._contents.texts > self._memory.maxmemory)
 
     def hurry(self) -> None:
         self.behind.hurry()
 
     def leave(self, unit: Unit) -> bool:
-        """Drop a unit, or evict one that is not on disk; False when it has to stay.
+        """Drop a unit, or evict it if it is not on disk. False if it has to stay.
 
-        To drop a short string would gain nothing. They are evicted when they take too much of memory together.
+        Dropping a short string gains nothing. Strings are evicted when they take too much memory together.
         """
         is_text = isinstance(unit, bytes) and isinstance(self._contents.catalogue.entries[unit], Text)
         if not self._waits(unit) and self.stored.usage.has_all(names := names_in(unit)):
@@ -274,11 +271,11 @@ class DiskTier:
             if self._contents.texts <= self._memory.maxmemory * _SHARE_OF_TEXTS:
                 return False
         elif self.stored.keeps_all:
-            self._prove(unit)  # if it was stored under another policy
+            self._prove(unit)  # it may have been stored under another policy
         return not self._keeps_texts and self.evict(unit)
 
     def evict(self, unit: Unit) -> bool:
-        """Evict a unit; False when it waits to be written, or memory would gain nothing."""
+        """Evict a unit. False if it waits to be written, or memory would gain nothing."""
         if all(is_cold_named(self._contents, name) for name in each_name_in(unit)):
             return False
         if not self.behind.failing and self._waits(unit):
@@ -287,11 +284,11 @@ class DiskTier:
         return True
 
     def _waits(self, unit: Unit) -> bool:
-        """Whether some of a unit waits to be written. Nearly always all of it does, or nothing."""
+        """Whether a part of a unit waits to be written. Usually all of it does, or nothing."""
         return not self.behind.settled and any(map(self.behind.waits, each_name_in(unit)))
 
     def _drop(self, unit: Unit, names: Sequence[bytes]) -> None:
-        """Let go of a unit's bytes in memory."""
+        """Free a unit's bytes in memory."""
         contents, units = self._contents, self._contents.evictor.units
         used = units.now - units.idle(unit)
         if isinstance(unit, bytes):
@@ -307,7 +304,7 @@ class DiskTier:
         self.any_cold = True
 
     def _cool(self, unit: Unit, names: Iterable[bytes], used: int) -> int:
-        """Let go of the bytes of keys; how many they were."""
+        """Free the bytes of these keys. Returns how many they were."""
         entries, freed = self._contents.catalogue.entries, 0
         for name in names:
             key = name[1:]
@@ -322,14 +319,14 @@ class DiskTier:
     # -- the disk's side -------------------------------------------------------------------------------------------
 
     def _found_damaged(self, name: bytes) -> None:
-        """The scrubber found a value, or a sheet, damaged. Where memory has it, it is written again."""
+        """The scrubber found a value or sheet damaged. It is written again if memory has it."""
         if name.startswith(sheet.PREFIX):
             block = self._contents.index.block(*parse_block(sheet.block_of(name)[0]))
             for one in [] if block is None else names_in(block):
                 if sheet.is_in(one, name):
                     self._found_damaged(one)
             return
-        self._contents.catalogue.get(name[1:])  # it is awake
+        self._contents.catalogue.get(name[1:])  # this wakes its block
         if name not in self.stored.usage or self.behind.waits(name):
             return
         value = value_named(self._contents, name)

@@ -1,4 +1,4 @@
-"""What goes and when: policies and their queues, quotas, expiry; what is spared; and what is remembered of it.
+"""What is evicted and when: policies and their queues, quotas, expiry, leases, and the memory of what is gone.
 
-Knows units (a block, or the key of a string) and bytes. Nothing here removes a value or knows where it lies.
+Knows units (a block, or a string's key) and bytes. Nothing here removes a value or knows where it is.
 """

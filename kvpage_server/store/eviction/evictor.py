@@ -1,9 +1,9 @@
-"""What decides which unit is evicted: a policy for all units, and one more of its kind for each quota.
+"""Decides which unit is evicted: with a policy for all units, and one of the same kind for each quota.
 
-**Where a new policy goes.** It is a subclass of `Queues` in a module of this folder, with a row in `policies`. It is
-told about uses and asked for victims. It does not know who removes them, or how many.
+**A new policy** is a subclass of `Queues` in a module of this folder, with a row in `policies`. It is told about uses
+and asked for victims. It does not know who removes them, or how many.
 
-**A change of policy** costs nothing at once: the new policy takes over in steps, see `queues`.
+**A change of policy** costs nothing at once. The new policy takes over in steps, see `queues`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Evictor:
         self.hand_over()
 
     def set_quotas(self, rules: Sequence[Rule]) -> None:
-        """Have these quotas and no others. They have evicted as many as those before them with the same patterns."""
+        """Replace the quotas. Those with the same pattern keep their count of evictions."""
         old = {quota.pattern: quota for quota in self.every_quota}
         every = self._policies()[0]
         self.quotas = Quotas(rules, every, POLICIES[self._policy]) if rules else None
@@ -51,7 +51,6 @@ class Evictor:
 
     @property
     def every_quota(self) -> Sequence[Quota]:
-        """Every quota, in order."""
         return self.quotas.all if self.quotas is not None else ()
 
     def quota_of(self, unit: Unit) -> Quota | None:
@@ -64,12 +63,12 @@ class Evictor:
         return quota if quota is not None and quota.limit else None
 
     def chain(self, blocks: Sequence[Block]) -> None:
-        """Note that each of these units extends the one before it, and is useless to an engine without that."""
+        """Note that each of these blocks extends the one before it, without which it is useless to an engine."""
         if len(blocks) > 1:
             self.units.follows(blocks)
 
     def join(self, block: Block) -> None:
-        """Say that the pages of a request follow each other."""
+        """Note that a block's neighbours in its request extend each other."""
         self.chain(self._index.around(block))
 
     # -- a change of policy ------------------------------------------------------------------------------------------
@@ -86,7 +85,7 @@ class Evictor:
         return self._begin_to_hand_over()
 
     def _begin_to_hand_over(self) -> bool:
-        """Have the policies that are wanted, unless those there are were not told everything yet."""
+        """Install the policies that are wanted, unless the last change is not complete."""
         kind = POLICIES[self._policy]
         policies = self._policies()
         if all(type(policy) is kind for policy in policies) or any(policy.hands_over for policy in policies):
@@ -100,7 +99,7 @@ class Evictor:
         return True
 
     def _policies(self) -> list[Queues]:
-        """That of all units, and those of quotas."""
+        """The policy of all units, and those of quotas."""
         if isinstance(self.units, Quotas):
             return [self.units.every, *(quota.units for quota in self.units.all)]
         return [self.units]

@@ -1,11 +1,11 @@
 """When keys are due. Each second has a bucket of keys, which is opened when the second is over.
 
-A bucket has every key that was given an expiry in its second. If the expiry was changed since, the key is not due then.
-Stale notes are dropped together when they outnumber the others. Costs: O(1) for a note and a key that is due,
-amortised.
+A bucket has every key whose expiry was set to its second. If the expiry was changed since, the key is not due then.
+Such stale notes are dropped together when they outnumber the others. Costs: amortised O(1) for a note and for a key
+that is due.
 
-Who makes room asks for what is due next, and may have to spare it. What was spared is returned again after all others,
-or after a while. Otherwise it would be looked at for every write.
+Eviction asks for what is due next, and may have to spare it. A spared key is returned again after all others, or after
+a while, so that not every write looks at it.
 """
 
 from __future__ import annotations
@@ -23,18 +23,16 @@ class Expirer:
     def __init__(self, expires_of: Callable[[bytes], int]) -> None:
         self._expires_of = expires_of
         self._buckets: dict[int, list[bytes]] = {}
-        self._seconds: list[int] = []  # heap of the buckets' seconds
+        self._seconds: list[int] = []  # heap of the seconds that have a bucket
         self._spared: dict[int, list[bytes]] = {}  # keys that are in no bucket, by the second of their expiry
         self._again = 0  # when they are put back, in unix milliseconds
         self._notes = 0
-        self.keys = 0  # keys that have an expiry now; kept by the owner
+        self.keys = 0  # keys that have an expiry; kept by the owner
 
     def note(self, key: bytes, expires: int) -> None:
-        """`key` will be due at `expires`."""
         self.note_all([key], expires)
 
     def note_all(self, keys: Sequence[bytes], expires: int) -> None:
-        """All of `keys` will be due at `expires`."""
         second = expires // 1000
         bucket = self._buckets.get(second)
         if bucket is None:
@@ -59,7 +57,7 @@ class Expirer:
             del self._buckets[heapq.heappop(self._seconds)]
 
     def nearest(self, now: int) -> Iterator[bytes]:
-        """The keys that expire, in order of the second. A key that still exists afterwards was spared."""
+        """The keys that expire, by second. A key that still exists afterwards was spared."""
         if now >= self._again:
             self._put_back(now)
         given = []

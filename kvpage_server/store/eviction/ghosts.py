@@ -1,8 +1,8 @@
 """Remembers pages that are gone: why, when, and by which policy or quota.
 
-There is a ghost for each block and reason. It has its pages in rows, as the index does. `MOST_ROWS` limits all ghosts
-together. The blocks that lost pages longest ago are forgotten first, and `since` then moves on: removals before it may
-be forgotten. Costs: O(rows) for a block, O(1) for a page.
+There is a ghost for each block and reason, with the rows of its pages. `MOST_ROWS` limits all ghosts together. Blocks
+that lost pages longest ago are forgotten first. Then `since` moves on: removals before it may be forgotten. Costs:
+O(rows) for a block, O(1) for a page.
 """
 
 from __future__ import annotations

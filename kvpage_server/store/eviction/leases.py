@@ -1,8 +1,8 @@
 """Leases and pins: units that must not be evicted, for a while or until they are unpinned.
 
-A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. How much may be
-protected is limited, in memory and on disk (see `protection`). Otherwise there would be nothing to evict for new pages.
-Leases and pins do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for everything else.
+A lease has no owner, so it is never shortened: one client can't end a lease that another one relies on. The protected
+bytes are limited, in memory and on disk (see `protection`), so that there is always something to evict. Leases and pins
+do not prevent deletion and expiry. Costs: O(log n) for a lease, O(1) for everything else.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 
 from kvpage_server.store.eviction.policy import Unit
 
-_AT_ONCE = 1000  # leases that are let go of
+_AT_ONCE = 1000  # leases that are removed at once
 LONGEST_LEASE = 3_600_000  # milliseconds; to protect something for longer, pin it
 
 
 class Bytes(NamedTuple):
-    """What units take, or may take."""
+    """Bytes that units take, or may take."""
 
     memory: int
     disk: int
@@ -28,9 +28,9 @@ class Bytes(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """What protects a unit: a lease `until` a unix time in milliseconds (0: none), or a pin.
+    """What protects a unit: a lease `until` a time in unix milliseconds (0: none), or a pin.
 
-    `size` is what it takes of memory now, `on_disk` what it took of the disk when it began to be protected.
+    `size` is what it takes of memory now, `on_disk` what it took of the disk when it was first protected.
     """
 
     size: int
@@ -45,16 +45,16 @@ _NOTHING = Bytes(0, 0)
 
 
 class Leases:
-    """Every protected unit. Leases that ran out count until `settle`.
+    """Every protected unit. Expired leases count until `settle`.
 
-    `account_of` says whose a unit is: what is protected is counted for each by itself.
+    `account_of` says to which account a unit belongs. Each account has a limit of its own.
     """
 
     def __init__(self, account_of: Callable[[Unit], object]) -> None:
         self._account_of = account_of
-        self._bytes: dict[object, Bytes] = {}  # of every account
+        self._bytes: dict[object, Bytes] = {}  # of each account
         self._leases: dict[Unit, Lease] = {}
-        self._due: list[tuple[int, int, Unit, Lease]] = []  # heap; one entry a lease that has a lease
+        self._due: list[tuple[int, int, Unit, Lease]] = []  # heap; one entry for each unit with a lease
         self._tickets = count()
 
     def __len__(self) -> int:
@@ -73,7 +73,7 @@ class Leases:
         return self._bytes.get(self._account_of(unit), _NOTHING)
 
     def recount(self) -> None:
-        """Units may belong to other accounts now."""
+        """Count again, since units may belong to other accounts now."""
         self._bytes.clear()
         for unit, lease in self._leases.items():
             lease.account = self._account_of(unit)
@@ -88,7 +88,7 @@ class Leases:
             self._bytes.pop(lease.account, None)
 
     def of(self, unit: Unit) -> Lease:
-        """The lease of a unit; an empty one if the unit is not protected."""
+        """The lease of a unit; an empty one if it is not protected."""
         return self._leases.get(unit, _NONE)
 
     def spares(self, unit: Unit, now: int) -> bool:
@@ -97,7 +97,7 @@ class Leases:
         return lease is not None and (lease.pinned or lease.until > now)
 
     def lease(self, unit: Unit, size: Bytes, until: int, most: Bytes) -> bool:
-        """Protect a unit of `size` bytes until then. False if its account would then have more than `most`."""
+        """Protect a unit of `size` bytes until then. False if its account would have more than `most`."""
         lease = self._lease(unit, size, most)
         if lease is None:
             return False
@@ -123,12 +123,12 @@ class Leases:
         return lease
 
     def have_room(self, unit: Unit, size: Bytes, most: Bytes) -> bool:
-        """Whether so much more of a unit's account may be protected."""
+        """Whether a unit's account has room for it."""
         beside = self.beside(unit)
         return beside.memory + size.memory <= most.memory and beside.disk + size.disk <= most.disk
 
     def unpin(self, unit: Unit) -> bool:
-        """End a pin, if there was one; a lease goes on."""
+        """End a pin, if there is one. A lease stays."""
         lease = self._leases.get(unit)
         if lease is None or not lease.pinned:
             return False
@@ -138,14 +138,14 @@ class Leases:
         return True
 
     def grew(self, unit: Unit, size: int) -> None:
-        """A unit occupies `size` bytes more (or less)."""
+        """A unit has grown by `size` bytes, which may be negative."""
         lease = self._leases.get(unit)
         if lease is not None:
             lease.size += size
             self._count(lease, size)
 
     def removed(self, unit: Unit) -> None:
-        """Remove a unit that is gone or not protected any more."""
+        """Forget a unit that is gone or not protected any more."""
         lease = self._leases.pop(unit, None)
         if lease is not None:
             self._count(lease, -lease.size, -lease.on_disk)

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvpage_server.store.eviction.policy import Unit
 from kvpage_server.store.eviction.queues import Queues
 
-_NO_TIME = -1  # it counts no units that came, and nothing was used before
+_NO_TIME = -1  # no unit has this time
 
 
 class LRU(Queues):

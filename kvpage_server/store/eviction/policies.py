@@ -14,6 +14,6 @@ POLICIES: dict[str, type[Queues]] = {
     "allkeys-prefix": Prefix,
     "allkeys-lru": LRU,
     "allkeys-s3fifo": S3FIFO,
-    VOLATILE_TTL: LRU,  # which knows how long units have been idle; the expiry knows what goes
+    VOLATILE_TTL: LRU,  # it tells how long units have been idle; `Expirer` knows what goes first
     NO_EVICTION: LRU,
 }

@@ -1,22 +1,22 @@
-"""allkeys-prefix: what is used again is kept longer, what extends a prefix goes before the prefix.
+"""allkeys-prefix: what is used again is kept longer, and the end of a prefix goes before its beginning.
 
-**Kinds.** Units are of five kinds, each a queue by last use: ends of a chain that were used once, others used once,
-and those used 2 or 3, 4 to 7, 8 or more times. Among the first of each queue the victim is the one that is worth the
-least. Time is counted in units that came, so nothing ages while nothing comes. What came last stays, as long as there
-is anything else: who writes a chain may not be through.
+**Kinds.** There are five kinds of units, each with a queue in the order of last use: ends of a chain that were used
+once, others used once, and those used 2 or 3, 4 to 7, 8 or more times. The victim is the unit that is worth least among
+the first of each queue. Time is counted in units that came, so nothing ages while nothing comes. The newest units stay
+while there is anything else, since their writer may not have finished its chain.
 
-**Worth** is learned: how often units of a kind and an age are used again (`worth`). A unit that leaves is a ghost: its
-name, kind and last use are remembered, and count as those of a unit that is there. So it is seen what comes back after
-it had to go. (ARC, Megiddo and Modha, FAST '03, learns from ghosts how to share memory between what was used once and
-more often; LHD, Beckmann et al., NSDI '18, ranks by how often a class and age is hit for the time it takes up.)
+**Worth** is learned: how often units of a kind and an age are used again (see `worth`). A unit that was evicted becomes
+a ghost: its name, kind and last use are remembered and count like those of other units. So the policy also learns what
+comes back after it was evicted. (ARC, Megiddo and Modha, FAST '03, learns from ghosts how to divide memory between what
+was used once and more often; LHD, Beckmann et al., NSDI '18, ranks by how often a class and age is hit for the time it
+takes up.)
 
-**Prefixes.** The owner says which units extend which (`follows`). Units that something extends leave the queue when
-their turn comes, and are the next to go when nothing does any more: chains go from their ends. While the end of one is
-spared, so is all before it, unless nothing else is left. Spared units are not looked at again before as many others
-have gone.
+**Prefixes.** The owner says which units extend which (`follows`). A unit that something extends leaves its queue when
+its turn comes, and goes as soon as nothing extends it any more. So chains go from their ends. If the end of a chain is
+spared, so is the rest, unless nothing else is left. Spared units are looked at again when as many others have gone.
 
-Every operation is O(1), amortised. A unit takes some 150 bytes: its fields lie in columns, at the place that `_places`
-tells; the first places are the queues themselves. A ghost takes some 150 bytes too.
+Every operation is amortised O(1). A unit takes some 150 bytes: its fields are in columns, at the place that `_places`
+has for it; the first places are the queues themselves. A ghost takes some 150 bytes, too.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from kvpage_server.store.eviction.worth import Worth
 _END, _ONCE, _OFTEN = 1, 2, 5  # kinds: the queues
 _KINDS = range(1, QUEUES + 1)
 
-_FRESH = 8  # units that came since
-_GHOSTS = 4  # for each unit
+_FRESH = 8  # units that came since; a unit is fresh until then
+_GHOSTS = 4  # as many times as there are units
 _FEWEST_GHOSTS, _MOST_GHOSTS = 1 << 14, 1 << 17
 # By kind, with none at 0: what was used twice as often is used again twice as soon, and the end of a prompt seldom.
 _EXPECTED = (1.0, 0.25, 1.0, 2.0, 4.0, 8.0)
-_MOST_STEPS = 4096  # up a chain, to see that it does not bite its tail
+_MOST_STEPS = 4096  # steps up a chain in the search for a circle
 _USES_BITS, _KIND_BITS = 8, 3
 
 
@@ -47,10 +47,10 @@ class Prefix(Queues):
     def reset(self) -> None:
         super().reset()
         self._time = 0  # units that came so far
-        self._before_time = 0  # the last use of what was handed over last
+        self._before_time = 0  # the last use of the unit that was handed over last
         self._ghosts: OrderedDict[int, int] = OrderedDict()  # by name: last use, uses and kind in one number
-        self._aside: list[tuple[Unit, int, int]] = []  # units that were spared, with their places and their parents'
-        self._gone = 0  # so many were evicted since the last of them were queued again
+        self._aside: list[tuple[Unit, int, int]] = []  # spared units, with their places and their parents'
+        self._gone = 0  # units evicted since the last spared ones were queued again
         self._worth = Worth(_EXPECTED)
 
     # -- uses ------------------------------------------------------------------------------------------------------
@@ -61,7 +61,7 @@ class Prefix(Queues):
             self._come(self._place_of(unit), self._uses_before(unit))
             return
         if self._last[place] == self._time and self._at[place] == self.now:
-            return  # it was used in this second, and nothing has come since
+            return  # used in this second, and nothing has come since
         if self._waits(place):
             self._take(place)
             self._come(place, 1)
@@ -82,7 +82,7 @@ class Prefix(Queues):
         self._link(place, self._before[self._queue[place]])
 
     def used_all(self, units: list[Unit]) -> None:
-        """The units were written or read, in that order; those that are new come after the others."""
+        """Units were written or read, in this order. New ones come after all others."""
         if len(units) == 1:
             self.used(units[0])
             return
@@ -103,7 +103,7 @@ class Prefix(Queues):
                 self._worth.learn(self._time, len(self._places))
 
     def _uses_before(self, unit: Unit) -> int:
-        """How often a unit that comes was used, this time included, as far as is remembered."""
+        """How often a new unit was used, including now, as far as is remembered."""
         if not self._ghosts:
             return 1
         ghost = self._ghosts.pop(name_of(unit), None)
@@ -154,7 +154,7 @@ class Prefix(Queues):
         return parent == NOBODY or self._units[parent] is None
 
     def _descends(self, place: int, ancestor: int) -> bool:
-        """Whether a unit extends another, in any number of steps; taken for granted when there are too many."""
+        """Whether a unit extends another, directly or not. Assumed if there are too many steps."""
         if not self._children[ancestor]:
             return place == ancestor
         for _ in range(_MOST_STEPS):
@@ -173,7 +173,7 @@ class Prefix(Queues):
             self._requeue(parent, _ONCE)
 
     def _abandon(self, child: int) -> None:
-        """A unit extends its parent no more."""
+        """A unit does not extend its parent any more."""
         parent = self._parent[child]
         if parent == NOBODY:
             return
@@ -253,10 +253,10 @@ class Prefix(Queues):
                 if self._places.get(unit) == place:
                     self._unlink(place)
                     self._aside.append((unit, place, self._parent[place]))
-            elif before:  # what was spared in earlier rounds may go by now
+            elif before:  # what was spared in earlier rounds may go now
                 self._bring_back(before)
                 before = 0
-            elif cut < len(self._aside):  # nothing else is left than what comes before what is spared
+            elif cut < len(self._aside):  # only the beginnings of spared chains are left
                 unit, place, _ = self._aside[cut]
                 cut += 1
                 if self._places.get(unit) == place:
@@ -265,7 +265,7 @@ class Prefix(Queues):
                 return
 
     def _bring_back(self, count: int) -> None:
-        """Queue the first of those again that were spared."""
+        """Queue the first `count` spared units again."""
         some, self._aside = self._aside[:count], self._aside[count:]
         self._gone = 0
         for unit, place, parent in some:
@@ -278,7 +278,7 @@ class Prefix(Queues):
                 self.follows((before, unit))
 
     def _next(self) -> int | None:
-        """The place of the unit to go next, which nothing extends."""
+        """The place of the next victim, which nothing extends."""
         after, home, now, worth_of = self._after, self._home, self._time, self._worth.of
         while True:
             found = fresh = None

@@ -1,12 +1,12 @@
-"""Units in queues, by place: what every policy of eviction is made of.
+"""Queues of units, by place: the base of every policy.
 
-A unit has a place, and at it a field in each column. A queue is a ring of places, linked in two columns, which begins
-and ends with a place of its own. Whatever is done to one unit is O(1), and one takes few bytes.
+A unit has a place, and a field there in each column. A queue is a ring of places, linked in two columns, which begins
+and ends with a place of its own. Every operation on a unit is O(1), and a unit takes few bytes.
 
-**A change of policy.** The next policy takes the places and columns as they are, and queues of its own beside those
-there are. It hands the units over in steps, from the one used last to the one used first, each to the front of the
-queue it belongs in; what is used meanwhile goes to the end, as ever. So the order is that of use, whichever policy
-was there before. What was not handed over yet is the first to go. To begin costs nothing, however many units there are.
+**A change of policy.** The new policy takes over the places and columns as they are, and has queues of its own beside
+the old ones. It takes units over in steps, from the one used last to the one used first, each to the front of its
+queue. Units that are used meanwhile go to the end, as always. So the order is that of use, whatever the old policy was.
+Units that were not taken over yet are the first to go. The change itself costs nothing, however many units there are.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from kvpage_server.store.eviction.policy import Policy, Unit
 
 NOBODY = 0  # no place
 QUEUES = 5  # of a policy, at the most
-FIRST = 1 + 2 * QUEUES  # place of a unit: before it are the queues of a policy, and of the one before
+FIRST = 1 + 2 * QUEUES  # the first place of a unit; before it are the queues of this policy and of the old one
 _MOST_PLACES = 1024  # that are made at once
-_LOOKED_AT = 10_000  # places at once: a millisecond or two
+_LOOKED_AT = 10_000  # places at once, in a millisecond or two
 
 Moved = list[tuple[int, int, int]]  # from which queue and slot of time, how many in a row
 
 
 class Queues(Policy):
-    """Units at their places. A policy says which queue they belong in, and in which order they go: see `Policy`."""
+    """Units at their places. A policy chooses a unit's queue, and the order in which they go: see `Policy`."""
 
     def __init__(self) -> None:
         self.now = 0
         self.reset()
 
     def reset(self) -> None:
-        self._home = 0  # its queues are at the places behind this one
-        self._older = -1  # those of the policy before are behind this one; negative: everything was handed over
-        self._waiting = 0  # units that were not
-        self._looked = FIRST  # none of them is before this place, once those queues are empty
+        self._home = 0  # its queues are behind this place
+        self._older = -1  # the old policy's queues are behind this place; negative if all was taken over
+        self._waiting = 0  # units that were not taken over
+        self._looked = FIRST  # once those queues are empty, none of these units is before this place
         self._places: dict[Unit, int] = {}
         self._free: list[int] = []
         self._units: list[Unit | None] = [None] * FIRST
-        self._before = array("i", range(FIRST))  # neighbours in the queue; NOBODY when it is in none
+        self._before = array("i", range(FIRST))  # neighbours in the queue; NOBODY if it is in none
         self._after = array("i", range(FIRST))
-        self._queue = array("b", range(FIRST))  # where it belongs
+        self._queue = array("b", range(FIRST))  # its queue
         self._uses = array("B", bytes(FIRST))
         self._at = array("q", [0] * FIRST)  # last use, in seconds
         self._counted = array("q", [0] * FIRST)  # last use that counted, in seconds
@@ -89,7 +89,7 @@ class Queues(Policy):
         self.removed(unit)
 
     def leave(self, place: int) -> None:
-        """A unit leaves its queue, or waits no more to be handed over."""
+        """Take a unit out of its queue, and out of those that wait to be taken over."""
         if self._older >= 0 and self._is_older(place):
             self._take(place)
         else:
@@ -103,7 +103,7 @@ class Queues(Policy):
     # -- places ------------------------------------------------------------------------------------------------------
 
     def _place_of(self, unit: Unit) -> int:
-        """A place for a unit that came."""
+        """A place for a new unit."""
         if not self._free:
             self._make_places()
         place = self._free.pop()
@@ -111,11 +111,11 @@ class Queues(Policy):
         return place
 
     def _use_again(self, units: list[Unit], time: int, since: int) -> tuple[list[Unit], list[Unit], Moved]:
-        """See `core.use_again`. While nothing is to be handed over."""
+        """See `core.use_again`. Only when nothing waits to be taken over."""
         return use_again(self._places, self._columns, units, self.now, time, since)
 
     def _enter_all(self, units: list[Unit], queue: int, time: int) -> int:
-        """See `core.enter`. While nothing is to be handed over."""
+        """See `core.enter`. Only when nothing waits to be taken over."""
         while len(self._free) < len(units):
             self._make_places()
         return enter(self._places, self._units, self._free, self._columns, units, self._home + queue, self.now, time)
@@ -147,7 +147,7 @@ class Queues(Policy):
     # -- a change of policy ------------------------------------------------------------------------------------------
 
     def take_over(self, old: Queues) -> None:
-        """Know what another policy knows, which has nothing to hand over itself and is used no more."""
+        """Take over from another policy, which has finished its own change and is not used any more."""
         assert not old.hands_over
         self.now = old.now
         self._home, self._waiting, self._looked = QUEUES - old._home, len(old), FIRST
@@ -160,11 +160,11 @@ class Queues(Policy):
 
     @property
     def hands_over(self) -> bool:
-        """Whether there are units that the policy before knew of and this one does not yet."""
+        """Whether some units were not taken over yet."""
         return self._older >= 0
 
     def hand_over(self, most: int) -> list[Unit]:
-        """Remove up to so many units, and return them."""
+        """Take over up to `most` units, and return them."""
         found: list[Unit] = []
         while self.hands_over and len(found) < most:
             ends = self._before[self._older + 1 : self._older + QUEUES + 1]
@@ -179,9 +179,9 @@ class Queues(Policy):
         return found
 
     def _left_over(self) -> int:
-        """The place of a unit that waits, and is in none of the queues. Looks at some places; NOBODY: not there.
+        """The place of a unit that waits and is in no queue. Looks at some places; NOBODY if it finds none.
 
-        A policy may have places of units that are gone, which are given back.
+        Places of units that are gone are given back.
         """
         for place in range(self._looked, min(self._looked + _LOOKED_AT, len(self._units))):
             self._looked = place + 1
@@ -192,14 +192,14 @@ class Queues(Policy):
         return NOBODY
 
     def _take(self, place: int) -> None:
-        """A unit waits no more: it is handed over, used, or gone."""
+        """A unit waits no more: it was taken over, used, or is gone."""
         self._unlink(place)
         self._waiting -= 1
         if not self._waiting:
             self._older = -1
 
     def _is_older(self, place: int) -> bool:
-        """Whether a unit waits, while any does."""
+        """Whether a unit waits to be taken over."""
         return 0 <= self._queue[place] - 1 - self._older < QUEUES
 
     def _waits(self, place: int) -> bool:
@@ -210,7 +210,7 @@ class Queues(Policy):
         """A unit was used before all that are in the queues."""
 
     def _older_victims(self) -> Iterator[Unit]:
-        """What was not handed over yet, what was used longest ago first. Who is spared is handed over."""
+        """The units that wait, the least recently used first. A spared one is taken over."""
         while self.hands_over:
             ends = self._after[self._older + 1 : self._older + QUEUES + 1]
             place = min((end for end in ends if end >= FIRST), key=self._at.__getitem__, default=NOBODY)
@@ -225,7 +225,7 @@ class Queues(Policy):
 
 
 def successor(old: Queues, kind: type[Queues]) -> Queues:
-    """A policy that takes over from another, or that one itself when it is of that kind."""
+    """A policy that takes over from another; the same one if it is of that kind already."""
     if type(old) is kind:
         return old
     new = kind()

@@ -1,8 +1,9 @@
-"""S3-FIFO: three queues, no order within them but that of arrival.
+"""S3-FIFO: queues in the order of arrival.
 
 Yang, Zhang, Qiu, Yue, Rashmi: FIFO queues are all you need for cache eviction, SOSP '23, algorithm 1. New units enter a
-small queue, a tenth of all; those used more than once in it move to the main queue, the others leave and are remembered
-as ghosts. Who comes back while it is one enters the main queue, where each use, up to three, is worth another round.
+small queue, a tenth of all. Those used more than once in it move to the main queue; the others are evicted and
+remembered as ghosts. A ghost that comes back enters the main queue, where each use, up to three, gives it another
+round.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ _NEW, _MAIN = 1, 2  # queues
 
 
 class S3FIFO(Queues):
-    """Quick to let go of what was used once. Every operation is O(1), amortised."""
+    """Evicts quickly what was used once. Every operation is amortised O(1)."""
 
     def reset(self) -> None:
         super().reset()
@@ -73,10 +74,10 @@ class S3FIFO(Queues):
 
     def victims(self) -> Iterator[Unit]:
         yield from self._older_victims()
-        spared: set[Unit] = set()  # each is offered once, however often its turn comes
+        spared: set[Unit] = set()  # each unit is offered once
         while len(spared) < len(self):
             small, main = self._sizes[_NEW], self._sizes[_MAIN]
-            all_spared = len(spared) >= main  # who is spared is in MAIN
+            all_spared = len(spared) >= main  # all that are left in MAIN are spared
             queue = _NEW if small and (small >= _SMALL * len(self) or all_spared) else _MAIN
             place = self._after[self._home + queue]
             unit = self._units[place]

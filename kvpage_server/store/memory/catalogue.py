@@ -1,10 +1,9 @@
 """Which key has which value, and in which order keys are scanned.
 
-Most values are entries of a dictionary. A page is also known to the index by what its key says; that is how whole
-requests and blocks are found. A block that was stored whole is an `Extent`: one slot, and no entry a page. Its pages
-are made when they are asked for, as `ExtentPage`s. When one of them is about to change by itself, the block is split:
-its pages become entries, which go on lying in the extent's slot. A block that is resting (see `index`) has no entries
-either; they are made, all of them, when somebody asks for one.
+Most values are entries of a dictionary. Pages are also in the index, by request and block. A block that was stored
+whole is an `Extent`: one slot, without an entry for each page. Its pages are made as `ExtentPage`s when they are asked
+for. When one of them changes by itself, the block is split: its pages get entries, and stay in the extent's slot. A
+block that is resting (see `index`) has no entries either; all of them are made when somebody asks for one.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ Place = bytes | Block | tuple[bytes, int]  # in the order of scans; a block that
 
 
 class Catalogue:
-    """Every key. Overdue ones are in it until somebody takes them out."""
+    """Every key, including overdue ones that nobody has removed yet."""
 
     def __init__(self) -> None:
         self.entries: dict[bytes, Entry] = {}
@@ -40,12 +39,12 @@ class Catalogue:
 
     @property
     def get(self) -> Callable[[bytes], Entry | None]:
-        """What finds the value of a key, as long as nothing is written."""
+        """The function that finds a key's value, as long as nothing is written."""
         return self._get if self._in_extents or self.index.resting else self.entries.get
 
     @property
     def has_all_entries(self) -> bool:
-        """Whether every key has an entry: none is in an extent, or resting."""
+        """Whether every key has an entry: no page is in an extent or resting."""
         return not (self._in_extents or self.index.resting)
 
     def _get(self, key: bytes) -> Entry | None:
@@ -55,12 +54,12 @@ class Catalogue:
         return entry
 
     def _block_of(self, key: bytes) -> Block | None:
-        """The block that a page would belong to; it is awake."""
+        """The block that a page would belong to. It is woken if it rests."""
         name = page_named(key)
         return self.index.block(name.req_id, name.page) if name else None
 
     def page_in_extent(self, key: bytes) -> ExtentPage | None:
-        """A page that has no entry."""
+        """A page without an entry."""
         name = page_named(key) if self._in_extents else None
         block = self.index.block(name.req_id, name.page) if name else None
         if name is None or block is None or block.extent is None:
@@ -68,11 +67,11 @@ class Catalogue:
         return block.extent.page(block, name.page, name.layer, name.head, name.kv_type)
 
     def places(self) -> list[Place]:
-        """Every entry's key, and every block whose pages have none: `names_at` has the keys of each."""
+        """Every entry's key, and every block whose pages have none. `names_at` lists the keys of each."""
         return [*self.entries, *(block for block in self.index if block.extent), *self.index.resting_blocks()]
 
     def names_at(self, place: Place) -> Iterable[bytes]:
-        """The keys at one of the places, none if it is not what it was."""
+        """The keys at a place; none if something else is there now."""
         if isinstance(place, bytes):
             return (place,)
         if isinstance(place, tuple):
@@ -84,28 +83,28 @@ class Catalogue:
         return place.page_keys() if self.index.block(place.req_id, place.page) is place else ()
 
     def strays_at(self, place: Place) -> Iterable[bytes]:
-        """Strings under keys of a block's pages: a page that became one has no other place in the order of scans."""
+        """Strings under keys of a block's pages. They have no place of their own in the order of scans."""
         if isinstance(place, bytes):
             return ()
         return self._strays.get(place if isinstance(place, tuple) else (place.req_id, place.page), ())
 
     def scan(self, cursor: int, count: int) -> tuple[int, list[Place]]:
-        """The next cursor, 0 at the end, and the next `count` places of the order; dead ones too."""
+        """The next cursor, 0 at the end, and the next `count` places, including dead ones."""
         return self._scans.visit(cursor, count, unix_ms())
 
     def draw(self) -> bytes | None:
-        """A random name; every second one lives, or nearly. None when nothing lives where it was drawn."""
+        """A random name, about half of which exist. None if nothing exists where it was drawn."""
         place = self._scans.draw(unix_ms())
         names = [*self.names_at(place), *self.strays_at(place)] if place is not None else []
         return random.choice(names) if names else None
 
     def rest(self, now: int) -> None:
-        """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
+        """Drop the order of scans if nobody has scanned for a while; `now` is in unix milliseconds."""
         self._scans.rest(now)
         self.index.rest(now)
 
     def expires_of(self, key: bytes) -> int:
-        """A key's expiry in unix milliseconds; 0 when it has none or does not exist. Wakes nobody."""
+        """A key's expiry in unix milliseconds; 0 if it has none or does not exist. Wakes no block."""
         if self.index.resting and key not in self.entries and (page := page_named(key)):
             rows = self.index.rows(page.req_id, page.page)
             if rows is not None:
@@ -116,18 +115,17 @@ class Catalogue:
     # -- changing --------------------------------------------------------------------------------------------------
 
     def put(self, key: bytes, entry: Entry) -> None:
-        """Give a key a value."""
         if key not in self.entries:
             self._list(key)
         self.entries[key] = entry
 
     @property
     def listed(self) -> list[bytes] | None:
-        """Where to note the keys that get entries otherwise than by `put`: see `list_all`. None when nobody scans."""
+        """A list for the keys that get entries by other ways than `put`; None if nobody scans. See `list_all`."""
         return [] if self._scans.current is not None else None
 
     def list_all(self, keys: Iterable[bytes]) -> None:
-        """Keys have entries that had none."""
+        """Note keys that have new entries."""
         for key in keys:
             self._list(key)
 
@@ -136,13 +134,13 @@ class Catalogue:
             self._scans.add(place)
 
     def fill(self, block: Block, extent: Extent) -> None:
-        """Have a block's pages lie in an extent."""
+        """Let an extent have a block's pages."""
         block.fill(extent)
         self._in_extents += block.pages
         self._list(block)
 
     def split(self, block: Block) -> dict[bytes, ExtentPage]:
-        """Make entries of the pages of an extent; what these are."""
+        """Give the pages of an extent entries. Returns these."""
         extent = block.extent
         assert extent is not None
         spans = extent.shape.page_spans()
@@ -158,7 +156,7 @@ class Catalogue:
         return pages
 
     def take_pages(self, block: Block) -> int:
-        """Take a block's pages out; how many of them have an expiry."""
+        """Remove a block's pages. Returns how many had an expiry."""
         extent = block.extent
         if extent is None:
             return sum(bool(self.entries.pop(key).expires) for key in block.page_keys())
@@ -166,12 +164,12 @@ class Catalogue:
         return block.pages if extent.expires else 0
 
     def note_stray(self, key: bytes) -> None:
-        """A plain string was stored under `key`."""
+        """A plain string was stored; note it if its key names a page."""
         if key[:3] == b"kv:" and (name := page_named(key)):
             self._strays.setdefault((name.req_id, name.page), set()).add(key)
 
     def forget_stray(self, key: bytes) -> None:
-        """A plain string that may have been one is gone."""
+        """A plain string is gone that may have been noted."""
         name = page_named(key) if self._strays else None
         strays = self._strays.get((name.req_id, name.page)) if name else None
         if name and strays:
@@ -180,12 +178,12 @@ class Catalogue:
                 del self._strays[name.req_id, name.page]
 
     def strays_in(self, req_id: bytes, page: int, extent: Extent) -> list[bytes]:
-        """The keys of plain strings that stand where an extent has pages."""
+        """The plain strings under keys of an extent's pages."""
         names = ((key, page_named(key)) for key in self._strays.get((req_id, page), ()))
         return [key for key, name in names if name and extent.page(None, page, name.layer, name.head, name.kv_type)]
 
     def clear(self) -> tuple[dict[Any, Any], dict[Any, Any]]:
-        """Forget everything; what there was."""
+        """Forget everything. Returns what there was."""
         old, self.entries = self.entries, {}
         self._in_extents = 0
         self._scans.clear()

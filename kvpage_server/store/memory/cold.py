@@ -1,4 +1,4 @@
-"""A value whose bytes lie on disk alone: what is known of it without them."""
+"""A value whose bytes are on disk only."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ from kvpage_server.core import Part, Slot
 
 
 class Absent(Exception):
-    """Bytes are used that were not fetched first. A command's `needs` see to it that this does not happen."""
+    """The bytes of a value are used that was not fetched first. A command's `needs` prevent this."""
 
     def __init__(self, name: bytes) -> None:
         super().__init__(f"{name!r} lies on disk")
 
 
 class Cold:
-    """Stands where a slot would: for a page, a long string, or the body of a block.
+    """Stands in place of a slot: for a page, a long string, or the body of a block.
 
-    `name` is what it is stored as. `header` is a page's, empty for other values. `unit` is the block that it belongs
-    to, `expires` a unix time in milliseconds, 0 for never, and `used` a unix time in seconds, of its last use. `lent`
-    is how much had been lent before it was the last time, in bytes; -1 when it was not since it is cold. `failing` is
-    why the disk could not be read for it the last time, empty when it could. `shown` has the bytes for a moment, for
-    somebody who only looks: to everybody else they are on disk alone.
+    `name` is the value's name on disk. `header` is a page's, empty for other values. `unit` is the block that it
+    belongs to. `expires` is in unix milliseconds, 0 for never, and `used`, the last use, in unix seconds. `lent` is the
+    number of bytes that had been lent before it was lent last; -1 if it was not lent since it is cold. `failing` is why
+    the disk could not be read for it; empty if it could. `shown` has the bytes for a client that must not change
+    anything, as long as it holds them.
     """
 
     __slots__ = ("expires", "failing", "header", "lent", "name", "shown", "size", "unit", "used")
@@ -41,16 +41,14 @@ class Cold:
 
     @property
     def slot(self) -> Slot:
-        """What is shown. Raises Absent, as all that follows."""
+        """What is shown. Raises Absent, as do all methods below."""
         if self.shown is None:
             raise Absent(self.name)
         return self.shown
 
     @property
     def body(self) -> memoryview:
-        """The bytes."""
         return self.slot.body
 
     def part(self, start: int, stop: int) -> Part:
-        """Some of them."""
         return self.slot.part(start, stop)

@@ -1,4 +1,4 @@
-"""What a key can have as its value: a short string, a long one, a page."""
+"""The values that a key can have: a short string, a long one, a page."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvpage_server.store.memory.cold import Cold
 from kvpage_server.store.memory.extent import ExtentPage
 from kvpage_server.store.memory.index import Block
 
-TEXT_OVERHEAD = 200  # bytes a short string costs beside its own: dict entry, key, objects
+TEXT_OVERHEAD = 200  # bytes that a short string costs besides its own: dict entry, key, objects
 
 
 class Text:
@@ -32,36 +32,35 @@ class Text:
 
 
 Page = Slot | ExtentPage | Cold
-Entry = Text | Page  # a Slot, or a Cold one, is a page when a block is its unit, and otherwise a long string
+Entry = Text | Page  # a Slot or Cold whose unit is a block is a page, any other is a long string
 
 
 _COLD = {Cold}
 
 
 def is_page(entry: Entry | None) -> TypeGuard[Page]:
-    """Whether a value is a page."""
     return (type(entry) is Slot or type(entry) is ExtentPage or type(entry) is Cold) and type(entry.unit) is Block
 
 
 def is_cold(page: Page) -> bool:
-    """Whether the bytes of a page lie on disk alone."""
+    """Whether a page's bytes are on disk only."""
     return type(page) is Cold or (type(page) is ExtentPage and type(page.extent.slot) is Cold)
 
 
 def cold_body(entry: Entry) -> Cold | None:
-    """What stands for the bytes that a value lies in, if they lie on disk alone."""
+    """What stands for the value's bytes, if they are on disk only."""
     body = entry.extent.slot if type(entry) is ExtentPage else entry
     return body if type(body) is Cold else None
 
 
 def has_bytes(page: Page) -> bool:
-    """Whether the bytes of a page are in memory, if only for who looks at them."""
+    """Whether a page's bytes are in memory, or shown."""
     cold = cold_body(page)
     return cold is None or cold.shown is not None
 
 
 def are_cold(entries: Sequence[Entry | None]) -> TypeGuard[list[Cold]]:
-    """Whether the bytes of all of them lie on disk alone."""
+    """Whether the bytes of all of them are on disk only."""
     return {*map(type, entries)} == _COLD
 
 
@@ -74,5 +73,4 @@ def page_named(key: bytes) -> PageKey | None:
 
 
 def header_of(page: Page) -> PageHeader:
-    """A page's header."""
     return PageHeader.parse(page.header)

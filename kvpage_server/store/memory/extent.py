@@ -1,8 +1,8 @@
-"""A block's body in one piece of memory, and its pages, which are computed from it.
+"""A block's body in one piece of memory, from which its pages are computed.
 
-One slot, one digest, one entry in the index: what a block costs does not depend on how many pages it has. A page of it
-is made when somebody asks. Its header needs a checksum of its own; those of all pages are computed when the first is
-asked for, from a body that was found to be what was stored.
+It has one slot, one digest and one entry in the index, however many pages it has. A page is made when somebody asks for
+it. Its header needs a checksum; those of all pages are computed together, when the first one is needed, from a body
+that was checked.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _WRONG = 0xFFFF_FFFF_FFFF_FFFF
 
 
 class Extent:
-    """The body of a block of `shape`, in `slot`, which may be on disk alone. `digest`: its XXH3-64, 0 when not known.
+    """The body of a block, in `slot`, which may be on disk only. `digest` is its XXH3-64, 0 if not known.
 
-    `created` and `expires` are unix milliseconds, `ttl` the seconds it was given; 0 for never.
+    `created` and `expires` are in unix milliseconds, `ttl`, as it was given, in seconds; 0 for never.
     """
 
     __slots__ = ("_checksums", "created", "digest", "expires", "shape", "slot", "ttl")
@@ -35,7 +35,7 @@ class Extent:
         self._checksums: array[int] | None = None  # of its pages, in the body's order
 
     def page(self, unit: object, page: int, layer: int, head: int, kv_type: int) -> ExtentPage | None:
-        """One of its pages; `unit` is its block, `page` the block's page id. None for one that it has not."""
+        """One of its pages; None if it has no such page. `unit` is its block, and `page` the block's page id."""
         try:
             span = self.shape.page_span(layer, head, kv_type)
         except PageError:
@@ -49,11 +49,11 @@ class Extent:
 
     @property
     def has_checksums(self) -> bool:
-        """Whether `checksum_of` can tell, with the body or without it."""
+        """Whether `checksum_of` can answer now."""
         return self._checksums is not None or not self.digest or type(self.slot) is not Cold
 
     def checksum_of(self, layer: int, head: int, plane: Plane) -> int:
-        """The XXH3-64 of a page; a wrong one when the body is damaged, so that no reader takes it for the page."""
+        """The XXH3-64 of a page. It is wrong if the body is damaged, so that no reader accepts the page."""
         if not self.digest:
             return 0
         if self._checksums is None:
@@ -80,7 +80,6 @@ class ExtentPage:
 
     @property
     def body(self) -> memoryview:
-        """The page's bytes."""
         return self.extent.slot.body[self.start : self.start + self.size]
 
     def part(self, start: int, stop: int) -> Part:
@@ -89,17 +88,16 @@ class ExtentPage:
 
     @property
     def footprint(self) -> int:
-        """Bytes of memory that are its share of the block's."""
+        """The page's share of the block's memory, in bytes."""
         return self.size
 
     @property
     def header(self) -> bytes:
-        """The 64 bytes of its header."""
         extent = self.extent
         return self.header_with(extent.checksum_of(self.layer, self.head, extent.shape.plane(self.kv_type)))
 
     def header_with(self, checksum: int) -> bytes:
-        """The same, where the checksum is known otherwise, or is not asked for."""
+        """The header with a given checksum."""
         extent = self.extent
         plane = extent.shape.plane(self.kv_type)
         return pack_header(

@@ -1,10 +1,10 @@
-"""Which pages a request has: requests, their blocks, and in each block the pages of every layer and plane.
+"""Which pages there are: requests, their blocks, and in each block the pages of every layer and plane.
 
-A block of single pages that nobody has asked for since the start is *resting*: the rows of its pages on disk are all
-that is known of it (see `sheet`). It is woken, made a `Block`, when somebody asks.
+A block of single pages that nobody has asked for since the start is *resting*: only the rows of its pages on disk are
+kept (see `sheet`). When somebody asks for it, it is woken, that is, made a `Block`.
 
-A block's pages are kept as bits, in rows (see `core.rows`). A block that was stored whole says by its extent which
-pages it has. Costs: add and discard O(1); listing O(pages listed).
+A block's pages are bits, in rows (see `core.rows`). For a block stored whole its extent says which pages it has. Costs:
+add and discard O(1); listing O(pages listed).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvpage_server.store.records.sheet import ROW
 
 
 def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
-    """The rows of a block that has every page of a shape, in order, each with its heads."""
+    """The rows of a block that has every page of a shape, in order, and the heads in each."""
     for layer in range(shape.layers):
         for plane in shape.planes:
             for first in range(0, shape.heads, ROW_HEADS):
@@ -34,12 +34,12 @@ def rows_in(shape: BlockShape) -> Iterator[tuple[int, int]]:
 
 @lru_cache(maxsize=64)
 def rows_of(shape: BlockShape) -> Mapping[int, int]:
-    """The same as a mapping."""
+    """The same as a dictionary."""
     return MappingProxyType(dict(rows_in(shape)))
 
 
 class Block(PageSet):
-    """The pages of one (req_id, page_id): what lives and is evicted as one."""
+    """The pages of one (req_id, page_id), which are evicted together."""
 
     __slots__ = ()
 
@@ -52,7 +52,7 @@ class Block(PageSet):
         return self.bits if self.extent is None else rows_of(self.extent.shape)
 
     def fill(self, extent: Extent) -> None:
-        """Have the pages of an extent and no others."""
+        """Have exactly the pages of an extent."""
         self.bits = {}
         self.extent = extent
         self.pages = extent.shape.pages
@@ -60,16 +60,16 @@ class Block(PageSet):
         self.shape, self.shape_known = extent.shape, True
 
     def split(self) -> None:
-        """Have the same pages, each by itself."""
+        """Have the same pages, as single ones."""
         self.bits = self.rows
         self.extent = None
 
     def page_keys(self) -> Iterator[bytes]:
-        """The keys of its pages by layer, plane and head: the order of a block's body."""
+        """The keys of its pages in the order of a block's body: layer, plane, head."""
         return (key for key, *_ in self.page_names())
 
     def page_names(self) -> Iterator[tuple[bytes, int, int, int]]:
-        """The keys of its pages in that order, each with its layer, head and plane."""
+        """The same, each with its layer, head and plane."""
         for row, heads in self.each_row() if self.extent is None else rows_in(self.extent.shape):
             plane, group = divmod(row, GROUPS)
             layer, kv_type = divmod(plane, TYPES)
@@ -82,12 +82,12 @@ class Block(PageSet):
                 heads ^= lowest
 
     def expires_at(self, expires: int) -> None:
-        """One of its pages expires then (unix milliseconds, 0 for never)."""
+        """Note that one of its pages expires then (unix milliseconds, 0 for never)."""
         if expires and (not self.soonest or expires < self.soonest):
             self.soonest = expires
 
     def measure(self) -> tuple[int, int, list[int]]:
-        """One more than its last layer, one more than its last head, and the kv_types it has pages of."""
+        """Its last layer plus one, its last head plus one, and its kv_types."""
         if self.extent is not None:
             shape = self.extent.shape
             return shape.layers, shape.heads, [plane.kv_type for plane in shape.planes]
@@ -102,21 +102,21 @@ class Block(PageSet):
 
 
 class PageIndex:
-    """The blocks of every request, in the order of their page ids when listed."""
+    """The blocks of every request. They are listed by page id."""
 
     def __init__(self) -> None:
         self.requests: dict[bytes, dict[int, Block | bytes]] = {}  # the rows of one that is resting; see `note_made`
         self._scans = ScanOrder(lambda: list(self.requests), lambda: len(self.requests))
-        self._order: tuple[bytes, list[int]] | None = None  # the request that was last listed, and its page ids
+        self._order: tuple[bytes, list[int]] | None = None  # the request that was listed last, and its page ids
         self.blocks = 0
-        self.resting = 0  # pages of blocks that are
-        self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages that have those rows
+        self.resting = 0  # pages of resting blocks
+        self.on_waking: Callable[[Block, bytes], None] | None = None  # gives a block the pages in those rows
 
     def __len__(self) -> int:
         return len(self.requests)
 
     def open(self, req_id: bytes, page: int) -> Block:
-        """The block of that name, there already or new."""
+        """The block with that name. It is made if there is none."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -133,11 +133,11 @@ class PageIndex:
         return block
 
     def __iter__(self) -> Iterator[Block]:
-        """Every block that is awake."""
+        """Every block that does not rest."""
         return (block for request in self.requests.values() for block in request.values() if type(block) is Block)
 
     def note_resting(self, req_id: bytes, page: int, rows: bytes) -> None:
-        """Know pages of a block by their rows. Of one that is not awake."""
+        """Add a resting block, or pages of one, by their rows."""
         request = self.requests.get(req_id)
         if request is None:
             request = self.requests[req_id] = {}
@@ -161,19 +161,18 @@ class PageIndex:
         return block
 
     def rows(self, req_id: bytes, page: int) -> bytes | None:
-        """The rows of a block that is resting; None when it is awake, or there is none."""
+        """The rows of a resting block; None if it does not rest or does not exist."""
         found = self.requests.get(req_id, {}).get(page)
         return found if isinstance(found, bytes) else None
 
     def resting_blocks(self) -> list[tuple[bytes, int]]:
-        """The blocks that are resting."""
         if not self.resting:
             return []
         every = self.requests.items()
         return [(req_id, page) for req_id, request in every for page, rows in request.items() if type(rows) is bytes]
 
     def remove(self, block: Block) -> None:
-        """Forget a block with all its pages; what it knows of them stays with it."""
+        """Forget a block. The block itself keeps what it knows of its pages."""
         request = self.requests[block.req_id]
         del request[block.page]
         self.blocks -= 1
@@ -186,7 +185,7 @@ class PageIndex:
         return cursor, [req_id for req_id in req_ids if req_id in self.requests]
 
     def rest(self, now: int) -> None:
-        """Forget the order of scans when nobody has scanned for a while; `now` in unix milliseconds."""
+        """Drop the order of scans if nobody has scanned for a while; `now` is in unix milliseconds."""
         self._scans.rest(now)
 
     def page_ids(self, req_id: bytes) -> list[int]:
@@ -197,7 +196,7 @@ class PageIndex:
         return len(self.requests.get(req_id, ()))
 
     def pages_from(self, req_id: bytes, first: int) -> Iterator[int]:
-        """The page ids of a request's blocks in their order, from `first` on."""
+        """The page ids of a request's blocks in order, beginning with `first`."""
         order = self._order
         if order is None or order[0] != req_id:
             order = self._order = req_id, sorted(self.requests.get(req_id, ()))
@@ -205,16 +204,16 @@ class PageIndex:
 
     @property
     def is_scanned(self) -> bool:
-        """Whether requests have to be noted as they come: then blocks are made by `open` alone."""
+        """Whether somebody scans requests: then blocks must be made by `open`."""
         return self._scans.current is not None
 
     def note_made(self, count: int) -> None:
-        """So many blocks were entered into `requests`."""
+        """Count blocks that were entered into `requests` by others."""
         self.blocks += count
         self._order = None
 
     def of(self, req_id: bytes) -> list[Block]:
-        """The blocks of a request, by page id; empty when it has none."""
+        """The blocks of a request, by page id."""
         pages = sorted(self.requests.get(req_id, ()))
         return [block for page in pages if (block := self.block(req_id, page))]
 
@@ -224,11 +223,11 @@ class PageIndex:
         return block if block is None or type(block) is Block else self._wake(req_id, page)
 
     def has(self, req_id: bytes, page: int) -> bool:
-        """Whether a request has a block. Wakes nobody."""
+        """Whether a request has a block. Wakes no block."""
         return page in self.requests.get(req_id, ())
 
     def around(self, block: Block) -> list[Block]:
-        """A block between those before and behind it, as far as they are there."""
+        """A block between its neighbours, as far as these exist."""
         request, req_id, page = self.requests[block.req_id], block.req_id, block.page
         found = [block]
         if page - 1 in request and (before := self.block(req_id, page - 1)):
@@ -238,7 +237,7 @@ class PageIndex:
         return found
 
     def clear(self) -> dict[bytes, dict[int, Block | bytes]]:
-        """Forget everything; what there was."""
+        """Forget everything. Returns what there was."""
         old, self.requests = self.requests, {}
         self._scans.clear()
         self._order = None

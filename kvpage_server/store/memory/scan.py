@@ -1,14 +1,14 @@
-"""The order in which keys are scanned: what SCAN's cursors name places in, and where a random key is drawn from.
+"""The order in which keys are scanned. SCAN's cursors name places in it, and random keys are drawn from it.
 
-Kept only while somebody scans. A list holds the keys there were when it was begun, then those that came since. A scan
-goes through it backwards from where it ends at that moment, so that it comes to an end however many keys are added, and
-every key that is there from a scan's start to its end is met: it was in the list, and its place does not change. Keys
-that were deleted are met too; the caller knows. One that went and came back lies in it twice.
+It is kept only while somebody scans. A list has the keys that there were when it was begun, then those that came since.
+A scan starts at the end of the list and goes back to its beginning. So it ends however many keys are added, and finds
+every key that exists from its start to its end, since places do not change. It also finds deleted keys, which the
+caller leaves out. A key that was deleted and set again is in the list twice.
 
-A list in which dead keys outnumber the living gets no more keys, and the next scan begins a new one. Cursors into the
-last few lists remain good; any other begins anew, which repeats keys but skips none.
+A list with more dead keys than living ones gets no more keys, and the next scan begins a new one. Cursors into the last
+few lists stay valid. Any other cursor starts again, which repeats keys but skips none.
 
-Costs: O(keys) to begin a list, which is paid for by as many deletions or minutes; O(1) a key added or met.
+Costs: O(keys) to begin a list, paid for by as many deletions or by minutes; O(1) a key added or returned.
 """
 
 from __future__ import annotations
@@ -20,35 +20,34 @@ from typing import Generic, TypeVar
 _PLACE_BITS = 40
 _OLD_LISTS = 2
 _SLACK = 1024
-REST_AFTER = 300_000  # milliseconds without a scan until the lists are dropped
+REST_AFTER = 300_000  # milliseconds without a scan after which the lists are dropped
 
 
 T = TypeVar("T")
 
 
 class ScanOrder(Generic[T]):
-    """Lists of what is scanned, by generation. A cursor is a generation and the number of places still to visit.
+    """Lists of what is scanned, by generation. A cursor has a generation and the number of places that are left.
 
-    `everything()` lists what there is, `count()` says how much that is.
+    `everything()` lists what there is, and `count()` says how much that is.
     """
 
     def __init__(self, everything: Callable[[], list[T]], count: Callable[[], int]) -> None:
         self._everything = everything
         self._count = count
         self._lists: dict[int, list[T]] = {}
-        self._generation = random.randrange(1, 1 << 22)  # cursors of an earlier process name no list of this one
-        self.current: list[T] | None = None  # the owner appends what comes to be, with `add`
+        self._generation = random.randrange(1, 1 << 22)  # so that cursors of an earlier process do not fit
+        self.current: list[T] | None = None  # the owner adds what is new with `add`
         self._last_used = 0  # unix milliseconds
 
     def add(self, name: T) -> None:
-        """Add a key."""
         assert self.current is not None
         self.current.append(name)
         if len(self.current) > 2 * self._count() + _SLACK:
             self.current = None
 
     def visit(self, cursor: int, count: int, now: int) -> tuple[int, list[T]]:
-        """The next cursor, 0 at the end, and up to `count` names, dead ones among them."""
+        """The next cursor, 0 at the end, and up to `count` names, some of which may be dead."""
         self._last_used = now
         generation, left = cursor >> _PLACE_BITS, cursor & ((1 << _PLACE_BITS) - 1)
         if generation not in self._lists:
@@ -60,13 +59,13 @@ class ScanOrder(Generic[T]):
         return (generation << _PLACE_BITS | left if left else 0), names[::-1]
 
     def draw(self, now: int) -> T | None:
-        """A random name; every second one lives, or nearly. None when there is none."""
+        """A random name, about half of which exist; None if there is none."""
         self._last_used = now
         generation, places = self._begin()
         return random.choice(self._lists[generation]) if places else None
 
     def _begin(self) -> tuple[int, int]:
-        """The list that a new scan goes through: generation and places."""
+        """The generation and number of places for a new scan."""
         if self.current is None or len(self.current) > 2 * self._count() + _SLACK:
             self.current = self._everything()
             self._generation += 1
@@ -76,7 +75,7 @@ class ScanOrder(Generic[T]):
         return self._generation, len(self.current)
 
     def rest(self, now: int) -> None:
-        """Drop the lists when nobody has scanned for a while."""
+        """Drop the lists if nobody has scanned for a while."""
         if self._lists and now - self._last_used > REST_AFTER:
             self.clear()
 

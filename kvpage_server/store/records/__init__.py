@@ -1,4 +1,4 @@
-"""What describes a value on disk, as bytes: a record of its own, or a row in the sheet that a block's pages share.
+"""The description of a value on disk, as bytes: a record of its own, or a row in the sheet of its block.
 
-Nothing here has a file, or knows what is in memory. Memory keeps rows of what rests, so this lies below both.
+Nothing here has a file, or knows what is in memory.
 """

@@ -1,11 +1,11 @@
-"""What describes a value on disk: its name, when it expires, where its body lies, and a digest of each.
+"""The description of a value on disk: its name, its expiry, where its body is, and the digests of both.
 
-A name is the key of a string or a page behind `k`, or a block's request and page behind `b`. LMDB takes keys of up to
-511 bytes, so a longer name is stored under its hash and stands in the record.
+A name is `k` and the key of a string or a page, or `b` and a block's request and page. LMDB takes keys of up to 511
+bytes, so a longer name is stored under its hash, and is in the record.
 
     [8: XXH3-64 of all that follows and of the name][head][meta][name, if it is stored under its hash][body, if short]
 
-All numbers are little-endian. `meta` says what the body is: a page's 64-byte header, a block's shape, or nothing.
+All numbers are little-endian. `meta` is a page's 64-byte header, a block's shape, or empty.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing_extensions import Buffer
 
 from kvpage_server.page import checksum
 
-INLINE = 1024  # bytes of the longest body that stands in its record
-PIECE = 64 * 4096 - 16  # bytes of a body in one piece: with LMDB's own 16 they fill its pages
+INLINE = 1024  # bytes of the longest body that is in its record
+PIECE = 64 * 4096 - 16  # bytes of a piece; with LMDB's own 16 it fills its pages
 _LONGEST_KEY = 500
 _DIGEST = struct.Struct("<Q")
-_HEAD = struct.Struct("<HIQQQQQ")  # of meta and name: bytes; expires, used, size, digest, first
+_HEAD = struct.Struct("<HIQQQQQ")  # sizes of meta and name; expires, used, size, digest, first
 
 
 class Damaged(Exception):
-    """What lies on the disk is not what was stored; the message says how that shows."""
+    """What is on disk is not what was stored; the message says how that shows."""
 
 
 def name_of_key(key: bytes) -> bytes:
@@ -41,12 +41,12 @@ def name_of_block(req_id: bytes, page: int) -> bytes:
 
 
 def database_key(name: bytes) -> bytes:
-    """What a name is stored under."""
+    """The key under which a name is stored."""
     return name if len(name) <= _LONGEST_KEY else b"h" + blake2b(name, digest_size=32).digest()
 
 
 class Body(NamedTuple):
-    """Where a body of `size` bytes with the XXH3-64 `digest` lies: `inline`, or in pieces from number `first` on."""
+    """Where a body is: `inline`, or in pieces from number `first` on. `digest` is its XXH3-64."""
 
     size: int
     digest: int
@@ -55,13 +55,12 @@ class Body(NamedTuple):
 
     @property
     def pieces(self) -> range:
-        """The numbers of the pieces that it lies in."""
         return range(self.first, self.first - (-self.size // PIECE)) if self.first else range(0)
 
 
 @dataclass(slots=True)
 class Record:
-    """A value on disk. `expires` and `used` (its last use, as far as was noted) are unix milliseconds, 0 for never."""
+    """A value on disk. `expires` and `used` (its last use, if known) are in unix milliseconds, 0 for never."""
 
     name: bytes
     meta: bytes
@@ -91,17 +90,17 @@ class Record:
 
 
 def footprint(name: bytes, size: int) -> int:
-    """Bytes of the database that a value takes, nearly: LMDB stores pieces in whole pages of 4 KiB.
+    """Roughly the bytes that a value takes: LMDB stores pieces in whole pages of 4 KiB.
 
-    Records share pages, two thirds full, and a commit that changes a record writes all of its page anew: one that
-    changes short values here and there needs room for every page of them twice.
+    Records share pages, which are two thirds full. A commit that changes a record writes its whole page again. So a
+    commit that changes short values here and there needs room for each of their pages twice.
     """
     record = 64 + len(name) + (size if size <= INLINE else 0)
     return 3 * record + (room_for(size) if size > INLINE else 0)
 
 
 def room_for(size: int) -> int:
-    """Bytes of the database that a body takes, nearly."""
+    """Roughly the bytes that a body takes."""
     if size <= INLINE:
         return size
     whole, rest = divmod(size, PIECE)

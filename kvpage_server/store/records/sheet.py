@@ -1,13 +1,12 @@
-"""How pages that were stored one by one are described on disk: a row each, those of up to 16 layers of a block in one
-record, its sheet.
+"""Sheets describe pages that were stored one by one: one row each. A sheet has the rows of up to 16 layers of a block.
 
-Such pages are written, fetched and evicted by the block, and there are a thousand of them in one. So they share a
-record, and a store that starts reads a few kilobytes a block and no page by itself.
+Such pages are written, fetched and evicted by the block, which may have a thousand. So they share a record, and a store
+that starts reads a few kilobytes for each block.
 
     [8: XXH3-64 of all that follows and of the database key][8: no row expires before][rows]
     row: [64: the page's header][expires: 8][used: 8][XXH3-64 of the body: 8][first piece: 8, 0 for an empty body]
 
-All numbers are little-endian, times unix milliseconds, 0 for never.
+All numbers are little-endian, times in unix milliseconds, 0 for never.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from typing_extensions import Buffer
 from kvpage_server.page import FIELD_AT, HEADER_SIZE, checksum, header_fields
 from kvpage_server.store.records.record import Body, Damaged, Record, name_of_key, room_for
 
-_LAYERS, _HEADS = 16, 64  # of a block in one sheet: a page that changes alone has few others written with it
+_LAYERS, _HEADS = 16, 64  # of a block in one sheet; few others are written with a page that changes alone
 _NAME = re.compile(rb"kkv:([^:]{1,256}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,4}):(0|[1-9]\d{0,9}):([0-5])\Z", re.DOTALL)
 _START = struct.Struct("<QQ")  # digest, soonest
 _DIGEST = 8
@@ -40,7 +39,7 @@ PREFIX = b"p"
 
 
 def place_of(name: bytes) -> tuple[bytes, Spot] | None:
-    """The database key of the sheet that a page has its row in, and which that is; None for the name of no page."""
+    """The database key of a page's sheet, and its spot there; None if the name is not a page's."""
     found = _NAME.match(name)
     if found is None:
         return None
@@ -50,20 +49,20 @@ def place_of(name: bytes) -> tuple[bytes, Spot] | None:
 
 
 def is_in(name: bytes, key: bytes) -> bool:
-    """Whether the page of that name has its row in a sheet."""
+    """Whether the page of that name has its row in this sheet."""
     place = place_of(name)
     return place is not None and place[0] == key
 
 
 def block_of(key: bytes) -> tuple[bytes, bytes, int]:
-    """The name, request and page of the block that a sheet belongs to."""
+    """The name, request and page of a sheet's block."""
     name = key[1:].rsplit(b":", 2)[0]
     req_id, _, page = name.rpartition(b":")
     return b"b" + name, req_id, int(page)
 
 
 def pack(key: bytes, rows: Mapping[Spot, bytes]) -> bytes:
-    """The sheet of some rows."""
+    """The bytes of a sheet with these rows."""
     body = b"".join(rows.values())
     expiries = np.frombuffer(body, _COLUMNS)["expires"]
     expiring = expiries[expiries > 0]
@@ -83,13 +82,13 @@ def unpack(key: bytes, raw: Buffer) -> tuple[int, bytes]:
 
 
 def by_spot(rows: bytes) -> dict[Spot, bytes]:
-    """Each row."""
+    """The rows by their spots."""
     starts = range(0, len(rows), ROW)
     return {_ROW.unpack_from(rows, i)[:3]: rows[i : i + ROW] for i in starts}
 
 
 def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
-    """Where the body of each page lies, by the names of the pages."""
+    """Where each page's body is, by the page's name."""
     _, req_id, page = block_of(key)
     before, between = name_of_key(b"kv:%b:" % req_id), b":%d:" % page
     return {
@@ -99,7 +98,7 @@ def bodies(key: bytes, rows: bytes) -> dict[bytes, Body]:
 
 
 def body_of(rows: bytes, spot: Spot) -> Body | None:
-    """Where the body of one page lies; None when it has no row."""
+    """Where a page's body is; None if it has no row."""
     kv_type, layer, head = spot
     looked_for = _PLACE.pack(layer, head) + rows[_PAGE : _PAGE + 8]
     found = rows.find(looked_for)
@@ -113,25 +112,24 @@ def body_of(rows: bytes, spot: Spot) -> Body | None:
 
 
 def row_of(record: Record) -> bytes:
-    """The row of a page, whose header is the record's meta."""
+    """The row of a page. The record's meta is its header."""
     return record.meta + _TIMES.pack(record.expires, record.used, record.body.digest, record.body.first)
 
 
 def record_of(name: bytes, row: bytes) -> Record:
-    """What a row says of the page of that name."""
+    """The record that a row stands for."""
     _, _, _, size, expires, used, digest, first = _ROW.unpack(row)
     return Record(name, row[:HEADER_SIZE], expires, used, Body(size, digest, first))
 
 
 def pages(req_id: bytes, page: int, rows: bytes) -> Iterator[tuple[bytes, Spot, int, int]]:
-    """The key of each page, its spot, when it expires and when it was last used."""
+    """The key of each page, its spot, its expiry and its last use."""
     before, between = b"kv:%b:" % req_id, b":%d:" % page
     for kv_type, layer, head, _, expires, used, _, _ in _ROW.iter_unpack(rows):
         yield b"%b%d:%d%b%d" % (before, layer, head, between, kv_type), (kv_type, layer, head), expires, used
 
 
 def headers(rows: bytes) -> Iterator[bytes]:
-    """The header of each page."""
     return (rows[start : start + HEADER_SIZE] for start in range(0, len(rows), ROW))
 
 
@@ -141,20 +139,20 @@ def size_of(header: bytes) -> int:
 
 
 def records(key: bytes, rows: bytes) -> Iterator[Record]:
-    """What the rows of a sheet say."""
+    """The records that the rows of a sheet stand for."""
     _, req_id, page = block_of(key)
     for i, (name, *_) in enumerate(pages(req_id, page, rows)):
         yield record_of(name_of_key(name), rows[i * ROW : (i + 1) * ROW])
 
 
 def expires_of(rows: bytes, spot: Spot) -> int:
-    """When a page expires; 0 for never, or when it has no row."""
+    """When a page expires; 0 for never, or if it has no row."""
     found = (row[4] for row in _ROW.iter_unpack(rows) if row[:3] == spot)
     return next(found, 0)
 
 
 def expiring(rows: bytes) -> tuple[int, bytes]:
-    """How many pages will expire, and the row of the first. There is one."""
+    """How many pages will expire, and the row of the first; there is at least one."""
     expires = np.frombuffer(rows, _COLUMNS)["expires"]
     some = np.flatnonzero(expires)
     first = int(some[expires[some].argmin()])
@@ -162,16 +160,16 @@ def expiring(rows: bytes) -> tuple[int, bytes]:
 
 
 def used(rows: bytes) -> int:
-    """When the first page was last used."""
+    """When the first page was used last."""
     return int.from_bytes(rows[_USED : _USED + 8], "little")
 
 
 def footprint_of(size: int) -> int:
-    """Bytes of the database that a page takes, nearly."""
+    """Roughly the bytes that a page takes on disk."""
     return ROW + room_for(size)
 
 
 def footprint(rows: bytes) -> int:
-    """Bytes of the database that pages take, nearly."""
+    """Roughly the bytes that pages take on disk."""
     sizes, counts = np.unique(np.frombuffer(rows, _COLUMNS)["size"], return_counts=True)
     return len(rows) + sum(room_for(int(size)) * int(count) for size, count in zip(sizes, counts, strict=True))

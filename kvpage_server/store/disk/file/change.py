@@ -1,4 +1,4 @@
-"""What can be done to values on disk."""
+"""The changes that can be made to values on disk."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class Write:
-    """A value that is to be stored. `digest`: the body's XXH3-64, 0 to have it computed."""
+    """Store a value. `digest` is the body's XXH3-64, or 0 to have it computed."""
 
     name: bytes
     meta: bytes
@@ -19,14 +19,12 @@ class Write:
 
 @dataclass(frozen=True, slots=True)
 class Delete:
-    """A value that is to go."""
-
     name: bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Retime:
-    """A value that is to expire at another time."""
+    """Change a value's expiry."""
 
     name: bytes
     expires: int
@@ -34,13 +32,13 @@ class Retime:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """A value that is to be set aside: it is not found any more, and can be looked at."""
+    """Set a value aside: it is not found any more, but can be looked at."""
 
     name: bytes
 
 
 class Clear:
-    """Everything is to go."""
+    """Remove everything."""
 
 
 Change = Write | Delete | Retime | Quarantine | Clear

@@ -1,14 +1,14 @@
-"""Values on disk, in one LMDB file of a directory.
+"""Values on disk, in one LMDB file.
 
-Three databases lie in the file: `about` (the format, and who the store is), `records` (what describes each value, see
-`record` and `sheet`) and `pieces` (the bodies, in pieces, by number). A body that is overwritten gets new pieces:
-numbers are never reused while the process lives, and a record that is read together with its pieces in one transaction
-fits them. `quarantine` has the last few records that were found damaged, with what is left of their bodies.
+It has three databases: `about` (the format and the store's id), `records` (one for each value, see `record` and
+`sheet`) and `pieces` (the bodies, in numbered pieces). A body that is overwritten gets new pieces. Numbers are not
+reused while the process lives, so a record and the pieces read in the same transaction belong together. `quarantine`
+keeps the last few damaged records, with what is left of their bodies.
 
-LMDB's commit is atomic, and durable when it returns: data first, then the page that refers to it. It is never opened
-in its unsafe modes, so a crash of the machine costs what was not committed and nothing else.
+LMDB's commit is atomic, and durable when it returns: it writes data first, then the page that refers to it. Its unsafe
+modes are never used, so a crash of the machine loses only what was not committed.
 
-Any thread may read, one at a time may write. Every call here may wait for the disk.
+Any thread may read, one at a time may write. Every call may wait for the disk.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ FILE = "kvpage.lmdb"
 _LOCK = "kvpage.lock"
 _QUARANTINED = 16  # records that are kept to be looked at
 _LONGEST_ASIDE = 500  # bytes of a key; with its time it is one again
-_MANY = 8  # values that are read together, when the whole of a sheet is worth looking at
-_MOST_KNOWN = 1 << 14  # pages of which it is remembered where they lie
+_MANY = 8  # values that are read together, from which on all of a sheet is looked up
+_MOST_KNOWN = 1 << 14  # pages whose places are remembered
 _NUMBER = struct.Struct(">Q")
 _WRONG_BODY = "its body does not match the checksum it was stored with"
 
@@ -126,7 +126,7 @@ class Disk:
             self._next = _NUMBER.unpack(last.key())[0] + 1 if last.last() else 1
 
     def close(self) -> None:
-        """Let go of the file; it was closed properly."""
+        """Close the file in order."""
         self._env.close()
         self._witness.closed()
         self._witness.go()
@@ -134,7 +134,7 @@ class Disk:
 
     @property
     def size(self) -> int:
-        """Bytes of the file, those that are free for new values too."""
+        """The size of the file in bytes, including space that is free for new values."""
         return self.path.stat().st_size
 
     @property
@@ -150,11 +150,11 @@ class Disk:
     # -- writing ---------------------------------------------------------------------------------------------------
 
     def make_room(self, changes: Iterable[Change]) -> None:
-        """Remove values, best in the order of their names, where there is no room for anything else.
+        """Remove values when the disk has no room for anything else; best in the order of their names.
 
-        To remove something, LMDB needs room, too: that is what the reserve is for. Many at once need room for all that
-        lies around them: where `maxdisk` has not that much, they go in several commits. What one frees can be used
-        after another one, which has to change something. Raises DiskFull, DiskError; some may be gone then.
+        To remove something, LMDB needs room too, which the reserve provides. If `maxdisk` has no room for all removals
+        at once, they go in several commits. LMDB can use what a commit freed only after the next one, so an empty
+        change follows. Raises DiskFull or DiskError; some values may be gone then.
         """
         with told(self.path, writing=True):
             self._has_reserve = False
@@ -163,7 +163,7 @@ class Disk:
             with self._env.begin(write=True, db=self._about) as txn:
                 txn.put(b"turn", _NUMBER.pack(txn.id()))
             self._witness.committed()
-            self._keep_reserve(least=0)  # what comes next is to use what was freed
+            self._keep_reserve(least=0)  # so that what comes next can use what was freed
 
     def _commit_in_parts(self, changes: list[Change]) -> None:
         at, many = 0, len(changes)
@@ -178,7 +178,7 @@ class Disk:
                 at += many
 
     def _keep_reserve(self, least: int = 2 * RESERVE) -> None:
-        """Take a little of the disk, if so much of it is free."""
+        """Take a little of the disk for the reserve, if at least `least` bytes are free."""
         has = self._reserve.stat().st_size if self._reserve.exists() else 0
         free = shutil.disk_usage(self.path.parent).free
         if has < RESERVE and free >= least:
@@ -192,7 +192,7 @@ class Disk:
         self._has_reserve = has == RESERVE
 
     def write(self, changes: Iterable[Change]) -> None:
-        """Make changes, in their order: all or none. They are durable when it returns. Raises DiskFull, DiskError."""
+        """Make changes in order, all or none. They are durable when it returns. Raises DiskFull, DiskError."""
         with told(self.path, writing=True):
             self._commit(changes)
             if not self._has_reserve:
@@ -261,7 +261,7 @@ class Disk:
         try:
             record = Record.parse(key, data)
         except Damaged:
-            return  # where its pieces lie is not known: they stay
+            return  # it is not known where its pieces lie, so they stay
         self._delete_pieces(txn, record)
 
     def _delete_pieces(self, txn: _Txn, record: Record) -> None:
@@ -281,7 +281,7 @@ class Disk:
         try:
             record = Record.parse(key, data)
         except Damaged:
-            return  # who reads it will find out
+            return  # its reader will find out
         record.expires = change.expires
         txn.put(key, bytes(record), db=self._records)
 
@@ -304,7 +304,7 @@ class Disk:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def sheets(self) -> Iterator[tuple[bytes, tuple[int, bytes] | Damaged]]:
-        """The sheets, see `sheet.unpack`, in the order of their database keys. One transaction."""
+        """The sheets in the order of their database keys, see `sheet.unpack`. One transaction."""
         with told(self.path), self._env.begin() as txn:
             cursor = txn.cursor(self._records)
             if not cursor.set_range(sheet.PREFIX):
@@ -318,10 +318,10 @@ class Disk:
                     yield key, damage
 
     def records(self, after: bytes = b"", most: int = 1 << 62) -> Iterator[tuple[bytes, Record | Damaged]]:
-        """What describes values, in the order of database keys, which come with them; those of sheets when `after` is
-        given one. One transaction.
+        """The records that follow a database key, each with its database key. One transaction.
 
-        From `most` database records, of which a sheet has many.
+        Without `after`, only records outside of sheets. At most `most` database records are read; a sheet is one of
+        them.
         """
         for key, data in self._all(after + b"\0" if after else b"", most):
             try:
@@ -339,18 +339,18 @@ class Disk:
                 yield from (found for _, found in zip(range(most), cursor, strict=False))
 
     def read(self, wanted: Sequence[tuple[bytes, memoryview]]) -> list[Outcome]:
-        """Fill memory with the bodies of values; a value of another size is not there. Raises DiskError.
+        """Fill memory with the bodies of values; a value of another size counts as absent. Raises DiskError.
 
-        Bodies are copied with the GIL released, and so it is while they come from the disk.
+        The GIL is released while bodies are copied or come from the disk.
         """
         with told(self.path), self._env.begin(buffers=True) as txn:
             lately = self._known_since(txn.id())
             return [self._outcome(txn, lately, name, into, len(wanted)) for name, into in wanted]
 
     def find(self, wanted: Sequence[tuple[bytes, int]]) -> tuple[object, list[Found]]:
-        """Where the bodies of values lie that have those names and sizes: as long as what is returned first is kept.
+        """Find the bodies of values with these names and sizes. They are valid as long as the first result is kept.
 
-        They were read, with the GIL released, so the system has them in memory now. Raises DiskError.
+        Bodies were read and checked with the GIL released, so they are in the system's cache. Raises DiskError.
         """
         with told(self.path):
             txn = self._env.begin(buffers=True)
@@ -368,11 +368,11 @@ class Disk:
         return pieces if digest_of(pieces) == found.digest else Damaged(_WRONG_BODY)
 
     def _known_since(self, commit: int) -> dict[bytes, Body]:
-        """Where bodies of pages lie, of which that was looked for since a commit."""
+        """The places of pages that were looked up since a commit."""
         since, known = self._lately
         if since != commit or len(known) > _MOST_KNOWN:
             known = {}
-            self._lately = commit, known  # another thread has the one or the other: both are right
+            self._lately = commit, known  # another thread may have set it too; either is right
         return known
 
     def _outcome(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, into: memoryview, others: int) -> Outcome:
@@ -390,7 +390,7 @@ class Disk:
         return True if digest == found.digest else Damaged(_WRONG_BODY)
 
     def _gather(self, txn: _ReadTxn, found: Body, into: memoryview) -> int:
-        """Fill memory with a body; its digest. Each piece is hashed as long as it is in the processor's cache."""
+        """Fill memory with a body, and return its digest. Each piece is hashed while it is in the processor's cache."""
         digest = xxhash.xxh3_64()
         start = 0
         for piece in self._pieces_of(txn, found):
@@ -401,7 +401,7 @@ class Disk:
         return digest.intdigest()
 
     def check(self, name: bytes) -> int:
-        """The bytes of a value that was read and found intact, 0 when there is none. Raises Damaged, DiskError."""
+        """The size of a value that was read and found intact; 0 if there is none. Raises Damaged, DiskError."""
         with told(self.path), self._env.begin(buffers=True) as txn:
             lately = self._known_since(txn.id())
             found = lately.get(name) or self._find(txn, lately, name, _MANY)
@@ -413,7 +413,7 @@ class Disk:
         return found.size
 
     def _find(self, txn: _ReadTxn, lately: dict[bytes, Body], name: bytes, others: int) -> Body | None:
-        """Where the body of a value lies. With many `others`, all pages of its sheet are looked for. Raises Damaged."""
+        """Where a value's body lies. With many `others`, all pages of its sheet are looked up. Raises Damaged."""
         place = sheet.place_of(name)
         data = None if place is None else txn.get(place[0], db=self._records)
         if place is not None and data is not None:

@@ -1,6 +1,6 @@
-"""Values as they are stored on disk, and what stands for them in memory after a restart.
+"""Values as they are stored on disk, and their places in memory after a restart.
 
-A string has no `meta`, a page its header. A block stored whole has a shape:
+A string has no `meta`. A page has its header. A block stored whole has its shape:
 
     [layers: 4][heads: 4][page_size: 4][created, unix ms: 8][ttl, seconds: 8], then for each plane
     [kv_type: 1][dtype: 1][head_dim: 4]
@@ -32,7 +32,7 @@ Value = Slot | ExtentPage | Extent | ShortText | Cold | Corrupt
 
 
 def change_of(name: bytes, value: Value) -> Change:
-    """What has to be done on disk for a value to be there. Of one that is there already, the expiry is new."""
+    """The change that stores a value. If the value is on disk already, only its expiry changes."""
     if isinstance(value, tuple):
         return Write(name, b"", value[0], value[1], unix_ms())
     if isinstance(value, Extent):
@@ -54,7 +54,7 @@ def _spell_shape(extent: Extent) -> bytes:
 
 
 def extent_of(record: Record, block: Block) -> Extent:
-    """A block that was stored whole; its body stays on disk. Raises Damaged."""
+    """A block stored whole, whose body stays on disk. Raises Damaged."""
     try:
         layers, heads, page_size, created, ttl = _SHAPE.unpack_from(record.meta)
         planes = [Plane(kv_type, DType(dtype), dim) for kv_type, dtype, dim in _PLANE.iter_unpack(record.meta[28:])]

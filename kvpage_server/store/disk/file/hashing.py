@@ -1,4 +1,4 @@
-"""Bytes in LMDB's map, copied and hashed: they may have to come from the disk, so the GIL is released meanwhile."""
+"""Copying and hashing bytes of LMDB's map. They may have to come from the disk, so the GIL is released meanwhile."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ _HASHED_WITH_GIL = 64 * 1024  # bytes: xxhash releases the GIL for more
 
 
 def copy(piece: memoryview, into: memoryview) -> None:
-    """With the GIL released, as it may have to come from the disk."""
     np.copyto(np.frombuffer(into, np.uint8), np.frombuffer(piece, np.uint8))
 
 
 def digest_of(pieces: Iterable[memoryview]) -> int:
-    """XXH3-64 of bytes that may have to come from the disk: whoever waits for that must not hold the GIL."""
+    """The XXH3-64 of bytes that may have to come from the disk."""
     digest = xxhash.xxh3_64()
     for piece in pieces:
         if 0 < len(piece) <= _HASHED_WITH_GIL:

@@ -1,8 +1,8 @@
-"""The file that LMDB maps: whose it is, whether it is sound, and how it is opened.
+"""LMDB's file: whose it is, whether it is sound, and how it is opened.
 
-LMDB trusts its file: a bit flipped in a branch page can crash the process that maps it. So a file is looked through
-first, unless nobody has touched it since it was closed in order, or since the last commit of a server that was killed
-while the machine went on: what the system was told to write then, it has.
+LMDB trusts its file: one wrong bit in a branch page can crash the process that maps it. So the structure is checked
+before the file is opened. This is left out if the file was closed in order and not touched since, or if its server was
+killed but the machine has run on: then the system still writes all that it was given.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 class DiskError(Exception):
-    """The store on disk cannot be used; the message says which file it is and why."""
+    """The store on disk cannot be used; the message names the file and the reason."""
 
 
 class DiskFull(Exception):
-    """The disk has no room for what was to be written. Nothing of it was."""
+    """The disk has no room for a write. Nothing of it was written."""
 
 
 class MaxDisk(DiskFull):
-    """What was to be written goes beyond `maxdisk`."""
+    """A write goes beyond `maxdisk`."""
 
 
 class Witness:
-    """A note beside the file: how it looked when it was last sound, and if it has not been closed, in which boot.
+    """A note beside the file: how it looked when it was last sound, and, if it is open, in which boot of the machine.
 
-    The machine that was started since may have lost what the system was told to write, the time of a change first.
+    If the machine crashed since, some writes may be lost, and the note does not hold any more.
     """
 
     def __init__(self, path: Path) -> None:
@@ -57,25 +57,24 @@ class Witness:
         self._boot = _BOOT_ID.read_text().strip() if _BOOT_ID.exists() else ""
 
     def vouches(self) -> bool:
-        """Whether the file is as it was when it was closed, or last committed to in this boot."""
+        """Whether the file is as it was when it was closed, or at the last commit in this boot."""
         said, seen = os.pread(self._note, 200, 0).decode("ascii", "replace").strip(), self._seen()
         return said == seen or bool(self._boot and said == f"{seen} {self._boot}")
 
     def opened(self) -> None:
-        """The file is sound, and no more known to be closed, whatever happens to the machine."""
+        """Note that the file is sound and open."""
         self.committed()
         os.fsync(self._note)
 
     def committed(self) -> None:
-        """The file is sound, as long as the machine goes on."""
+        """Note that the file is sound unless the machine crashes."""
         self._say(f"{self._seen()} {self._boot}" if self._boot else "")
 
     def closed(self) -> None:
-        """The file is sound and on the disk."""
+        """Note that the file is sound and on the disk."""
         self._say(self._seen())
 
     def go(self) -> None:
-        """That was the last word."""
         os.close(self._note)
 
     def _seen(self) -> str:
@@ -83,12 +82,12 @@ class Witness:
         return f"{found.st_size} {found.st_mtime_ns}"
 
     def _say(self, text: str) -> None:
-        with suppress(OSError):  # what stands there vouches for another state of the file
+        with suppress(OSError):  # the old note is about another state of the file
             os.pwrite(self._note, text.encode().ljust(_NOTE), 0)
 
 
 def look_through(path: Path, witness: Witness) -> None:
-    """Make sure that LMDB can trust the file's structure. Whether values are intact is seen when they are read."""
+    """Check that LMDB can trust the file's structure. Values are checked when they are read."""
     with path.open("rb") as file:
         if file.read(20)[16:] != (0xBEEFC0DE).to_bytes(4, "little"):
             raise DiskError(f"{path} is not a store of kvpage-server")
@@ -100,7 +99,7 @@ def look_through(path: Path, witness: Witness) -> None:
 
 
 def lock(path: Path) -> IO[bytes]:
-    """Hold the directory, as long as the file is open. Raises DiskError when another process does."""
+    """Lock the directory while the file is open. Raises DiskError if another process has the lock."""
     lock = open(path, "a+b", opener=private)  # noqa: SIM115 - held for as long as the store is
     if not _taken(lock):
         lock.seek(0)
@@ -115,9 +114,9 @@ def lock(path: Path) -> IO[bytes]:
 
 
 def claim(path: Path) -> IO[bytes]:
-    """Hold the database itself, as long as the file is open: somebody may have removed the lock file beside it.
+    """Lock the database too, since somebody may have removed the lock file beside it.
 
-    Others may not read it from now on, whatever it was. Raises DiskError when another process holds it.
+    Others can't read it from now on. Raises DiskError if another process has the lock.
     """
     for part in (path, *(_beside(path, end) for end in _BESIDE)):
         if part.exists():
@@ -130,7 +129,7 @@ def claim(path: Path) -> IO[bytes]:
 
 
 def _taken(file: IO[bytes]) -> bool:
-    """Whether it is ours now. LMDB, which locks parts of a file of its own, sees nothing of it."""
+    """Whether the lock is ours now. LMDB locks other parts of a file of its own, so it is not affected."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -147,7 +146,7 @@ def _beside(path: Path, end: str) -> Path:
 
 
 def create(path: Path) -> None:
-    """A new store: there as a whole, or not at all."""
+    """Create a store: either as a whole or not at all."""
     new = _beside(path, ".new")
     for left in (new, _beside(new, "-lock")):
         left.unlink(missing_ok=True)
@@ -163,7 +162,7 @@ def create(path: Path) -> None:
 
 
 def open_map(path: Path, maxdisk: int) -> lmdb.Environment:
-    """The file in memory: its address space is taken at once, its disk space as it is needed."""
+    """Map the file. This takes its address space at once, and disk space as it is needed."""
     size = max(maxdisk or _LARGEST_MAP, path.stat().st_size)
     while True:
         try:
@@ -196,7 +195,7 @@ def _says(error: Exception, number: int) -> bool:
 
 @contextmanager
 def told(path: Path, *, writing: bool = False) -> Iterator[None]:
-    """What LMDB and the system say, as DiskError; as DiskFull as well where something was to be written."""
+    """Raise what LMDB and the system say as DiskError; as DiskFull if a write had no room."""
     try:
         yield
     except lmdb.MapFullError:

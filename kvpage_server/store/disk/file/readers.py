@@ -1,7 +1,7 @@
-"""Values from disk to memory, by threads, so that the loop waits for no disk.
+"""Threads that read values from disk, so that the loop does not wait for it.
 
-The loop says where a body belongs and is told what became of it. Who has asked keeps the memory meanwhile: a thread
-knows nothing of slots, only of the bytes it fills. Or values are only found there, and read.
+A thread fills memory that it is given, or finds and checks values where they lie. It does not know slots. Whoever asked
+keeps the memory meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Wanted = Sequence[tuple[bytes, memoryview]]  # names, and the memory for their b
 
 
 class DiskReader:
-    """Reads for one loop, which it is made on. Costs: a thread's turn for each call of `fetch` and `find`."""
+    """Reads for the loop on which it was made. `fetch` and `find` each cost a thread's turn."""
 
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
@@ -40,11 +40,11 @@ class DiskReader:
             thread.start()
 
     def fetch(self, wanted: Wanted, done: Callable[[list[Outcome]], None]) -> None:
-        """Fill all that memory; then call `done` with the outcomes, on the loop."""
+        """Fill all that memory, then call `done` with the outcomes, on the loop."""
         self._begin(partial(self._outcomes, wanted), done)
 
     def find(self, wanted: Sequence[tuple[bytes, int]], done: Callable[[tuple[object, list[Found]]], None]) -> None:
-        """Find values and check them where they lie; then call `done` with what `Disk.find` says, on the loop."""
+        """Find values and check them, then call `done` with the result of `Disk.find`, on the loop."""
         self._begin(partial(self._found, wanted), done)
 
     def _begin(self, work: Callable[[], T], done: Callable[[T], None]) -> None:
@@ -56,7 +56,7 @@ class DiskReader:
         while (job := self._jobs.get()) is not None:
             ticket, work = job
             told = partial(self._deliver, ticket, work())
-            del job, work  # who hears of it has the memory to himself
+            del job, work  # only `told` refers to the memory now
             self._loop.call_soon_threadsafe(told)
             del told
 
@@ -76,7 +76,7 @@ class DiskReader:
         self._callers.pop(ticket)(result)
 
     async def close(self) -> None:
-        """End the threads, after what they have begun."""
+        """End the threads when they have done what they began."""
         for _ in self._threads:
             self._jobs.put(None)
         for thread in self._threads:

@@ -1,4 +1,4 @@
-"""Goes through what is on disk, at a bounded rate, and finds what is damaged before somebody asks for it."""
+"""Reads all that is on disk, at a limited rate, to find damage before somebody asks for the value."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ log = logging.getLogger("kvpage")
 
 
 class Scrubber:
-    """Reads `rate` bytes a second, round after round. `damaged` is told names, on the loop that it is made on."""
+    """Reads `rate` bytes a second, round after round. Calls `damaged` with names, on the loop on which it was made."""
 
     def __init__(self, disk: Disk, rate: int, damaged: Callable[[bytes], None]) -> None:
         self.rate = rate
@@ -58,7 +58,7 @@ class Scrubber:
                     return
 
     def _check(self, name: bytes) -> bool:
-        """Read one value; whether to go on."""
+        """Read one value. Returns whether to go on."""
         try:
             size = self._disk.check(name)
         except Damaged:
@@ -71,6 +71,5 @@ class Scrubber:
         self._loop.call_soon_threadsafe(self._damaged, name)
 
     async def close(self) -> None:
-        """End the thread."""
         self._stopping.set()
         await asyncio.to_thread(self._thread.join)

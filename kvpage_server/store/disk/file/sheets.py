@@ -10,7 +10,7 @@ from kvpage_server.store.records.sheet import Spot
 
 
 class Sheets:
-    """Read when they are asked for, and written once, when the transaction has made all changes."""
+    """They are read when needed, and written once, when the transaction has made all changes."""
 
     def __init__(self, txn: lmdb.Transaction[bytes], records: lmdb._Database) -> None:
         self._txn = txn
@@ -18,7 +18,7 @@ class Sheets:
         self._rows: dict[bytes, dict[Spot, bytes]] = {}
 
     def of(self, key: bytes) -> dict[Spot, bytes]:
-        """The rows of a sheet. One that is damaged has none: where the pieces of its pages lie is not known."""
+        """The rows of a sheet. A damaged one has none, since it is not known where its pages lie."""
         rows = self._rows.get(key)
         if rows is None:
             data = self._txn.get(key, db=self._records)
@@ -30,11 +30,10 @@ class Sheets:
         return rows
 
     def clear(self) -> None:
-        """Everything is gone."""
         self._rows.clear()
 
     def flush(self) -> None:
-        """Write them."""
+        """Write the sheets."""
         for key, rows in self._rows.items():
             if rows:
                 self._txn.put(key, sheet.pack(key, rows), db=self._records)

@@ -1,18 +1,18 @@
-"""Changes on their way to the disk: written by one thread, in batches, behind the backs of those who made them.
+"""Changes on their way to the disk. A thread writes them in batches; those who made them do not wait.
 
-A change replaces an earlier one of the same value that has not been written yet, so a value that is written often goes
-to disk as often as there is a commit. A batch is taken at one moment of the loop and committed whole: what is on disk
-is always the store as it was at some moment, never half of a command or of a transaction.
+A change replaces an earlier one of the same value that is not written yet, so a value that changes often is written
+once a commit. A batch is the store at one moment, between two turns of the loop, and is committed whole. So there is
+never half of a command or transaction on disk.
 
-Where the disk is full, what is gone from the store leaves the disk first, since that makes room for the rest: in a
-commit of its own, or in several where `maxdisk` has no room for one. A process that is killed in between leaves part of
-a batch on disk, which under `always` nobody was told of. Values that are overwritten stay until the new ones are there.
+If the disk is full, values that are gone from the store are removed from the disk first, to make room: in one commit,
+or in several if `maxdisk` has no room for one. If the process is killed in between, part of a batch is on disk; under
+`always` nobody was told of it. Values that are overwritten stay until the new ones are there.
 
-When a batch begins depends on `appendfsync`: with `always` as soon as the one before is done, with `everysec` so that
-nothing waits for more than a second, as long as commits take less than that, with `no` when half of what may wait does,
-or after `LONGEST`. Every commit is durable; `appendfsync` says when there is one.
+`appendfsync` says when a batch begins. `always`: when the batch before is done. `everysec`: so that nothing waits for
+more than a second, if commits take less. `no`: when half of the allowed bytes wait, or after `LONGEST`. Every commit is
+durable.
 
-What the states mean, and what moves them. What is not in the table cannot happen, and is an error:
+The states, and what moves them. What is not in the table is an error:
 
     IDLE         nothing waits           CHANGED, HURRIED -> PLANNED
     PLANNED      a timer runs            TIME -> WRITING; HURRIED makes it sooner
@@ -24,9 +24,9 @@ What the states mean, and what moves them. What is not in the table cannot happe
     RETRYING     a timer runs after a    TIME -> WRITING; nothing makes it sooner
                  failure
 
-CHANGED and HURRIED may come in every state; where the table does not name them they are noted and change nothing.
+CHANGED and HURRIED may come in every state. Where the table does not name them they change nothing.
 
-Everything here happens on the loop, but for the writing itself.
+Everything runs on the loop, except the writing itself.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from kvpage_server.system.durations import Durations
 
 LONGEST = 30.0  # seconds
 _SECOND = 0.9
-_SLACK = 2.5  # a change may come when a commit has just begun, and be in the next: it waits for two of them
+_SLACK = 2.5  # a change that comes just after a commit has begun is in the next one: it waits for two
 _SHORTEST = 0.05
 RETRY_AFTER = 1.0  # seconds
 _LAST_TRIES = 3
@@ -74,16 +74,16 @@ class Event(Enum):
     """What moves it."""
 
     CHANGED = auto()  # a value has changed
-    HURRIED = auto()  # somebody waits for all that there is, or much waits
+    HURRIED = auto()  # somebody waits for all changes, or many wait
     TIME = auto()  # the timer's
     COMMITTED = auto()
     FAILED = auto()
     FULL = auto()  # the disk is full, and something can be removed from it
-    NOTED = auto()  # and everything is on disk
+    NOTED = auto()  # and all is written
     NOTED_SOME = auto()  # and there is more to write
 
 
-_WAITING = {Event.CHANGED, Event.HURRIED}  # whenever they like
+_WAITING = {Event.CHANGED, Event.HURRIED}  # may come at any time
 
 MOVES: dict[State, dict[Event, State]] = {
     State.IDLE: {Event.CHANGED: State.PLANNED, Event.HURRIED: State.PLANNED},
@@ -103,7 +103,7 @@ MOVES: dict[State, dict[Event, State]] = {
 
 
 def after(state: State, event: Event) -> State:
-    """The state that an event leads to. Raises RuntimeError when it cannot happen then."""
+    """The state after an event. Raises RuntimeError if the event cannot happen in this state."""
     to = MOVES[state].get(event)
     if to is None:
         if event not in _WAITING:
@@ -113,23 +113,23 @@ def after(state: State, event: Event) -> State:
 
 
 class Owner(Protocol[T]):
-    """Whose values they are."""
+    """The store whose values these are."""
 
     def spell(self, name: bytes, value: T) -> Change:
         """The change that stores a value. Called in the writing thread."""
 
     def note_stored(self, batch: Batch[T]) -> Iterator[None]:
-        """Steps, on the loop, until it is known what was committed."""
+        """Steps, on the loop, that note what was committed."""
 
     def make_room(self, error: DiskFull, size: int) -> None:
-        """The disk is full, and so many bytes wait: values may be removed."""
+        """The disk is full, and so many bytes wait: values may be evicted."""
 
     def is_gone(self, name: bytes) -> bool:
-        """Whether the store has no value of a name, in whatever form."""
+        """Whether the store has nothing of that name."""
 
 
 class WriteBehind(Generic[T]):
-    """See the module. `limit` is how many bytes may wait."""
+    """See the module. At most `limit` bytes may wait."""
 
     def __init__(self, disk: Disk, owner: Owner[T], mode: str, limit: int) -> None:
         self.mode = mode
@@ -148,27 +148,26 @@ class WriteBehind(Generic[T]):
         self._now: Batch[T] | None = None  # what the thread has, or what is noted
         self._timer: asyncio.TimerHandle | None = None
         self._hurries = False
-        self._room_made_at = -1  # commits there had been when room was made the last time
-        self._begun = self._tried = 0  # changes that it was begun to write, and that it was tried to
+        self._room_made_at = -1  # the number of commits when room was made last
+        self._begun = self._tried = 0  # changes that are being written, and that were tried
         self._took = 0.0  # seconds of the last commit
         self._waiting: list[tuple[int, Callable[[], None]]] = []
 
     # -- what happens to values ------------------------------------------------------------------------------------
 
     def note(self, name: bytes, value: T | None, size: int) -> None:
-        """A value has changed, or is gone. What it consists of must not change any more."""
+        """A value has changed or is gone. The value must not change any more."""
         self._next.note(name, value, size)
         self.position += 1
         self._changed()
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
-        """Values have changed, as for `note`."""
+        """The same for several values."""
         self._next.note_all(names, values, sizes)
         self.position += len(names)
         self._changed()
 
     def clear(self) -> None:
-        """Everything is gone."""
         self._next = Batch(clears=True)
         self.position += 1
         self._changed()
@@ -181,7 +180,7 @@ class WriteBehind(Generic[T]):
             self._plan(self._delay())
 
     def waits(self, name: bytes) -> bool:
-        """Whether the last change of a value is not on disk yet."""
+        """Whether a value's last change is not on disk yet."""
         if self._next.clears:
             return True
         return name in self._next.changes or (self._now is not None and name in self._now.changes)
@@ -193,7 +192,7 @@ class WriteBehind(Generic[T]):
 
     @property
     def size(self) -> int:
-        """Bytes of values that wait to be written."""
+        """Bytes that wait to be written."""
         return self._next.size + (self._now.size if self._now is not None else 0)
 
     @property
@@ -203,11 +202,11 @@ class WriteBehind(Generic[T]):
 
     @property
     def full(self) -> bool:
-        """Whether more should wait until there is room. A disk that fails is not waited for."""
+        """Whether new changes should wait until there is room. If the disk fails, nothing waits for it."""
         return self.size > self.limit and not self.failing
 
     def when_durable(self, position: int, then: Callable[[], None]) -> None:
-        """Call `then` once all changes up to `position` are on disk, or when a commit has failed."""
+        """Call `then` when all changes up to `position` are on disk, or when a commit has failed."""
         self._waiting.append((position, then))
 
     def when_there_is_room(self, then: Callable[[], None]) -> None:
@@ -229,7 +228,7 @@ class WriteBehind(Generic[T]):
         self.state = after(self.state, event)
 
     def _plan(self, delay: float) -> None:
-        """Have the next batch begin then."""
+        """Begin the next batch after `delay` seconds."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = asyncio.get_running_loop().call_later(delay, self._begin)
@@ -262,7 +261,7 @@ class WriteBehind(Generic[T]):
         self._note(batch, chain(self._owner.note_stored(batch), batch.freed()))
 
     def _note(self, batch: Batch[T], steps: Iterator[None]) -> None:
-        """Note what a commit has stored, of which there may be very much; until then it counts as being written."""
+        """Note what a commit has stored, in steps. Until then it counts as being written."""
         end = time.monotonic_ns() + _TURN
         for _ in steps:
             if time.monotonic_ns() > end:
@@ -293,7 +292,7 @@ class WriteBehind(Generic[T]):
     # -- when that fails -------------------------------------------------------------------------------------------
 
     def _failed(self, batch: Batch[T], error: Error) -> None:
-        """Take a batch back. Where the disk is full, what is gone is removed before the next try."""
+        """Take a batch back. If the disk is full, remove what is gone before the next try."""
         self.errors += 1
         newer = self._next
         if not newer.clears:
@@ -302,7 +301,7 @@ class WriteBehind(Generic[T]):
             self._next = batch
         removals = None
         if isinstance(error, DiskFull):
-            self._owner.make_room(error, batch.size)  # whatever is changed by that begins no other batch
+            self._owner.make_room(error, batch.size)  # changes that it makes begin no other batch
             removals = self._take_removals()
         if removals is None:
             self._fail(error)
@@ -313,7 +312,7 @@ class WriteBehind(Generic[T]):
         self._writer.remove(removals, self._room_is_made)
 
     def _take_removals(self) -> Batch[T] | None:
-        """What may leave the disk before anything is written; None when that would help nobody."""
+        """The removals that may be written before anything else; None if they would not help."""
         batch, made_at = self._next, self._room_made_at
         gone = sorted(name for name in batch.removed if self._owner.is_gone(name))
         if not gone and not batch.clears and made_at == self.commits:
@@ -340,7 +339,7 @@ class WriteBehind(Generic[T]):
         self._plan(0)
 
     def _fail(self, error: Error) -> None:
-        """Try again after a while, however many ask for it sooner. Who waits goes on."""
+        """Try again after a while, even if somebody hurries. Those who wait go on."""
         if not self.failing:
             log.error("writing to disk fails, it will be tried again: %s", error)
         self.failing = str(error)
@@ -352,7 +351,7 @@ class WriteBehind(Generic[T]):
     # -- the end ---------------------------------------------------------------------------------------------------
 
     async def settle(self) -> None:
-        """Write what there is by now, if that can be done. It was tried when this returns, a second later at most."""
+        """Write all that there is now, if possible. It has been tried when this returns, after a second at most."""
         position, self._tried = self.position, -1
         while self.durable < position and not (self.failing and self._tried >= position):
             done = asyncio.Event()
@@ -361,7 +360,7 @@ class WriteBehind(Generic[T]):
             await done.wait()
 
     async def close(self) -> int:
-        """Write what there is, and end the thread; how many values could not be written, if it cannot be done."""
+        """Write all that there is, and end the thread. Returns how many values could not be written."""
         for _ in range(_LAST_TRIES):
             await self.settle()
         if self._timer is not None:

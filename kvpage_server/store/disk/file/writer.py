@@ -1,4 +1,4 @@
-"""Changes that are committed together, and the thread that writes: it commits one batch after another."""
+"""Batches of changes, and the thread that commits one after another."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ T = TypeVar("T")
 Error = DiskError | DiskFull
 Done = Callable[[Error | None], None]
 
-_AT_ONCE = 256  # values that are let go of together
-_SPARE_FOR = 10.0  # seconds that LMDB's memory stays for the next commit: what is fresh has to be zeroed first
+_AT_ONCE = 256  # values that are freed together
+_SPARE_FOR = 10.0  # seconds for which LMDB's memory is kept for the next commit, since fresh memory has to be zeroed
 
 log = logging.getLogger("kvpage")
 
 
 @dataclass(slots=True)
 class Batch(Generic[T]):
-    """The last change of each value, None for its removal, with the bytes it takes while it waits."""
+    """The last change of each value, None for a removal, with the bytes that it takes."""
 
     changes: dict[bytes, tuple[T | None, int]] = field(default_factory=dict)
     size: int = 0
     clears: bool = False  # before all else
-    removed: dict[bytes, None] = field(default_factory=dict)  # the values that have no other change than that
+    removed: dict[bytes, None] = field(default_factory=dict)  # values whose only change is their removal
     position: int = 0  # of the last change
     began: float = 0.0  # monotonic
 
@@ -48,7 +48,6 @@ class Batch(Generic[T]):
             self.removed.pop(name, None)
 
     def note_all(self, names: Sequence[bytes], values: Sequence[T], sizes: Sequence[int]) -> None:
-        """Values have changed."""
         changes = self.changes
         get, grown = changes.get, sum(sizes)
         for name, value, size in zip(names, values, sizes, strict=True):
@@ -61,12 +60,12 @@ class Batch(Generic[T]):
                 self.removed.pop(name, None)
 
     def forget(self, name: bytes) -> None:
-        """The last change of a value was made."""
+        """Remove a value's change, which has been made."""
         self.size -= self.changes.pop(name)[1]
         self.removed.pop(name, None)
 
     def freed(self) -> Iterator[None]:
-        """Let go of its values, in steps: on the loop, not where the thread does."""
+        """Free the values in steps, on the loop and not in the thread."""
         changes = self.changes
         while changes:
             for _ in range(min(len(changes), _AT_ONCE)):
@@ -75,7 +74,7 @@ class Batch(Generic[T]):
 
 
 class DiskWriter(Generic[T]):
-    """Writes for one loop, which it is made on. `spell` makes a change of a value, in the thread."""
+    """Writes for the loop on which it was made. `spell` turns a value into a change, in the thread."""
 
     def __init__(self, disk: Disk, spell: Callable[[bytes, T], Change]) -> None:
         self._disk = disk
@@ -86,15 +85,15 @@ class DiskWriter(Generic[T]):
         self._thread.start()
 
     def commit(self, batch: Batch[T], done: Done) -> None:
-        """Write a batch; then tell `done`, on the loop, what went wrong."""
+        """Write a batch, then call `done` with the error, if any, on the loop."""
         self._jobs.put((batch, False, done))
 
     def remove(self, batch: Batch[T], done: Done) -> None:
-        """The same for removals, where the disk has no room for anything else."""
+        """The same for removals, when the disk has no room for anything else."""
         self._jobs.put((batch, True, done))
 
     def _run(self) -> None:
-        """What is held of a batch here was let go of when the loop hears: memory is freed there alone."""
+        """The thread holds nothing of a batch when it calls back, since memory is freed on the loop only."""
         while (job := self._next_job()) is not None:
             batch, makes_room, done = job
             error = self._error_of(batch, makes_room)
@@ -102,7 +101,7 @@ class DiskWriter(Generic[T]):
             self._loop.call_soon_threadsafe(done, error)
 
     def _next_job(self) -> tuple[Batch[T], bool, Done] | None:
-        """What to do next. When that is a long time coming, memory goes back to the system."""
+        """The next job. If there is none for a while, memory is returned to the system."""
         try:
             return self._jobs.get(timeout=_SPARE_FOR)
         except Empty:
@@ -110,7 +109,7 @@ class DiskWriter(Generic[T]):
             return self._jobs.get()
 
     def _error_of(self, batch: Batch[T], makes_room: bool) -> Error | None:
-        """Commit; what went wrong, without the frames that it came through."""
+        """Commit, and return the error, without its frames."""
         try:
             (self._disk.make_room if makes_room else self._disk.write)(self._changes(batch))
         except (DiskFull, DiskError) as error:
@@ -127,6 +126,6 @@ class DiskWriter(Generic[T]):
             yield Delete(name) if value is None else self._spell(name, value)
 
     async def close(self) -> None:
-        """End the thread, after what it has begun."""
+        """End the thread when it has done what it began."""
         self._jobs.put(None)
         await asyncio.to_thread(self._thread.join)
