@@ -35,7 +35,7 @@ LAYOUT_VERSION = 2  # of blocks, pages and the hashes over them
 
 @dataclass(frozen=True, slots=True)
 class ModelTag:
-    """The few numbers by which people and files tell models apart. Identity is the fingerprint's business."""
+    """A few numbers that tell models apart for people. The fingerprint is the identity."""
 
     model_id: str
     n_layers: int
@@ -44,7 +44,7 @@ class ModelTag:
     block_tokens: int
 
 
-Shapes = tuple[tuple[Matrices, ...], ...]  # what each layer keeps; () for one that keeps nothing of the sort
+Shapes = tuple[tuple[Matrices, ...], ...]  # what each layer keeps; () if nothing of this sort
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,11 +57,11 @@ class ModelCacheSpec:
     nesting: tuple[Nesting, ...]  # of the model's layers: which of these caches they keep
     vocab_size: int
     context: int | None  # tokens the model was made for; None when it does not say
-    fingerprint: int  # 64 bits; caches with equal fingerprints are interchangeable
-    batches: bool  # whether mlx-lm's batches of the model say what it says alone
-    resumes: bool = False  # whether, in them, a question to a context may be computed in one pass, last token and all
-    refusal: str | None = None  # why contexts of this model cannot be kept; it has no layers then
-    identity: str | None = None  # the digest of what the model computes with; None where that cannot be known
+    fingerprint: int  # 64 bits; caches with equal fingerprints can be exchanged
+    batches: bool  # whether mlx-lm's batches give the same results as the model alone
+    resumes: bool = False  # whether a question after a context may be computed in one pass
+    refusal: str | None = None  # why contexts of this model cannot be kept; then it has no layers
+    identity: str | None = None  # the digest of what the model computes with; None if unknown
     quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
 
     @classmethod
@@ -75,11 +75,11 @@ class ModelCacheSpec:
         cache: Sequence[Any] | None = None,
         quantised_from: int = 0,
     ) -> ModelCacheSpec:
-        """Run some tokens through `model` and describe the cache they leave, and more to see what it does in a batch.
+        """Run some tokens through `model` to describe its cache, and more to see whether batches are right.
 
-        `cache`, still empty, when it isn't the one that the model makes for itself: a quantised one. One that is not
-        understood raises UnsupportedCacheError; if the model makes it for itself, the spec says so in its `refusal`.
-        `quantised_from`: so many tokens of a prompt are computed before its cache is quantised.
+        `cache` is an empty one that is not of the model's own kind, such as a quantised one. A cache that is not
+        understood raises UnsupportedCacheError, or, if it is the model's own, is the spec's `refusal`. `quantised_from`
+        tokens of a prompt are computed before its cache is quantised.
         """
         if block_tokens < 1:
             raise ValueError(f"block_tokens must be at least 1, got {block_tokens}")
@@ -119,14 +119,14 @@ class ModelCacheSpec:
 
     @property
     def tag(self) -> ModelTag:
-        """Heads and head_dim are those of the first page of a block; 0 where there is none."""
+        """Heads and head_dim are those of a block's first page; 0 if there is none."""
         first = next(chain.from_iterable(layer.matrices(1) for layer in self.layers), None)
         heads, head_dim = (first.heads, first.plane.head_dim) if first else (0, 0)
         return ModelTag(self.model_id, len(self.nesting), heads, head_dim, self.block_tokens)
 
     @property
     def has_state(self) -> bool:
-        """Whether a context can only be taken up where a state was kept, and not at any token."""
+        """Whether contexts can be continued only where a state was kept."""
         return any(isinstance(layer, StateLayer) and layer.planes for layer in self.layers)
 
     @property
@@ -147,7 +147,7 @@ class ModelCacheSpec:
         return tuple(layer.matrices(end) if isinstance(layer, StateLayer) else () for layer in self.layers)
 
     def answer_tokens(self, prompt_tokens: int, max_tokens: int) -> int:
-        """How many tokens an answer may have, of `max_tokens`: the model's context ends somewhere."""
+        """How many of `max_tokens` tokens an answer may have within the model's context."""
         return min(max_tokens, self.context - prompt_tokens) if self.context else max_tokens
 
     def blocks_for(self, tokens: int) -> int:
@@ -155,7 +155,8 @@ class ModelCacheSpec:
 
 
 def _identity(model: nn.Module) -> tuple[str | None, str | None]:
-    """The digest of what the model computes with, or why there is none. It has been run: some complete themselves."""
+    """The digest of what the model computes with, or why there is none. The model has been run: some complete
+    themselves."""
     try:
         return Identity(model).digest, None
     except UnknownIdentityError as error:
@@ -170,7 +171,7 @@ def _describe_all(cache: Sequence[Any]) -> tuple[tuple[Layer, ...], tuple[Nestin
 
 
 def _context(model: nn.Module) -> int | None:
-    """From the configuration, or, of a model that also does other things, from that of its language."""
+    """The context length in the configuration; for models of several kinds, in that of the language model."""
     for args in _configuration(model).values():
         language = args.get("text_config") or args
         length: int | None = (language if isinstance(language, dict) else vars(language)).get("max_position_embeddings")
@@ -205,5 +206,5 @@ def fingerprint(
 
 
 def _configuration(model: nn.Module) -> dict[str, Any]:
-    """What the model was made with, by the names it has it under: args, or config."""
+    """What the model was made with: its `args` or `config`."""
     return {name: vars(value) for name, value in vars(model).items() if dataclasses.is_dataclass(value)}

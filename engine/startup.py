@@ -1,4 +1,4 @@
-"""An engine put together from what a command line says: model, memory and tiers."""
+"""Puts an engine together from command line options: model, memory and tiers."""
 
 from __future__ import annotations
 
@@ -31,25 +31,23 @@ from kvpage_server.system.durable import private_directory
 log = logging.getLogger(__name__)
 
 CANNOT_OPEN = (UnknownModelError, UnsupportedCacheError, ValueError, OSError)  # what Engine.open raises
-KV_GROUP_SIZE = 64  # values that share a scale where keys and values are kept in fewer bits
+KV_GROUP_SIZE = 64  # values that share a scale in quantised caches
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What to put together."""
-
     model: str  # a directory, or the id of a model in this machine's Hugging Face cache
     store: str | None = None  # the URL of a page server
     cold: Path | None = None  # a directory for contexts in files
     kv_bits: int | None = None  # keep keys and values in 4 or 8 bits
     memory: int | None = None  # bytes of contexts in memory; a quarter of the machine's if None
-    restore_within: float = RESTORE_SECONDS  # seconds that loading a context takes at most
-    kv_quantised_from: int = 0  # tokens of a prompt that are computed before its keys and values are quantised
+    restore_within: float = RESTORE_SECONDS  # seconds of a load, at most
+    kv_quantised_from: int = 0  # tokens of a prompt that are computed before its cache is quantised
 
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A model and what remembers for it. One thread owns it; `close` flushes what is to be kept."""
+    """A model and its memory. One thread owns it; `close` writes what is not stored yet."""
 
     model_id: str
     model: nn.Module
@@ -63,10 +61,10 @@ class Engine:
 
     @classmethod
     def open(cls, options: Options, tell: Callable[[str], object] = lambda _: None) -> Self:
-        """Load and connect, and tell what takes long before it does.
+        """Load the model and connect the tiers. `tell` is called before what takes long.
 
-        Raises UnknownModelError, UnsupportedCacheError, ValueError for a URL that isn't one, and OSError for a
-        directory that can't be used. A page server that doesn't answer is no error.
+        Raises UnknownModelError, UnsupportedCacheError, ValueError for an invalid URL, and OSError for an unusable
+        directory. A page server that does not answer is no error.
         """
         if options.kv_quantised_from and not options.kv_bits:
             raise ValueError("without --kv-bits nothing is quantised, from no token on")
@@ -92,7 +90,7 @@ class Engine:
         return cls(spec.model_id, model, tokenizer, spec, pool, batch, pages, store, agents)
 
     def close(self) -> None:
-        """Drop what isn't answered, write what isn't stored, and let go of the tiers."""
+        """Drop unanswered prompts, write what is not stored, and close the tiers."""
         self.agents.shutdown()
         self.store.close()
 
@@ -100,10 +98,10 @@ class Engine:
 def _probe(
     model: nn.Module, tokenizer: TokenizerWrapper, model_id: str, kv_bits: int | None, quantised_from: int = 0
 ) -> ModelCacheSpec:
-    """With keys and values in `kv_bits` where layers keep them token by token, from a prompt's token `quantised_from`
-    on. Others stay as they are, and are named.
+    """Probe with keys and values in `kv_bits` where layers keep a row a token, from a prompt's token `quantised_from`
+    on. Other layers are reported.
 
-    Raises UnsupportedCacheError for a model that cannot do with such keys and values.
+    Raises UnsupportedCacheError if the model cannot use such a cache.
     """
     made = make_prompt_cache(model)
     cache = [quantised(layer, KV_GROUP_SIZE, kv_bits) for layer in made] if kv_bits else made
@@ -121,7 +119,7 @@ def _probe(
 
 
 def model_name(model: str) -> str:
-    """What clients call it: its directory's name, or its id."""
+    """The name for clients: the directory's name, or the model's id."""
     path = Path(model)
     return path.resolve().name if path.is_dir() else model
 
@@ -129,7 +127,7 @@ def model_name(model: str) -> str:
 def _directory(model: str) -> Path:
     """The directory of a model. Nothing is downloaded."""
     if not Path(model).is_dir():
-        with suppress(Exception):  # whatever the hub's client says of a name: there is no such model here
+        with suppress(Exception):  # whatever the hub's client raises, there is no such model here
             return Path(hf_repo_to_path(model))
         raise UnknownModelError(
             f"{model} is neither a directory nor the id of a model in this machine's Hugging Face cache; "

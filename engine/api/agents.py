@@ -30,7 +30,7 @@ async def show(request: Request) -> Response:
 
 
 async def save(request: Request) -> Response:
-    """Return when nothing of the agent's context is in memory only."""
+    """Return when an agent's context is stored outside of memory."""
     service, tenant = _asked(request)
     given = request.path_params["agent"]
     await _info(service, tenant, given)
@@ -39,7 +39,7 @@ async def save(request: Request) -> Response:
 
 
 async def fork(request: Request) -> Response:
-    """Let another agent go on from where this one is."""
+    """Let another agent continue from this agent's context."""
     service, tenant = _asked(request)
     body = await service.parsed(ForkBody, request)
     given = request.path_params["agent"]

@@ -1,4 +1,4 @@
-"""An answer on its way to a client: whole, or streamed as server-sent events."""
+"""Sends an answer to a client: whole, or streamed as server-sent events."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from engine.scheduling.request import EngineClosedError, Token
 
 log = logging.getLogger(__name__)
 
-UNREAD_SECONDS = 5.0  # that a client has for what waits to be read when its time is up
+UNREAD_SECONDS = 5.0  # after the time limit, for the client to read what was sent
 
 _Result = TypeVar("_Result")
 
 
 async def answer(service: Service, request: Request, generation: Generation, shape: Shape, body: Asked) -> Response:
-    """The reply to a request whose prompt is being answered. If the client leaves, or its time is up, so is the answer.
+    """The reply to a request. The answer ends when the client leaves, or after the time limit.
 
-    A stream begins with the first token, so that what goes wrong before it has a status of its own.
+    A stream begins with the first token, so that an error before that can have a status of its own.
     """
     with ExitStack() as ends:
         ends.callback(generation.cancel)
@@ -58,7 +58,7 @@ async def answer(service: Service, request: Request, generation: Generation, sha
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _Result:
-    """The result of `work`. Raises ClientDisconnect, and cancels it, when the client does not wait for it."""
+    """The result of `work`. If the client leaves, cancels it and raises ClientDisconnect."""
     working, leaving = asyncio.ensure_future(work), asyncio.ensure_future(_gone(request.receive))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -71,7 +71,7 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, _Result]) -> _
 
 
 def refusal(error: Exception, service: Service) -> ApiError:
-    """What a client is told of an error of the engine's."""
+    """What a client is told about an error of the engine."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, TimeoutError):
@@ -97,7 +97,7 @@ async def _abandon_when_gone(generation: Generation, receive: Receive) -> None:
 
 
 def _abandon_in_time(generation: Generation, request: Request, seconds: float, ends: ExitStack) -> float:
-    """Have it abandoned when its client leaves, or its time is up, until it `ends`; when that will be."""
+    """Abandon the answer when its client leaves or the time is up, until it `ends`. Returns when the time is up."""
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
     ends.callback(asyncio.ensure_future(_abandon_when_gone(generation, request.receive)).cancel)
@@ -106,7 +106,7 @@ def _abandon_in_time(generation: Generation, request: Request, seconds: float, e
 
 
 class _Stream(StreamingResponse):
-    """Server-sent events, a chunk each."""
+    """Server-sent events, one chunk each."""
 
     def __init__(
         self, events: AsyncIterator[bytes], service: Service, generation: Generation, deadline: float, ends: ExitStack
@@ -134,7 +134,7 @@ class _Stream(StreamingResponse):
 async def _events(
     service: Service, generation: Generation, first: Token | None, shape: Shape, usage: bool
 ) -> AsyncIterator[bytes]:
-    """Of a token each; the first has the opening with it, the last all that ends a stream."""
+    """One event for each token. The first includes the opening, and the last the end of the stream."""
     try:
         if events := _encoded([*shape.opening(), *(shape.chunks(first) if first else ())]):
             yield events

@@ -29,7 +29,7 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def make_app(service: Service, host: str, origins: Sequence[str] = ()) -> Starlette:
-    """The application that serves it, at `host`; pages of `origins` may ask, too."""
+    """The application. Pages of `origins` may send requests, too."""
     names = own_names() | {host.lower()}
     started = int(time.time())
 
@@ -100,12 +100,12 @@ async def _no_such_page(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     message = f"there is no {request.method} {request.url.path} here"
     response = ApiError(error.status_code, message, code="unknown_url").response()
-    response.headers.update(error.headers or {})  # what is allowed instead
+    response.headers.update(error.headers or {})  # such as the methods that are allowed
     return response
 
 
 class _Counting:
-    """Counts requests by the function that answers them, and what status it gave."""
+    """Counts requests by endpoint and status."""
 
     def __init__(self, app: ASGIApp, service: Service) -> None:
         self._app = app
@@ -125,7 +125,7 @@ class _Counting:
 
 
 class _Traced:
-    """What is done for a request belongs to the trace that it names."""
+    """Continues the trace that a request names."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app

@@ -1,7 +1,7 @@
-"""Who asks: bearer tokens, each of which stands for a tenant.
+"""Bearer tokens, each of which stands for a tenant.
 
-Agents of different tenants are different agents whatever they are called, and share nothing: each tenant's chains of
-blocks begin elsewhere, with `engine.memory.prefix.root_of`. Without tokens everybody is welcome and nobody's.
+Agents of different tenants are different agents, whatever their names, and share nothing: each tenant's chains of
+blocks have another root, see `engine.memory.prefix.root_of`. Without tokens, everybody may ask.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from engine.api.openai.errors import ApiError, invalid
 from engine.memory.blocks import BlockError, check_agent_id
 
 _NAME = re.compile(r"[A-Za-z0-9._-]{1,32}")
-WATCHER = "*"  # in place of a tenant's name: who may read the metrics of all, and nothing else
+WATCHER = "*"  # in place of a tenant's name: may read everybody's metrics, and nothing else
 AGENT_HEADER = "X-Agent-Id"
 
 
@@ -29,12 +29,12 @@ class TokenFileError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Tenant:
-    """Whose agents a request is about; "" where no tokens are asked for. WATCHER is nobody's, and sees all metrics."""
+    """The tenant of a request; "" if no tokens are needed. WATCHER owns nothing, and sees all metrics."""
 
     name: str = ""
 
     def agent(self, given: str, param: str) -> str:
-        """The engine's id of the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
+        """The engine's id for the agent that the tenant calls `given`. Raises ApiError, which names `param`."""
         agent_id = f"{given}@{self.name}" if self.name else given
         try:
             if "@" in given or not given:
@@ -49,26 +49,25 @@ class Tenant:
             ) from None
 
     def given(self, agent_id: str) -> str | None:
-        """What the tenant calls an agent; None for another's."""
+        """The tenant's name for an agent; None for another tenant's agent."""
         return agent_id.rpartition("@")[0] or agent_id if tenant_of(agent_id) == self.name else None
 
 
 def tenant_of(agent_id: str) -> str:
-    """The name of the tenant whose agent it is; "" where no tokens are asked for."""
+    """The tenant's name in an agent's id; "" if no tokens are needed."""
     return agent_id.rpartition("@")[2] if "@" in agent_id else ""
 
 
 class Tokens:
-    """The tokens that are known, by their digests: none is compared letter by letter."""
+    """The known tokens, by their digests, so that none is compared letter by letter."""
 
     def __init__(self, tenants: Mapping[str, str]) -> None:
-        """`tenants`: a name for each token; empty when anybody may ask."""
+        """`tenants` has a name for each token; empty if no tokens are needed."""
         self._tenants = {_digest(token): Tenant(name) for token, name in tenants.items()}
 
     @classmethod
     def read(cls, path: Path) -> Tokens:
-        """From a file of lines "NAME TOKEN", where NAME may be WATCHER; empty lines and those that begin with # are
-        left out.
+        """Read lines "NAME TOKEN", where NAME may be WATCHER. Empty lines and lines that begin with # are skipped.
 
         Raises TokenFileError.
         """
@@ -94,14 +93,14 @@ class Tokens:
         return cls(tenants)
 
     def tenant(self, request: Request) -> Tenant:
-        """Whose agents may be asked for. Raises ApiError when that is nobody who may."""
+        """The tenant who asks for agents. Raises ApiError if there is none."""
         tenant = self.who(request)
         if tenant.name == WATCHER:
             raise ApiError(403, "this token is for /metrics only", code="metrics_only")
         return tenant
 
     def who(self, request: Request) -> Tenant:
-        """Who asks for metrics. Raises ApiError when the token is not known."""
+        """The tenant, or watcher, who asks for metrics. Raises ApiError for an unknown token."""
         if not self._tenants:
             return Tenant()
         scheme, _, token = request.headers.get("Authorization", "").partition(" ")

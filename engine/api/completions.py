@@ -52,7 +52,7 @@ def _prompt(
     max_tokens: int | None,
     logprobs: int | None,
 ) -> tuple[Prompt, str | None]:
-    """What the engine is asked, and what the client calls the agent."""
+    """The prompt for the engine, and the client's name for the agent."""
     agent_id, given = service.agent(request, tenant, body)
     prompt = Prompt(
         agent_id=agent_id,
@@ -63,7 +63,7 @@ def _prompt(
         top_p=body.top_p,
         seed=body.seed,
         stop=body.stop,
-        logprobs=0 if logprobs is None else max(1, logprobs),  # the token's own comes with those of others
+        logprobs=0 if logprobs is None else max(1, logprobs),  # a token's own logprob comes with those of others
     )
     return prompt, given
 

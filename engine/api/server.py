@@ -1,4 +1,4 @@
-"""The process: listens, loads, serves, and stops without losing what is to be kept."""
+"""The server process: it listens, loads, serves, and stops without losing contexts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from kvpage_server.system import signals
 
 logger = logging.getLogger(__name__)
 
-LOOK_EVERY_SECONDS = 1.0  # whether the engine's thread is still there
+LOOK_EVERY_SECONDS = 1.0  # to see whether the engine's thread still runs
 
 # Seconds that a token waits for the event loop to run, while the engine's thread builds its next step. Python's own, 5
 # milliseconds, would be most of what HTTP adds to a first token.
@@ -35,7 +35,7 @@ SWITCH_INTERVAL_SECONDS = 0.0002
 
 
 class ServeError(RuntimeError):
-    """There is nothing to serve; the message says why."""
+    """The engine can't be served; the message says why."""
 
 
 def run(
@@ -50,11 +50,11 @@ def run(
     grace: float,
     tell: Callable[[str], object],
 ) -> int:
-    """Serve until a signal asks for an end; 0 when everything was kept, 1 when the engine failed. What takes long while
-    it loads is told.
+    """Serve until a signal. Returns 0 if everything was saved, 1 if the engine failed. `tell` is called before what
+    takes long.
 
-    The first one ends listening; what runs has `grace` seconds to finish. A second one ends the process at once.
-    Raises ServeError when the engine can't be put together.
+    The first signal ends listening, and leaves requests `grace` seconds to finish. A second one ends the process at
+    once. Raises ServeError if the engine can't be opened.
     """
     signals.begin()
     sys.setswitchinterval(SWITCH_INTERVAL_SECONDS)
@@ -91,11 +91,11 @@ async def _serve(
     finally:
         failed = not service.alive
         service.closing = True
-        server.should_exit = True  # it listens no more
+        server.should_exit = True  # it stops listening
         await worker.finish(grace)
         await serving
         if worker.loading:
-            os._exit(0)  # nothing is to be kept, and loading can't be interrupted
+            os._exit(0)  # there is nothing to save, and loading can't be interrupted
         await worker.stop()
     return int(failed)
 
@@ -105,7 +105,7 @@ def _refused(refusal: Unanswered) -> Response:
 
 
 async def _first_of(*waits: object) -> None:
-    """Until one of them is over; what it raised is raised."""
+    """Wait for the first of several, and raise its exception."""
     tasks = [asyncio.ensure_future(wait) for wait in waits]  # type: ignore[call-overload]
     try:
         done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
@@ -117,8 +117,8 @@ async def _first_of(*waits: object) -> None:
 
 
 def _signalled(stopping: asyncio.Event, number: int) -> None:
-    if stopping.is_set() and number != signal.SIGHUP:  # a terminal that goes may say so twice
-        os._exit(128 + number)  # it was asked to be quick
+    if stopping.is_set() and number != signal.SIGHUP:  # a closing terminal may send it twice
+        os._exit(128 + number)  # the second signal asks for a quick end
     stopping.set()
 
 

@@ -1,4 +1,4 @@
-"""What all endpoints need: who asks, what was sent, and an engine that answers."""
+"""What all endpoints need: the tenant, the body, and an engine that answers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.api.watching import Watching
 from engine.api.worker import EngineThread, Generation, Prompt
 from engine.startup import Engine
 
-BODY_SECONDS = 30.0  # that a client has to send it, at most
+BODY_SECONDS = 30.0  # for a client to send a body
 SHORT_BODY_BYTES = 4096  # of a body that is parsed at once, in a fraction of a millisecond
 
 _Parsed = TypeVar("_Parsed", bound=RequestBody)
@@ -28,12 +28,12 @@ _Parsed = TypeVar("_Parsed", bound=RequestBody)
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What a client may ask for, at most."""
+    """Limits of what a client may ask for."""
 
-    body: int = 1 << 20  # bytes; parsing a megabyte may hold up the others for 10 milliseconds
-    queue: int = 64  # answers on their way, those that wait included
+    body: int = 1 << 20  # bytes; parsing a megabyte may delay others by 10 milliseconds
+    queue: int = 64  # unfinished answers, including those that wait
     seconds: float = 600.0  # from a request to the end of its answer
-    max_tokens: int = 512  # of an answer, when the request sets no limit
+    max_tokens: int = 512  # of an answer, if the request sets no limit
     connections: int = 1024
     for_each: int = 256  # connections of one address
 
@@ -54,17 +54,17 @@ class Service:
         self._prompts: Prompts | None = None
 
     async def load(self) -> None:
-        """Return when prompts are taken. Raises what loading the model raises."""
+        """Return when the engine accepts prompts. Raises what loading raises."""
         engine = await self.worker.loaded()
         self._prompts = Prompts(engine.tokenizer, engine.spec)
         self.metrics.watch(engine)
         self._engine = engine
         gc.collect()
-        gc.freeze()  # else a collection looks at all that was imported, for a tenth of a second
+        gc.freeze()  # or a collection would look at all imports, for a tenth of a second
 
     @property
     def alive(self) -> bool:
-        """Whether it will take prompts, or does; False when the engine has failed, and nothing but a restart helps."""
+        """Whether the engine accepts prompts or is loading. If not, only a restart helps."""
         return self._engine is None or self.worker.running
 
     @property
@@ -74,7 +74,7 @@ class Service:
 
     @property
     def engine(self) -> Engine:
-        """To look at; it belongs to the worker's thread. Raises ApiError while there is none."""
+        """The engine, to look at; it belongs to the worker's thread. Raises ApiError while there is none."""
         if not self._engine or not self.ready:
             doing = "being stopped" if self.closing else "loading its model" if not self._engine else "out of order"
             raise ApiError(503, f"the engine is {doing}", code="not_ready", retry_after=1)
@@ -82,24 +82,24 @@ class Service:
 
     @property
     def prompts(self) -> Prompts:
-        """Of the model. Raises ApiError while there is none."""
+        """The model's prompts. Raises ApiError while there is no engine."""
         assert self.engine
         assert self._prompts
         return self._prompts
 
     def tenant(self, request: Request) -> Tenant:
-        """Whose agents are asked for. Raises ApiError when that is nobody who may."""
+        """See `Tokens.tenant`."""
         return self._tokens.tenant(request)
 
     def who(self, request: Request) -> Tenant:
-        """Who asks for metrics. Raises ApiError when that is nobody who may."""
+        """See `Tokens.who`."""
         return self._tokens.who(request)
 
     async def body(self, request: Request) -> bytes:
-        """What was sent. Raises ApiError when it is too much, or too slow."""
+        """The request's body. Raises ApiError if it is too long or too slow."""
         length = request.headers.get("Content-Length", "0")
         if int(length) > self.limits.body:
-            raise self._too_long()  # who expects to be asked for it is not
+            raise self._too_long()  # a client that waits for 100 Continue does not send it
         body = bytearray()
         within = min(BODY_SECONDS, self.limits.seconds)
         try:
@@ -116,24 +116,24 @@ class Service:
         return ApiError(413, f"the body is longer than {self.limits.body} bytes", code="body_too_large")
 
     async def parsed(self, kind: type[_Parsed], request: Request) -> _Parsed:
-        """What was sent, as a body of that kind; a long one is parsed beside the event loop. Raises ApiError."""
+        """The parsed body; a long one is parsed on a thread. Raises ApiError."""
         raw = await self.body(request)
         if len(raw) <= SHORT_BODY_BYTES:
             return kind.parse(raw)
         return await asyncio.get_running_loop().run_in_executor(self._parser, kind.parse, raw)
 
     def check_model(self, model: str) -> None:
-        """Raises ApiError for a model that is not served."""
+        """Raises ApiError if the model is not served."""
         if model != self.model_id:
             raise ApiError(
                 404, f"model: {shortened(model)} is not served here, {self.model_id!r} is", "model", "model_not_found"
             )
 
     def agent(self, request: Request, tenant: Tenant, asked: Asked) -> tuple[str, str | None]:
-        """The engine's id of the agent that a prompt is of, and what the client calls it.
+        """The engine's id for a prompt's agent, and the client's name for it.
 
-        The first that is given of `agent_id`, the header and `user`; a prompt without an agent gets one of its own,
-        which nothing is kept for.
+        The name is the first one given of `agent_id`, the header and `user`. A prompt without a name gets a new agent,
+        whose context is not kept.
         """
         header = request.headers.get(AGENT_HEADER)
         for param, given in (("agent_id", asked.agent_id), (AGENT_HEADER, header), ("user", asked.user)):
@@ -142,13 +142,13 @@ class Service:
         return tenant.agent(f"anon-{uuid.uuid4().hex}", "agent_id"), None
 
     def answered(self, generation: Generation) -> None:
-        """Count an answer that is complete, and show it."""
+        """Count and show a complete answer."""
         assert generation.answer
         self.metrics.answered(generation.answer, generation.prompt.agent_id)
         self.watching.answered(generation.answer, kept=generation.prompt.keep)
 
     def ask(self, prompt: Prompt) -> Generation:
-        """Have it answered. Raises ApiError when too many wait already."""
+        """Queue a prompt. Raises ApiError if too many wait already."""
         assert self.engine
         if self.worker.pending >= self.limits.queue:
             raise ApiError(

@@ -1,8 +1,7 @@
-"""The thread that runs the engine, and what the event loop sees of it.
+"""The thread that runs the engine.
 
-MLX belongs to one thread: the model is loaded in it, and everything that touches an array happens there. The event
-loop hands it calls through a queue and wakes it; tokens come back by `call_soon_threadsafe`. Neither waits for the
-other.
+MLX belongs to one thread: it loads the model and does everything that touches an array. The event loop passes calls to
+it through a queue, and tokens come back with `call_soon_threadsafe`. Neither waits for the other.
 """
 
 from __future__ import annotations
@@ -26,18 +25,18 @@ from engine.startup import Engine
 
 log = logging.getLogger(__name__)
 
-IDLE_SECONDS = 1.0  # the engine waits for something to do, before it looks whether it should end
+IDLE_SECONDS = 1.0  # for which an idle engine waits before it checks whether to end
 
-Event = Token | Answer | Exception  # an answer's next token, all of it, or why there is none
+Event = Token | Answer | Exception  # the next token, the complete answer, or an error
 _Result = TypeVar("_Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """What the engine is asked."""
+    """A prompt for the engine."""
 
     agent_id: str
-    keep: bool  # the context afterwards, under the agent's id
+    keep: bool  # whether to keep the context
     tokens: Sequence[int]
     max_tokens: int
     temperature: float = 0.0
@@ -49,10 +48,10 @@ class Prompt:
 
 @dataclass(slots=True, eq=False)
 class Generation:
-    """One answer on its way, seen from the event loop: iterate over it, then it has an `answer`."""
+    """An answer under way, for the event loop: iterate over its tokens, then read `answer`."""
 
     prompt: Prompt
-    _ended: Callable[[Generation], bool]  # forgets it; whether it was still known
+    _ended: Callable[[Generation], bool]  # removes it; returns whether it was still there
     _drop: Callable[[Generation], None]
     uid: int | None = None  # the engine's, set and read in its thread
     cancelled: bool = False
@@ -64,7 +63,7 @@ class Generation:
         return self
 
     async def __anext__(self) -> Token:
-        """The next token, when it comes. Raises what the engine raised, or the reason for which it was abandoned."""
+        """Wait for the next token. Raises the engine's error, or the reason given to `abandon`."""
         if not self.answer:
             event = await self._events.get()
             if isinstance(event, Token):
@@ -79,13 +78,13 @@ class Generation:
         self._loop.call_soon_threadsafe(self._arrived, event)
 
     def cancel(self) -> None:
-        """Nobody wants it any more: its blocks are free before the engine's next step. May be called again."""
+        """Cancel it: its blocks are free before the engine's next step. May be called again."""
         self.cancelled = True
         if self._ended(self):
             self._drop(self)
 
     def abandon(self, why: Exception) -> None:
-        """Cancel it; after the tokens that are there already, whoever iterates is told why."""
+        """Cancel it. After the tokens that have arrived, the iteration raises `why`."""
         self.cancel()
         self._events.put_nowait(why)
 
@@ -96,31 +95,30 @@ class Generation:
 
 
 class EngineThread:
-    """Runs what `make` makes until it is told to stop."""
+    """Runs the engine that `make` makes, until `stop`."""
 
     def __init__(self, make: Callable[[], Engine]) -> None:
         self._make = make
         self._made: Future[Engine] = Future()
         self._calls: deque[Callable[[Engine], None]] = deque()
         self._generations: set[Generation] = set()  # the event loop's
-        self._idle = asyncio.Event()  # there are none
+        self._idle = asyncio.Event()  # set if there are none
         self._idle.set()
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     @property
     def pending(self) -> int:
-        """Answers that are on their way or wait for their turn."""
+        """Unfinished answers, including those that wait."""
         return len(self._generations)
 
     @property
     def running(self) -> bool:
-        """Whether there is an engine that takes prompts."""
+        """Whether there is an engine that accepts prompts."""
         return self._made.done() and not self._made.exception() and self._thread.is_alive()
 
     @property
     def loading(self) -> bool:
-        """Whether there is no engine yet."""
         return not self._made.done()
 
     def start(self) -> None:
@@ -128,23 +126,23 @@ class EngineThread:
         self._thread.start()
 
     async def loaded(self) -> Engine:
-        """What was made, once it is. Raises what making it raised. Whoever gives up waiting stops nothing."""
+        """Wait for the engine, and return it. Raises what making it raised. Cancelling the wait does not stop it."""
         return await asyncio.shield(asyncio.wrap_future(self._made))
 
     def generate(self, prompt: Prompt) -> Generation:
-        """Have a prompt answered. What the engine has against it is raised by the iteration."""
+        """Queue a prompt. The iteration raises the engine's errors."""
         generation = Generation(prompt, self._forget, self._drop)
         self._generations.add(generation)
         self._idle.clear()
         if self._thread.is_alive():
-            asked_in = contextvars.copy_context()  # with the trace that it belongs to
+            asked_in = contextvars.copy_context()  # with its trace
             self._call(lambda engine: asked_in.run(_submit, engine.agents, generation))
         else:
             generation.tell(EngineClosedError("the engine has ended"))
         return generation
 
     async def call(self, work: Callable[[Engine], _Result]) -> _Result:
-        """Do `work` between two steps of the engine."""
+        """Run `work` between two steps of the engine."""
         done: Future[_Result] = Future()
         self._call(partial(_do, work, done))
         try:
@@ -153,7 +151,7 @@ class EngineThread:
             del done  # its error has this frame
 
     async def finish(self, seconds: float) -> None:
-        """Wait until everything is answered, for so long; what is left then is cancelled."""
+        """Wait up to so many seconds until everything is answered, then cancel the rest."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._idle.wait()
@@ -161,7 +159,7 @@ class EngineThread:
             generation.abandon(EngineClosedError("the server is being stopped"))
 
     async def stop(self) -> None:
-        """End the thread; it returns when everything that is to be kept is."""
+        """End the thread when everything is saved."""
         self._stop.set()
         self._wake()
         await asyncio.to_thread(self._thread.join)
@@ -236,5 +234,5 @@ def _submit(engine: AgentEngine, generation: Generation) -> None:
 
 def _cancel(engine: AgentEngine, generation: Generation) -> None:
     if generation.uid is not None:
-        with suppress(KeyError):  # it was completed in the meantime
+        with suppress(KeyError):  # it has just completed
             engine.cancel(generation.uid)

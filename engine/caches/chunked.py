@@ -1,7 +1,7 @@
-"""ChunkedKVCache: keys and values of the last tokens, cut off at the front before every step of the model.
+"""ChunkedKVCache: keys and values of the last tokens, cut at the front before every step of the model.
 
-Attention looks no further back than to the chunk that a token is in. The rows before that are kept all the same: they
-add zeros to its sums, in whose order lie their last bits.
+Attention looks back to the beginning of the current chunk. Earlier rows are kept too: they add zeros to its sums, and
+the order of these decides the last bits.
 """
 
 from __future__ import annotations

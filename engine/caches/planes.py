@@ -27,11 +27,11 @@ MLX_DTYPES = {ours: theirs for theirs, ours in DTYPES.items()}
 
 
 class UnsupportedCacheError(TypeError):
-    """The model keeps a kind of cache that cannot be stored and restored exactly; the message names it."""
+    """A kind of cache that cannot be stored and restored exactly; the message names it."""
 
 
 class CacheStateError(ValueError):
-    """A cache, of a supported kind, that holds something else than its kind does after as many tokens."""
+    """A cache of a supported kind whose content is not as usual for so many tokens."""
 
 
 class Matrices(NamedTuple):

@@ -1,4 +1,4 @@
-"""QuantizedKVCache: packed values with scales and biases. What was quantised once is kept as it is, bit for bit."""
+"""QuantizedKVCache: packed values with scales and biases. They are never quantised again."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class QuantizedLayer(TokenLayer):
 
 
 def quantised(cache: Any, group_size: int, bits: int) -> Any:
-    """An empty cache that keeps keys and values in so many bits, in place of an empty `cache`; one that keeps no row a
-    token, or not every token's, stays as it is."""
+    """An empty cache that keeps keys and values in so many bits, in place of an empty `cache`. Caches that do not keep
+    a row for every token stay as they are."""
     if type(cache) is CacheList:
         return CacheList(*(quantised(part, group_size, bits) for part in cache.caches))
     return QuantizedKVCache(group_size, bits) if type(cache) is KVCache else cache

@@ -1,4 +1,4 @@
-"""Rows of tokens, copied out of caches' buffers into blocks and back, each byte once and in few operations."""
+"""Copies rows of tokens from caches' buffers into blocks and back, each byte once, in few operations."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def cut(planes: Sequence[mx.array], edges: Sequence[int]) -> list[list[mx.array]
 
 
 def join(pieces: Sequence[mx.array], tokens: int) -> mx.array:
-    """``[1, heads, capacity, dim]`` with the pieces' first `tokens` tokens, then zeros up to mlx-lm's next growth.
+    """``[1, heads, capacity, dim]`` with the first `tokens` tokens of the pieces, then zeros up to the size that mlx-lm
+    would grow it to.
 
-    All the pieces but the last are used whole.
+    All pieces but the last are used whole.
     """
     *full, last = pieces
     heads, _, dim = last.shape
@@ -53,7 +54,6 @@ def _split(plane: mx.array, edges: Sequence[int]) -> list[mx.array]:
 
 
 def _word(array: mx.array) -> mx.Dtype:
-    """The largest that rows can be copied in: on a CPU, MLX copies strided arrays a value at a time, whatever its
-    size."""
+    """The largest type in which rows can be copied: on a CPU, MLX copies strided arrays value by value."""
     row = array.shape[-1] * array.itemsize
     return next((word for word in (mx.uint64, mx.uint32, mx.uint16) if row % word.size == 0), array.dtype)

@@ -1,7 +1,7 @@
 """RotatingKVCache: keys and values of the last tokens, in a ring.
 
-The state is stored in temporal order, so that what a page holds does not depend on where the ring happened to begin,
-and with it the index at which the ring goes on: sums over a turned ring differ in their last bits.
+The state is stored in temporal order, so that pages do not depend on where the ring began. The ring's index is stored
+with it, since sums over a turned ring differ in their last bits.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class WindowLayer(StateLayer):
         return keys, values, mx.array([[[index]]], mx.uint32)
 
     def restore(self, state: Sequence[mx.array], end: int) -> RotatingKVCache:
-        """The cache after `end` tokens, turned as it was."""
+        """The cache after `end` tokens, with its ring turned as before."""
         cache = self.empty()
         if not self.planes:
             return cache

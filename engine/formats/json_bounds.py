@@ -1,7 +1,7 @@
-"""How much a JSON text holds, seen before it is parsed.
+"""Counts what a JSON text holds before it is parsed.
 
-A parser makes an object of everything it is told, in one call that nobody can interrupt. So what is counted is what it
-would make: lists and objects, strings, and what lies between commas. Counting looks at a piece of the text at a time.
+A parser makes all objects in one call that cannot be interrupted. So what it would make is counted first, a piece of
+the text at a time: lists and objects, strings, and values between commas.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ ZEROS = bytes.maketrans(b"123456789", b"0" * 9)
 
 
 class TooMuchError(ValueError):
-    """A text that holds more than it may; the message says of what."""
+    """The text holds too much; the message says of what."""
 
 
 def check(raw: bytes, *, containers: int, strings: int, values: int) -> None:

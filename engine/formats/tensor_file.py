@@ -35,12 +35,10 @@ _DIGEST = re.compile(r"[0-9a-f]{16}")
 
 
 class DamagedFileError(ValueError):
-    """The file is cut off, malformed, or does not hold what was written; the message says which."""
+    """The file is incomplete, malformed, or not what was written; the message says which."""
 
 
 class Tensor(NamedTuple):
-    """What the header says of one."""
-
     dtype: str
     shape: tuple[int, ...]
 
@@ -78,9 +76,9 @@ def write(
 
 
 class TensorReader:
-    """A safetensors file that is open, its header read and found sound.
+    """An open safetensors file whose header was checked.
 
-    Raises DamagedFileError when it is not.
+    Raises DamagedFileError.
     """
 
     def __init__(self, file: BinaryIO) -> None:
@@ -108,8 +106,7 @@ class TensorReader:
     def bodies(self) -> Iterator[NDArray[np.uint8]]:
         """The bytes of each tensor, in the order of `tensors`.
 
-        Raises DamagedFileError after the last when the digest is not theirs: what was read is good when the iterator
-        has ended.
+        Raises DamagedFileError after the last one if the digest is wrong, so nothing may be used before the end.
         """
         written = str(self.metadata.get("digest"))
         digest = xxhash.xxh3_64(self._header.replace(written.encode(), _NO_DIGEST.encode(), 1))

@@ -1,9 +1,9 @@
 """Answers a short question after a restored context in one pass over the model.
 
-mlx-lm computes all of a prompt but its last token, then that token: two passes, each of which reads all weights. After
-a restored context the question is short, and the second pass would be half of the time to the first token. So the whole
-question runs in one pass, its last row is sampled, and the batch goes on from there. A model that gives other results
-in one pass, which `probe` tries, takes two.
+mlx-lm computes a prompt without its last token, then this token: two passes, each of which reads all weights. After a
+restored context the question is short, and the second pass would be half of the time to the first token. So the whole
+question runs in one pass, its last row is sampled, and the batch continues from there. Models that give other results
+in one pass, which `probe` finds out, take two.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 from engine.generation.unbatched import NextToken, Progress, Sampler, likeliest, logprobs_after
 
-SHORT_TOKENS = 64  # of a question that takes one pass; it holds up the others' next tokens for as long
+SHORT_TOKENS = 64  # tokens of a question that takes one pass; it delays the others' next tokens
 
 
 @dataclass(slots=True)
@@ -34,7 +34,7 @@ class _Question:
 
 
 class OnePassGenerator:
-    """mlx-lm's BatchGenerator, but for the first token of a short question to a context that comes back, alone."""
+    """mlx-lm's BatchGenerator, but the first token of a lone short question after a context takes one pass."""
 
     def __init__(
         self, model: nn.Module, *, stop_tokens: Collection[int], prefill_step_size: int, short: int = SHORT_TOKENS
@@ -69,7 +69,7 @@ class OnePassGenerator:
         return uids
 
     def next(self) -> tuple[list[Any], list[Any]]:
-        """Take every answer on by a token and the prompts by a chunk; a question that waits alone, to its answer."""
+        """Advance all answers by a token and the prompts by a chunk. A lone waiting question gets its first token."""
         prompts, tokens = self._batch.next()
         prompts = [self._ours(response) for response in prompts]
         tokens = [self._ours(response) for response in tokens]
@@ -79,7 +79,7 @@ class OnePassGenerator:
         if len(self._questions) == 1:
             first = self._answer(self._questions.popleft())
             return [*prompts, Progress(first.uid, end_of_segment=True, end_of_prompt=True)], [*tokens, first]
-        while self._questions:  # together they are sooner through the batch
+        while self._questions:  # several are faster in the batch
             waiting = self._questions.popleft()
             self._insert(waiting.uid, [waiting.tokens], waiting.left, waiting.cache, waiting.before, waiting.sampler)
         return prompts, tokens
@@ -99,7 +99,7 @@ class OnePassGenerator:
             self._forget(uid)
 
     def close(self) -> None:
-        """Give back what mlx-lm holds of the system's memory."""
+        """Free what mlx-lm holds of the system's memory."""
         self._batch.close()
 
     def _insert(

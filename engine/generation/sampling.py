@@ -1,7 +1,7 @@
-"""Which token comes next: mlx-lm's sampling with a key of its own for every answer.
+"""mlx-lm's sampling, with a separate key for every answer.
 
-mlx-lm's samplers draw from one generator for all, so that what one answer draws depends on who else is in the batch.
-Here an answer with a seed is the same whoever runs beside it.
+mlx-lm's samplers share one random generator, so what an answer draws depends on who else is in the batch. Here an
+answer with a seed is always the same.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from mlx_lm.sample_utils import apply_top_p
 
 from engine.generation.unbatched import Sampler, likeliest
 
-COLD = 1e-5  # from here on down logprobs divided by a temperature overflow
+COLD = 1e-5  # below this, logprobs divided by the temperature overflow
 
 
 def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> Sampler | None:
-    """Draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`; without a `seed`, from
-    the system's entropy. None, which is the likeliest token, at a top_p of 0 and below a temperature of COLD.
+    """A sampler that draws from the likeliest tokens that make up `top_p` of the probability, at `temperature`. Without
+    `seed` it is seeded by the system. None, for the likeliest token, if top_p is 0 or the temperature below COLD.
 
-    To be used in one thread, by one answer. Raises ValueError for what is out of range.
+    For one thread and one answer. Raises ValueError for values out of range.
     """
     if not temperature >= 0:
         raise ValueError(f"temperature must be 0 or more, got {temperature}")
@@ -43,7 +43,7 @@ def sampler(temperature: float, top_p: float = 1.0, seed: int | None = None) -> 
 
 
 class SamplerError(ValueError):
-    """What a sampler gave is no token."""
+    """A sampler's result is no token."""
 
 
 class Guarded:

@@ -1,4 +1,4 @@
-"""Prompts as token ids: what may be one, and what is wrong with what may not."""
+"""Prompts as token ids, and their checks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MAX_TOKEN_IDS = 2**32  # a block is named after them, four bytes each
 
 
 class PromptError(ValueError):
-    """A prompt that the model cannot be given."""
+    """The model cannot be given this prompt."""
 
 
 class EmptyPromptError(PromptError):
@@ -40,7 +40,7 @@ def token_ids(tokens: Any, vocabulary: int = MAX_TOKEN_IDS) -> list[int]:
 
 
 def _token_id(token: Any) -> int:
-    """An array's scalar may be one. A truth value is a number only by accident."""
+    """An array's scalar counts as a number, a truth value does not."""
     try:
         if isinstance(token, bool):
             raise TypeError
@@ -59,7 +59,7 @@ def check_prompt(tokens: Sequence[int], vocabulary: int, context: int | None) ->
 
 
 def check_answer(max_tokens: int, stop: Sequence[str], logprobs: int, vocabulary: int) -> None:
-    """Raise ValueError for what an answer cannot be bound by."""
+    """Raise ValueError for limits that an answer cannot have."""
     if max_tokens < 1:
         raise ValueError(f"max_tokens must be at least 1, got {max_tokens}")
     if not all(stop):

@@ -22,7 +22,7 @@ Sampler = Callable[[mx.array], mx.array]  # log-probabilities [batch, vocabulary
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A prompt was taken on by a chunk, or by its last token."""
+    """A prompt has advanced by a chunk, or by its last token."""
 
     uid: int
     end_of_segment: bool
@@ -31,7 +31,7 @@ class Progress:
 
 @dataclass(frozen=True, slots=True)
 class NextToken:
-    """An answer was taken on by a token; with the last one, what to go on from."""
+    """An answer has advanced by a token; with the last one, its context."""
 
     uid: int
     token: int
@@ -100,7 +100,7 @@ class UnbatchedGenerator:
         return [sequence.uid for sequence in added]
 
     def next(self) -> tuple[list[Progress], list[NextToken]]:
-        """Take every answer on by a token, and then one prompt by a chunk."""
+        """Advance every answer by a token, then one prompt by a chunk."""
         self._steps += 1
         if self._steps % 512 == 0:
             mx.clear_cache()

@@ -59,10 +59,10 @@ def _libraries() -> Iterator[Path]:
 
 
 def _load(library: Path, bundled: Path) -> ctypes.CDLL:
-    """Put `library` into the global scope; raises OSError when it can't be.
+    """Put `library` into the global scope. Raises OSError.
 
-    PyPI's needs a libgfortran.so.5, which few machines have. MLX's wheel bundles one under a name of its own: where
-    links to the two lie side by side, the one finds the other.
+    PyPI's needs a libgfortran.so.5, which few machines have. MLX's wheel has one under another name. With links to both
+    in one directory, the library finds it.
     """
     with contextlib.suppress(OSError):
         return ctypes.CDLL(str(library), mode=ctypes.RTLD_GLOBAL)

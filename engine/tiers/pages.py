@@ -1,6 +1,6 @@
-"""The page tier: contexts on a page server, shared by every engine that computes the same.
+"""The page tier: contexts on a page server, shared by all engines that run the same model.
 
-What lies where::
+The keys::
 
     kv:{chain hash}:{layer}:{head}:0:{kv_type}   the pages of a block
     kv:{chain hash}:{layer}:{head}:1:{kv_type}   those of the state after it, where layers carry one
@@ -9,12 +9,12 @@ What lies where::
     refs:{chain hash}                            how many manifests name it
     claim:{chain hash}                           who computes it at the moment
 
-A chain hash names a block by its content and position, so agents with the same beginning store and fetch the same
-blocks, and a fork is a manifest. Agents of different tenants have different names for everything.
+A chain hash names a block by its content and position. So agents with the same beginning share blocks, and a fork is
+just a manifest. Agents of different tenants have different names for everything.
 
-The server's checksum vouches for a page from its arrival on. The digest vouches for a whole block under this very
-name, from the tensors of the engine that computed it to those of the engine that uses it: it catches pages changed,
-swapped, mixed or taken from elsewhere, on any hop. What does not match is a miss with its reason, never an answer.
+The server's checksum protects a page from its arrival on. The digest protects a whole block under its name, from the
+tensors of the engine that computed it to those of the engine that uses it. So pages that were changed, swapped or taken
+from elsewhere are found, wherever it happened. What does not match is a miss, with its reason.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ __all__ = ["Fetch", "PageTier", "Saved"]
 
 
 class References(Protocol):
-    """How manifests are put, and how it is known which blocks nobody names any more: on one server, or on several."""
+    """How manifests are written, and how unused blocks are found: on one server, or on several."""
 
     def save(
         self, to: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write, /
@@ -59,27 +59,26 @@ class References(Protocol):
         """Write blocks, then the agent's manifest of them."""
 
     def copy(self, on: ServerConnection, agent_id: str, new_id: str, fingerprint: int, /) -> Doing[bool]:
-        """Let an agent have what another one has; whether that has anything."""
+        """Give an agent the context of another. Returns whether there was one."""
 
     def delete(self, on: ServerConnection, agent_id: str, /) -> Doing[bool]:
-        """Delete what any model has of an agent; whether there was something."""
+        """Delete an agent's contexts, of any model. Returns whether there were any."""
 
 
 class PageTier:
-    """Saves contexts to a page server and loads them. Its methods are for any thread, and none of them raises for what
-    the server does.
+    """Saves contexts to a page server and loads them. Thread-safe. Its methods do not raise for what the server does.
 
-    With a server that is slow, full, wrong or gone, a load finds less or nothing and a save leaves what was there, and
-    the reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they aren't
-    what was written; ``manifest`` an unreadable one, or an earlier version's; ``pool`` no blocks are free;
-    ``recompute`` it is computed sooner than fetched; ``slow`` no answer in time; ``late`` not all of it in the time
-    that a load has; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` no memory left;
-    ``garbled`` no sense in the answer; ``refused`` an error for an answer; ``open`` the server failed so often lately
-    that it was not asked.
+    With a server that is slow, full, wrong or gone, a load finds less or nothing, and a save leaves what was there. The
+    reason is counted: ``absent`` nothing is stored; ``gap`` blocks are missing; ``shape``, ``checksum`` they are not
+    what was written; ``manifest`` it is unreadable, or of an earlier version; ``pool`` no blocks are free;
+    ``recompute`` computing is faster than fetching; ``slow`` no answer in time; ``late`` not everything within the
+    limit of a load; ``down`` no connection; ``gone`` one of several servers does not answer; ``full`` the server has no
+    memory left; ``garbled`` the answer makes no sense; ``refused`` the answer is an error; ``open`` the server failed
+    so often lately that it was not asked.
 
-    On several servers everything has what stands for four blocks of a prompt before its name, in braces. A save
-    without one of them leaves what precedes the first block that it should have had, for whoever begins in the same
-    way, and the agent's last manifest as it was.
+    With several servers, every name begins with a tag in braces, the same for four blocks of a prompt in a row. If one
+    of the servers is gone, a save stores the blocks before the first one that it should have had, for other prompts
+    with this beginning, and leaves the agent's last manifest as it was.
     """
 
     def __init__(
@@ -92,44 +91,44 @@ class PageTier:
         restore_within: float | None = None,
         connections: int = 2,
     ) -> None:
-        """`url` as PageClient takes it. `deadline` in seconds, for a question or a chunk of blocks, of 8 MiB or one.
-        `restore_within` is how many seconds a load takes at most, however much is still to come: 10, or twice the
-        deadline if that is longer. A deadline of more than half of it is shortened to that. A load receives over up to
-        `connections` connections at once.
+        """`url` is as for PageClient. `deadline` is in seconds, for a question or for a chunk of blocks (8 MiB, or one
+        block). `restore_within` limits a whole load, in seconds; by default 10, or twice the deadline if that is
+        longer. The deadline is shortened to half of it if it is longer. A load uses up to `connections` connections at
+        once.
 
-        Raises ValueError for a URL that isn't one, and for a time that isn't more than 0.
+        Raises ValueError for an invalid URL, and for a time that is not more than 0.
         """
         within = max(RESTORE_SECONDS, 2 * deadline) if restore_within is None else restore_within
         if not min(deadline, within) > 0:
             raise ValueError(f"a time must be more than 0 seconds, got {min(deadline, within)}")
         self.misses: Counter[str] = Counter()  # what loads did not find, by reason
         self.unsaved: Counter[str] = Counter()  # what was not written, by reason
-        self.unasked: Counter[str] = Counter()  # all other questions that got no answer, by reason
-        self.loads: Counter[bool] = Counter()  # decided loads: whether they fetched
+        self.unasked: Counter[str] = Counter()  # failures of all other questions, by reason
+        self.loads: Counter[bool] = Counter()  # loads by whether it was decided to fetch
         self._spec = spec
         self._within = within
         self._connection = ServerConnection(url, min(deadline, within / 2), connections)
         self._layout = BlockLayout(spec, SEGMENT if self._connection.several else 0)
         self._references: References = reference_marks if self._connection.several else reference_counts
         self._remote = Remote(self._connection, spec, self._layout, pool)
-        self._token = uuid.uuid4().hex  # whose claims are ours
+        self._token = uuid.uuid4().hex  # marks our claims
 
     @property
     def breaker(self) -> CircuitBreaker:
-        """What keeps everybody from waiting for a server that fails."""
+        """The circuit breaker, which keeps callers from waiting for a server that fails."""
         return self._connection.breaker
 
     @property
     def rates(self) -> Rates:
-        """What load-or-recompute is decided from; the engine tells it how fast prompts are computed."""
+        """The rates for the choice between fetching and computing. The engine reports how fast it computes."""
         return self._connection.rates
 
     def do_beside(self, work: Callable[[ServerConnection], Coroutine[Any, Any, None]]) -> None:
-        """Begin something that nobody waits for. It ends with the connections."""
+        """Start something in the background. It ends with the connections."""
         self._connection.begin(work(self._connection), lambda _: None)
 
     def close(self) -> None:
-        """End what is under way and close the connections."""
+        """Cancel what is under way, and close the connections."""
         self._connection.close()
 
     # -- loading ---------------------------------------------------------------------------------------------------
@@ -142,10 +141,10 @@ class PageTier:
         held: Sequence[KVBlock] = (),
         within: float | None = None,
     ) -> Fetch:
-        """Begin to load; see `load`. What is asked of the result is asked of a `Fetch`.
+        """Begin to load; see `load`.
 
-        `held` are the first full blocks of `tokens`, which are in memory: they are not fetched but shared, and the
-        first blocks of the result. `within` is how many seconds it takes at most, `restore_within` unless given.
+        `held` are the first full blocks of `tokens`, if they are in memory: they are shared instead of fetched.
+        `within` is the time limit in seconds, by default `restore_within`.
         """
         check_agent_id(agent_id)
         within = self._within if within is None else within
@@ -159,21 +158,20 @@ class PageTier:
     def load(
         self, agent_id: str, tokens: Sequence[int] | None = None, *, held: Sequence[KVBlock] = ()
     ) -> AgentBlocks | None:
-        """The longest stored context that begins as `tokens` do, or, without `tokens`, all of the agent's own; what has
-        come of it within `restore_within` seconds.
+        """The longest stored context that begins like `tokens`, or, without `tokens`, the agent's own context. It has
+        what arrived within `restore_within` seconds.
 
-        In its last block it may go on differently: the engine's submit compares tokens. Its blocks are allocated in
-        the pool and the caller's to free. None when there is nothing usable.
+        Its last block may go on differently than `tokens`; the engine's submit compares them. Its blocks are allocated
+        in the pool, and the caller frees them. None if nothing is usable.
         """
         return self.fetch(agent_id, tokens, held=held).result()
 
     # -- saving ----------------------------------------------------------------------------------------------------
 
     def save(self, context: AgentBlocks) -> Saved | None:
-        """Store a context: the blocks that aren't there yet, then the agent's manifest. None when it failed.
+        """Store a context: the missing blocks, then the agent's manifest. None if it failed.
 
-        An empty context is nothing to keep: what is stored of the agent stays. Raises IncompatibleBlocksError for
-        blocks of another model.
+        An empty context changes nothing. Raises IncompatibleBlocksError for blocks of another model.
         """
         context.validate(self._spec)
         if not context.blocks:
@@ -186,7 +184,7 @@ class PageTier:
         )
 
     def publish(self, context: AgentBlocks) -> Saved | None:
-        """Store the full blocks of a context for whoever begins in the same way, and nothing in its agent's name."""
+        """Store the full blocks of a context, for all prompts with this beginning. The agent's manifest stays."""
         context.validate(self._spec)
         full = len(context) // self._spec.block_tokens * self._spec.block_tokens
         manifest = ContextManifest.of(context.agent_id, context.tokens[:full], self._spec)
@@ -219,17 +217,17 @@ class PageTier:
     # -- agents ----------------------------------------------------------------------------------------------------
 
     def fork(self, agent_id: str, new_id: str) -> bool:
-        """Let `new_id` have what is stored of `agent_id`, in place of its own; whether there was something.
+        """Give `new_id` the context of `agent_id` in place of its own. Returns whether there was one.
 
-        Raises BlockError when they are of different tenants, who share nothing.
+        Raises BlockError for agents of different tenants.
         """
         if root_of(check_agent_id(agent_id)) != root_of(check_agent_id(new_id)):
             raise BlockError(f"a fork belongs to its agent's tenant: {new_id!r} cannot be one of {agent_id!r}")
         return self._ask(self._references.copy(self._connection, agent_id, new_id, self._spec.fingerprint)) or False
 
     def delete(self, agent_id: str) -> bool:
-        """Delete what is stored of the agent, by whatever model, but for blocks that others have too; whether there was
-        something. Looks through all keys of the server."""
+        """Delete an agent's contexts, of any model, except blocks that others use. Returns whether there were any. This
+        scans all keys of the server."""
         return self._ask(self._references.delete(self._connection, check_agent_id(agent_id))) or False
 
     def agents(self) -> list[str]:
@@ -237,15 +235,15 @@ class PageTier:
         return self._ask(reference_counts.agents(self._connection, self._spec.fingerprint)) or []
 
     def servers(self) -> list[str]:
-        """Those of several, as they are known at the moment."""
+        """The several servers that are known at the moment."""
         return [str(node) for node in self._ask(self._connection.server.nodes()) or [] if node is not None]
 
     def has(self, agent_id: str) -> bool:
-        """Whether there is a context of the agent, of this model."""
+        """Whether the agent has a context for this model."""
         return bool(self._ask(self._connection.ask_one(up_to(1), "EXISTS", self._key(agent_id))))
 
     def tokens_of(self, agent_id: str) -> int | None:
-        """How many tokens are stored of the agent; None when there is nothing of this model."""
+        """The number of the agent's stored tokens; None if there is no context for this model."""
         raw = self._ask(self._connection.ask_one(text, "GET", self._key(agent_id)))
         try:
             return len(ContextManifest.parse(raw, agent_id, self._spec).tokens) if raw is not None else None
@@ -258,8 +256,8 @@ class PageTier:
     # -- who computes what -----------------------------------------------------------------------------------------
 
     def sealed(self, names: Sequence[str], before: Sequence[str] = ()) -> int:
-        """How many of the blocks with these names, from the first on, are stored. Those of a prompt, `before` which
-        there are others."""
+        """How many of these blocks are stored, up to the first that is not. `before` are the prompt's blocks before
+        them."""
         chain, size, together = [*before, *names], self._spec.block_tokens, self._layout.together
         tags = [tag_of(chain, len(before) + i, together) for i in range(len(names))]
         places = [BlockPlace(name, size, 0, tag=tag) for name, tag in zip(names, tags, strict=True)]
@@ -267,25 +265,25 @@ class PageTier:
         return 0 if missing is None else len(list(takewhile(lambda place: place not in missing, places)))
 
     def claim(self, name: str, seconds: float) -> bool:
-        """Say that the block of that name is computed here, for so long; whether nobody else has said so.
+        """Claim that a block is computed here, for some seconds. False if somebody else has claimed it.
 
-        True also when the server gave no answer: then nobody can be waited for.
+        True if the server did not answer: then there is nobody to wait for.
         """
         return self._ask(self._claim(_claim_key(name), _milliseconds(seconds))) is not False
 
     def renew(self, name: str, seconds: float) -> bool:
-        """Prolong a claim of this tier's; whether there still was one."""
+        """Prolong our claim. Returns whether there still was one."""
         return self._ask(self._change_claim(_claim_key(name), _milliseconds(seconds))) or False
 
     def release(self, name: str) -> bool:
-        """End a claim of this tier's; whether there still was one."""
+        """End our claim. Returns whether there still was one."""
         return self._ask(self._change_claim(_claim_key(name), 0)) or False
 
     async def _claim(self, key: str, milliseconds: int) -> bool:
         return await self._connection.ask_one(ok_or_not, "SET", key, self._token, "NX", "PX", milliseconds)
 
     async def _change_claim(self, key: str, milliseconds: int) -> bool:
-        """Let our claim live for so long from now, 0 not at all. Whether it was ours."""
+        """Set the time left of our claim, 0 to end it. Returns whether it was ours."""
         ours = False
 
         def change(holder: bytes | None) -> list[Question]:
@@ -297,7 +295,7 @@ class PageTier:
         return ours
 
     def _ask(self, work: Doing[T]) -> T | None:
-        """None, and the reason counted, when there is no answer."""
+        """The answer; None if there was none, and the reason is counted."""
         return self._attempt(work, self.unasked)
 
     def _attempt(self, work: Doing[T], failures: Counter[str]) -> T | None:

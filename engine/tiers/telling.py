@@ -1,7 +1,7 @@
-"""What an engine tells whoever watches its page server: who it is, and what each tier has spared it.
+"""Tells those who watch a page server about this engine: who it is, and what each tier has spared it.
 
-It is a JSON object on a channel, every few seconds. Nothing is kept of it, and nobody waits for it. The channel is that
-of the user as which it has logged in, who can be shown it as theirs; or else the one that all engines have in common.
+It publishes a JSON object every few seconds, which is not stored. The channel is that of the user as which the engine
+has logged in, so that this user can be shown it; without a user, it is the channel of all engines.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ MOST_LETTERS = 100  # of the model's name
 
 
 def figures(model_id: str, pool: BlockPool, tally: Tally) -> str:
-    """All of it, as it is now."""
+    """All figures at this moment."""
     room = 0 if pool.total_bytes == UNLIMITED else pool.total_bytes
     told = {"name": WRITER, "model": model_id[:MOST_LETTERS], "used": pool.used_bytes, "room": room}
     return json.dumps(told | tally.figures())
 
 
 async def keep_telling(connection: ServerConnection, what: Callable[[], str]) -> None:
-    """Every server, until the connection is closed or the user may use no channel for it."""
+    """Publish to every server, until the connection is closed or the user may not use a channel."""
     for channel in (f"{CHANNEL}:{connection.user}", CHANNEL):
         with suppress(_NotAllowed):
             while True:
@@ -42,7 +42,7 @@ async def keep_telling(connection: ServerConnection, what: Callable[[], str]) ->
 
 
 class _NotAllowed(Exception):
-    """Not to be tried again: each refusal stands in the server's ACL LOG."""
+    """Do not try again: each refusal is an entry in the server's ACL LOG."""
 
 
 async def _tell(connection: ServerConnection, channel: str, told: str) -> None:

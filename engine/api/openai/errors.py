@@ -1,4 +1,4 @@
-"""What a client is told when there is no answer: OpenAI's error object."""
+"""OpenAI's error object."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ SHOWN = 100  # letters
 
 @dataclass(slots=True)
 class ApiError(Exception):
-    """A request that is refused or has failed; `param` is the field that was wrong."""
+    """A request was refused or has failed; `param` is the wrong field."""
 
     status: int
     message: str
@@ -33,17 +33,17 @@ class ApiError(Exception):
         if self.status == 401:
             headers = {"WWW-Authenticate": "Bearer"}
         if self.status in (408, 413):
-            headers = {"Connection": "close"}  # the rest of the body is not waited for
+            headers = {"Connection": "close"}  # the rest of the body is not read
         return JSONResponse(self.body, self.status, headers)
 
 
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> ApiError:
-    """A request that can't be understood or honoured."""
+    """The error for a request that is not understood or not possible."""
     return ApiError(400, message, param, code)
 
 
 def shortened(value: object) -> str:
-    """Something that a client sent, for a message: what is long is not said again."""
+    """A value from the client, shortened for a message."""
     if isinstance(value, str):
         return repr(value if len(value) <= SHOWN else value[:SHOWN] + "...")
     plain = value is None or isinstance(value, float) or (isinstance(value, int) and value.bit_length() <= 64)

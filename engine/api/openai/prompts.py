@@ -1,7 +1,7 @@
-"""From messages to tokens, and from tokens to what is shown of them: all that the API needs of a tokenizer.
+"""Makes tokens of messages, and text of tokens.
 
-It has a tokenizer of its own, since the engine's belongs to the engine's thread, and a thread for long prompts, so that
-they hold up nobody's stream. A short one is made at once, which takes no longer than to hand it over and back.
+It has its own tokenizer, since the engine's belongs to the engine's thread. Long prompts are made on a thread of their
+own, so that they delay no stream. Short ones are made at once, which is as fast as handing them over.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from engine.api.openai.errors import invalid
 from engine.api.openai.schema import ChatBody, Message, Tool
 from engine.spec import ModelCacheSpec
 
-SHORT = 1000  # letters, made in half a millisecond
+SHORT = 1000  # characters, made in half a millisecond
 FEW = 16  # messages
-LETTERS_A_TOKEN = 16  # a token has fewer, nearly always
+LETTERS_A_TOKEN = 16  # nearly always more than a token has
 
 _Made = TypeVar("_Made")
 
@@ -35,11 +35,11 @@ class Prompts:
         self._tokenizer = copy.deepcopy(tokenizer)
         self._spec = spec
         self._thread = ThreadPoolExecutor(1, "prompts")
-        self._long: set[Future[Any]] = set()  # that the thread has to make: the tokenizer is its own meanwhile
+        self._long: set[Future[Any]] = set()  # long prompts; while there are any, only the thread uses the tokenizer
         self._marked = make_text_state_machine(self._tokenizer)
 
     async def of_chat(self, body: ChatBody) -> list[int]:
-        """The tokens of a conversation, set for the answer, as mlx-lm makes them. Raises ApiError."""
+        """The tokens of a conversation, up to the answer, as mlx-lm makes them. Raises ApiError."""
         tools = body.tools if body.tool_choice == "auto" else []
         if tools and not self._tokenizer.has_tool_calling:
             raise invalid("tools: this model has no tool calling", "tools", "unsupported_value")
@@ -61,12 +61,12 @@ class Prompts:
 
     @property
     def tool_parser(self) -> Callable[[str, Any], Any]:
-        """Of what stands between a tool call's marks."""
+        """The parser for the text between a tool call's marks."""
         parser: Callable[[str, Any], Any] = self._tokenizer.tool_parser
         return parser
 
     def reading(self, prompt: Sequence[int]) -> Any:
-        """Where an answer to `prompt` begins, for TextStateMachine.split: in a thought, or not."""
+        """The state in which an answer to `prompt` begins, for TextStateMachine.split: in a thought, or not."""
         state = "normal"
         if self._tokenizer.has_thinking:
             opened, closed = self._tokenizer.rfind_think_start(prompt), self._tokenizer.rfind_think_end(prompt)
@@ -100,7 +100,7 @@ class Prompts:
         return self._fitting(list(prompt), "prompt")
 
     def _check_length(self, texts: Sequence[str], param: str) -> None:
-        """Of a text that is far too long the beginning is, too: the rest need not be looked at."""
+        """Refuse a text that is much too long, without looking at all of it."""
         limit = LETTERS_A_TOKEN * (self._spec.context or 0)
         if limit and sum(map(len, texts)) > limit:
             self._fitting(self._encode("".join(text[:limit] for text in texts)[:limit]), param, least="at least ")
@@ -124,7 +124,7 @@ class Prompts:
 
 
 def _plain(message: Message, i: int) -> dict[str, Any]:
-    """As chat templates take it: text, the arguments of calls as objects."""
+    """A message for chat templates: its content as text, the arguments of calls as objects."""
     plain = message.model_dump(exclude_none=True)
     plain.setdefault("content", "")
     if plain["role"] == "developer":

@@ -1,4 +1,4 @@
-"""What a model's tokens say: text, thoughts, calls of tools."""
+"""Splits what a model says into text, thoughts and tool calls."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from engine.scheduling.request import Token
 
 @dataclass(slots=True)
 class Said:
-    """A part of an answer. What is empty was not said in it."""
+    """A part of an answer. Fields that it does not have are empty."""
 
     text: str = ""
     reasoning: str = ""
     calls: list[dict[str, Any]] = field(default_factory=list)  # OpenAI's tool_calls
-    tokens: list[Token] = field(default_factory=list)  # those that said it
+    tokens: list[Token] = field(default_factory=list)  # the tokens of this part
 
     def __bool__(self) -> bool:
         return bool(self.text or self.reasoning or self.calls)
@@ -33,23 +33,23 @@ class Said:
 
 
 class Reader:
-    """Reads one answer, by the marks that mlx-lm knows of the model's tokenizer."""
+    """Reads one answer. The marks are those that mlx-lm knows for the tokenizer."""
 
     def __init__(self, prompts: Prompts, prompt: Sequence[int], tools: Sequence[dict[str, Any]]) -> None:
-        """`tools`: those that were offered, as OpenAI describes them."""
+        """`tools` are those that the request offers, in OpenAI's format."""
         self.said = Said()  # all of it
         self._prompts = prompts
         self._state = prompts.reading(prompt)
         self._tools = list(tools)
-        self._call: str | None = None  # of a tool, as far as it is said
+        self._call: str | None = None  # the beginning of a tool call
 
     def read(self, token: Token) -> Said:
-        """What the next token adds, which is nothing while a mark may be half said."""
+        """What the next token adds; empty while a mark may be incomplete."""
         self._state, segments = split(self._state, token.text)
         return self._take(segments, [] if token.ends_text else [token])
 
     def finish(self) -> Said:
-        """What was held back, and a call that the answer ended with."""
+        """The rest, including an incomplete tool call."""
         self._state, rest, state = flush(self._state)
         return self._take([(state, rest), ("", "")])
 
@@ -70,7 +70,7 @@ class Reader:
         return said
 
     def _called(self, text: str) -> Said:
-        """The calls in a text. What can't be parsed as a call stays text."""
+        """The calls in a text. What can't be parsed stays text."""
         if not text.strip():
             return Said()
         try:

@@ -1,7 +1,7 @@
-"""What may be asked for: the bodies of requests.
+"""The bodies of requests.
 
-Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing; a field that
-would change the answer and can't be honoured is refused by its name. ``null`` stands for a field left out.
+Unknown fields are ignored, as OpenAI-compatible servers do, since clients send many that change nothing. A field that
+would change the answer but is not supported is refused by its name. ``null`` is the same as no field.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from engine.api.openai import bounds
 from engine.api.openai.errors import ApiError, invalid, shortened
 
 MAX_STOPS = 16
-MAX_STOP = 256  # letters: every token of the answer is compared with them
+MAX_STOP = 256  # characters; every token of the answer is compared with them
 MAX_TOOLS = 128  # as OpenAI's API
 MAX_TOP_LOGPROBS = 20  # as OpenAI's API
 
 
 def _only(*allowed: object) -> AfterValidator:
-    """A field of OpenAI's API of which this engine has these values alone."""
+    """A field of OpenAI's API for which only these values are supported."""
 
     def check(value: object) -> object:
         if value not in allowed:
@@ -43,7 +43,7 @@ def _only(*allowed: object) -> AfterValidator:
 
 
 def _text(content: Any) -> Any:
-    """Text given in parts, as one; other parts are refused."""
+    """The text of a content in parts. Other kinds of parts are refused."""
     if not isinstance(content, list):
         return content
     for i, part in enumerate(content):
@@ -61,8 +61,7 @@ def _listed(value: Any) -> Any:
 
 
 def _prompt(prompt: Any) -> str | list[int]:
-    """A text, the only one of a list, or token ids. Of these there may be very many, so they are looked at here, where
-    others have their turn meanwhile."""
+    """A text, a list with one text, or token ids, which are checked in Python so that other threads run meanwhile."""
     if isinstance(prompt, str):
         return prompt
     if not isinstance(prompt, list):
@@ -83,7 +82,7 @@ class RequestBody(BaseModel):
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
-        """From JSON. Raises ApiError, which names the field."""
+        """Parse JSON. Raises ApiError, which names the field."""
         bounds.check(raw)
         try:
             body = from_json(raw, allow_inf_nan=False)
@@ -100,7 +99,7 @@ class RequestBody(BaseModel):
 
 
 class Function(RequestBody):
-    """What the model wants to be called."""
+    """A function call."""
 
     name: str
     arguments: str = "{}"
@@ -115,7 +114,7 @@ class ToolCall(RequestBody):
 
 
 class Message(RequestBody):
-    """One of a conversation."""
+    """A message of the conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str | None, BeforeValidator(_text)] = None
@@ -125,7 +124,7 @@ class Message(RequestBody):
 
 
 class FunctionTool(RequestBody):
-    """A function that may be called."""
+    """A function that the model may call."""
 
     name: Annotated[str, Field(min_length=1, max_length=64)]
     description: str | None = None
@@ -146,7 +145,7 @@ class StreamOptions(RequestBody):
 
 
 class ResponseFormat(RequestBody):
-    """In what form to answer."""
+    """The form of the answer."""
 
     type: Annotated[str, _only("text")]
 
@@ -159,7 +158,7 @@ Stops = Annotated[
 
 
 class Asked(RequestBody):
-    """What both kinds of completion have in common."""
+    """The fields that both kinds of completion have."""
 
     model: str
     agent_id: str | None = None
@@ -176,7 +175,7 @@ class Asked(RequestBody):
     presence_penalty: Annotated[float, _only(0)] = 0.0
     logit_bias: Annotated[dict[str, Any], _only({})] = Field(default_factory=dict)
 
-    # Not OpenAI's: other engines', whose clients mean them.
+    # Not in OpenAI's API, but other engines have them.
     top_k: Annotated[int, _only(0, -1)] = 0
     min_p: Annotated[float, _only(0)] = 0.0
     repetition_penalty: Annotated[float, _only(1, 0)] = 1.0
@@ -198,7 +197,7 @@ class ChatBody(Asked):
 
     @property
     def limit(self) -> int | None:
-        """Tokens of the answer, at most."""
+        """The most tokens of the answer."""
         return self.max_completion_tokens or self.max_tokens
 
     @model_validator(mode="after")
@@ -228,7 +227,7 @@ _CODES = {"missing": "missing_required_parameter", "unsupported_value": "unsuppo
 
 
 def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
-    """What to tell of the first field that is wrong: of what it may be, what it comes closest to."""
+    """The error for the first wrong field, with the nearest of the alternatives."""
     alike = [error for error in errors if error["loc"][:1] == errors[0]["loc"][:1]]
     closest = max(alike, key=lambda error: sum(isinstance(part, int) for part in error["loc"]))
     param = _param(closest["loc"])
@@ -238,8 +237,8 @@ def _refusal(errors: Sequence[ErrorDetails]) -> ApiError:
 
 
 def _param(loc: Sequence[int | str]) -> str:
-    """``messages[0].content`` from ("messages", 0, "content"); the names that pydantic gives to what a union may be
-    are left out."""
+    """``messages[0].content`` for ("messages", 0, "content"). pydantic's names for the alternatives of a union are left
+    out."""
     shown = ""
     for part in loc:
         if isinstance(part, int):

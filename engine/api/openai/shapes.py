@@ -1,4 +1,4 @@
-"""OpenAI's replies: a chat completion and a text completion, whole or in chunks."""
+"""OpenAI's replies: chat and text completions, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ Reply = dict[str, Any]
 
 
 class Shape(Protocol):
-    """How one answer is told."""
+    """The form of an answer."""
 
     def opening(self) -> Iterable[Reply]:
         """The chunks before the first token."""
 
     def chunks(self, token: Token) -> Iterable[Reply]:
-        """Those that a token makes."""
+        """The chunks for a token."""
 
     def closing(self, answer: Answer) -> Iterable[Reply]:
-        """Those at the end."""
+        """The chunks at the end."""
 
     def usage(self, answer: Answer) -> Reply:
         """The chunk that counts the tokens."""
 
     def add(self, token: Token) -> None:
-        """Take a token for the whole reply."""
+        """Add a token to the whole reply."""
 
     def whole(self, answer: Answer) -> Reply:
         """The reply that isn't streamed."""
 
 
 class Envelope:
-    """What all replies to one request have in common."""
+    """The fields that all replies to a request have."""
 
     def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
-        """`agent_id`, as the client calls it; `counts`: whether a stream is to end with the usage."""
+        """`agent_id` is the client's name for the agent. `counts` says whether a stream ends with the usage."""
         self._id = uuid.uuid4().hex
         self._common = {
             "created": int(time.time()),
@@ -67,7 +67,7 @@ class Envelope:
         }
 
     def kvpage(self, answer: Answer) -> Reply:
-        """What the answer owes to the store."""
+        """What the store has spared this answer."""
         reuse = answer.reuse
         return {
             "agent_id": self._agent_id,
@@ -81,15 +81,15 @@ class Envelope:
 
 
 class ChatShape:
-    """Of /v1/chat/completions."""
+    """The form of /v1/chat/completions."""
 
     def __init__(self, envelope: Envelope, reader: Reader, prompts: Prompts, logprobs: int | None) -> None:
-        """`logprobs`: of how many of the likeliest; None for none at all."""
+        """`logprobs` is the number of likeliest tokens; None for no logprobs."""
         self._envelope = envelope
         self._reader = reader
         self._prompts = prompts
         self._logprobs = logprobs
-        self._unsaid: list[Token] = []  # whose text is held back
+        self._unsaid: list[Token] = []  # tokens whose text is held back
 
     def opening(self) -> Iterable[Reply]:
         yield self._delta({"role": "assistant", "content": ""})
@@ -160,15 +160,15 @@ class ChatShape:
 
     def _likelihood(self, token: int, logprob: float | None) -> Reply:
         text = self._prompts.shown(token)
-        whole = "\N{REPLACEMENT CHARACTER}" not in text  # half a character has no text to give the bytes of
+        whole = "\N{REPLACEMENT CHARACTER}" not in text  # half a character has no text
         return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole else None}
 
 
 class TextShape:
-    """Of /v1/completions."""
+    """The form of /v1/completions."""
 
     def __init__(self, envelope: Envelope, prompts: Prompts, logprobs: int | None) -> None:
-        """`logprobs`: of how many of the likeliest; None for none at all."""
+        """`logprobs` is the number of likeliest tokens; None for no logprobs."""
         self._envelope = envelope
         self._prompts = prompts
         self._logprobs = logprobs

@@ -1,4 +1,4 @@
-"""Writing blocks to a page server: those that aren't there yet, each sealed when it is."""
+"""Writes blocks that are not on the page server yet, and a seal after each."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from kvpage_server.client import Refused
 from kvpage_server.client.buffers import readable
 from kvpage_server.client.questions import Question, up_to
 
-Parts = Mapping[BlockPlace, Sequence[Buffer]]  # what belongs where: the arrays, in canonical order
+Parts = Mapping[BlockPlace, Sequence[Buffer]]  # the arrays of each place, in canonical order
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """What a save wrote."""
+    """The result of a save."""
 
     blocks_written: int
-    blocks_present: int  # stored before, by whomever
+    blocks_present: int  # stored before, by anybody
     nbytes: int  # of blocks and states written
-    whole: bool = True  # whether all of it is there; not so when one of several servers is gone
+    whole: bool = True  # False if some could not be written, because one of several servers is gone
 
 
-Write = Callable[[], Awaitable[Saved]]  # the blocks that are missing of a context
+Write = Callable[[], Awaitable[Saved]]  # writes the missing blocks of a context
 
 
 def parts_of(context: AgentBlocks, places: Iterable[BlockPlace]) -> Parts:
-    """The blocks of a context and the states that were taken at their ends, as views of the arrays' memory."""
+    """The blocks of a context, and the states at their ends, as views of the arrays' memory."""
     parts: dict[BlockPlace, Sequence[Buffer]] = {}
     for place, block in zip(places, context.blocks, strict=False):
         parts[place] = _pieces(block.layers)
@@ -47,7 +47,7 @@ def _pieces(arrays: Arrays) -> list[memoryview]:
 
 
 async def missing(connection: ServerConnection, layout: BlockLayout, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-    """The blocks that are not complete, or not sealed."""
+    """The blocks that are not complete or not sealed."""
     asked = [_questions(place, connection, layout) for place in places]
     found = iter(await connection.ask(chain.from_iterable(asked), gone=0))
     return [place for place, questions in zip(places, asked, strict=True) if [next(found) for _ in questions].count(0)]
@@ -61,9 +61,10 @@ def _questions(place: BlockPlace, connection: ServerConnection, layout: BlockLay
 async def write(
     connection: ServerConnection, layout: BlockLayout, parts: Parts, places: Sequence[BlockPlace]
 ) -> list[BlockPlace]:
-    """Write these of the parts, chunk by chunk, each of which is of use when it is sealed; which ones were.
+    """Write some of the parts, chunk by chunk, and seal each chunk. Returns the places that were written.
 
-    Where one of several servers is gone those are all that precede the first that it should have had."""
+    If one of several servers is gone, these are the places before the first that it should have had.
+    """
     written: list[BlockPlace] = []
     for chunk in layout.chunks(places):
         try:

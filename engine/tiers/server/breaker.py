@@ -1,4 +1,4 @@
-"""The circuit breaker: a server that fails again and again is left alone for a while, so that nobody waits for it."""
+"""The circuit breaker: a server that fails repeatedly is not asked for a while, so that nobody waits for it."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable
 from enum import StrEnum
 
-FAILURES = 3  # in a row, and it opens
-SHORTEST, LONGEST = 0.5, 30.0  # seconds it stays open, twice as long after every probe that failed
+FAILURES = 3  # in a row, before it opens
+SHORTEST, LONGEST = 0.5, 30.0  # seconds for which it stays open; doubled by each failed probe
 
 
 class State(StrEnum):
-    """`CLOSED`: everything passes. `OPEN`: nothing does. `HALF_OPEN`: one does, the probe, and decides."""
+    """`CLOSED`: all requests pass. `OPEN`: none does. `HALF_OPEN`: one does, the probe, which decides."""
 
     CLOSED = "closed"
     OPEN = "open"
@@ -20,10 +20,10 @@ class State(StrEnum):
 
 
 class CircuitBreaker:
-    """Whether to ask a server, from how it went so far. Thread-safe.
+    """Says whether to ask a server, from the results so far. Thread-safe.
 
-    Whoever was let through says how it went, with `succeeded` or `failed`. A probe of which nothing is heard within a
-    pause, because whoever made it gave it up, is followed by another.
+    Whoever was let through reports `succeeded` or `failed`. If a probe reports nothing within a pause, because it was
+    cancelled, another one is made.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -33,18 +33,17 @@ class CircuitBreaker:
         self._lock = threading.Lock()
         self._failures = 0  # in a row
         self._pause = SHORTEST
-        self._until: float | None = None  # when the next probe may be made; None while it is closed
+        self._until: float | None = None  # when the next probe may be made; None if it is closed
         self._probing = False
 
     @property
     def state(self) -> State:
-        """The state at this moment."""
         if self._until is None:
             return State.CLOSED
         return State.HALF_OPEN if self._probing or self._clock() >= self._until else State.OPEN
 
     def allows(self) -> bool:
-        """Whether the server may be asked. While it is open the first one after the pause may: that is the probe."""
+        """Whether the server may be asked. If it is open, the first question after the pause is the probe."""
         with self._lock:
             if self._until is None:
                 return True
@@ -69,7 +68,7 @@ class CircuitBreaker:
             if self._probing:
                 self._pause = min(2 * self._pause, LONGEST)
             elif self._until is not None or self._failures < FAILURES:
-                return  # one of those that were under way when it opened, or one too few
+                return  # it was under way when the breaker opened, or there were too few failures
             else:
                 self.opened += 1
             self._probing = False

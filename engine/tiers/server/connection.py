@@ -1,4 +1,4 @@
-"""The link to a page server: a thread with an event loop, on which everything is said to it."""
+"""The connection to a page server: a thread with an event loop."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from kvpage_server.client.cluster.plan import GONE, RAISES
 from kvpage_server.client.questions import Question, Word, ok, scanned, text, texts
 
 T = TypeVar("T")
-OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server, or its absence, can do
-FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which it isn't asked for a while
-_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the attempt that is under way
-SCAN_COUNT = 5000  # keys that are looked at in one go
-AT_ONCE = 16  # things done at once, on up to `connections` connections each
+OUTAGES = (PageClientError, OSError, TimeoutError)  # what a server that fails or is absent can cause
+FAILING = frozenset({"slow", "down", "garbled"})  # reasons after which the server is not asked for a while
+_limit: ContextVar[asyncio.Timeout] = ContextVar("limit")  # of the current attempt
+SCAN_COUNT = 5000  # keys a call
+AT_ONCE = 16  # attempts at once, each with up to `connections` connections
 
 
 def reason(error: BaseException) -> str:
-    """How an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an answer to no
-    question of ours; ``full`` no memory left; ``refused`` another error for an answer."""
+    """The name under which an outage is counted: ``slow`` no answer in time; ``down`` no connection; ``garbled`` an
+    answer that does not fit the question; ``full`` no memory left; ``refused`` another error as answer."""
     if isinstance(error, TimeoutError | DeadlineExceeded):
         return "slow"
     if isinstance(error, WrongReply):
@@ -51,17 +51,17 @@ def reason(error: BaseException) -> str:
 
 
 class ServerConnection:
-    """Everything that is said to the server goes through `server`, to be used on the link's own thread."""
+    """The server is asked through `server`, which may be used only on this connection's own thread."""
 
     def __init__(self, url: str, deadline: float, connections: int) -> None:
-        """`deadline` in seconds, for a question or a chunk of blocks; `connections` to receive over at once.
+        """`deadline` is in seconds, for a question or a chunk of blocks. A load uses up to `connections` connections.
 
-        Raises ValueError for a URL that isn't one.
+        Raises ValueError for an invalid URL.
         """
         self.user = user_of(url)
         self.several = names_several(url)
         self.deadline = deadline
-        more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # as CLIENT LIST has it
+        more: dict[str, Any] = {"driver_info": DriverInfo("kvpage-engine", __version__)}  # shown by CLIENT LIST
         if self.several:
             more["node_deadline"] = min(SILENCE, deadline / 4)
         self.server = AsyncPageClient(url, deadline=self.answer_within, verify=False, **more)  # seals verify
@@ -77,18 +77,19 @@ class ServerConnection:
 
     @property
     def answer_within(self) -> float:
-        """Seconds for an answer. Those that several servers give leave time to do without one of them."""
+        """Seconds for an answer. With several servers there is time left to do without one of them."""
         return self.deadline / 2 if self.several else self.deadline
 
     def do(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run to the end; what came of it. Raises RuntimeError on the link's own thread."""
+        """Run to the end, and return the result. Raises RuntimeError on the connection's own thread."""
         if threading.current_thread() is self._thread:
             work.close()
             raise RuntimeError("the page tier's own thread cannot wait for it: do this on another one")
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def begin(self, work: Coroutine[Any, Any, None], over: Callable[[asyncio.Task[None]], None]) -> Callable[[], None]:
-        """Start; what cancels it. `over` is called on the link's thread when it has ended, in whatever way."""
+        """Start. Returns a function that cancels it. `over` is called on the connection's thread when it has ended in
+        any way."""
         task: asyncio.Task[None] | None = None
 
         def start() -> None:
@@ -110,11 +111,12 @@ class ServerConnection:
     async def attempt(
         self, work: Coroutine[Any, Any, T], missed: Callable[[str], object], within: float | None = None
     ) -> T | None:
-        """Do something when it is its turn, unless the breaker is open. For an outage None, and `missed` is told the
-        reason.
+        """Do something when it is its turn, unless the breaker is open. After an outage returns None, and `missed` is
+        called with the reason.
 
-        The server has the deadline to answer, from when it is asked, and anew whenever something `progressed`. All of
-        it, the waiting for a turn included, takes `within` seconds at most, which is nobody's failure: ``late``.
+        The server has the deadline to answer. It starts when it is asked, and again with each `progressed`. Everything
+        together, including the wait for a turn, may take `within` seconds. If it takes longer, that is no failure of
+        the server: the reason is ``late``.
         """
         try:
             async with asyncio.timeout(within) as whole, self._turns:
@@ -139,29 +141,29 @@ class ServerConnection:
         return done
 
     async def beside(self, work: Callable[[], T]) -> T:
-        """Have it done on a thread of its own, while bytes come and go on this one."""
+        """Run it on a thread of its own, while this one sends and receives."""
         return await self._loop.run_in_executor(self._beside, work)
 
     def progressed(self) -> None:
-        """An answer or a chunk of what is attempted has come, or a chunk has gone: the deadline counts anew."""
+        """A part of the current attempt is done: restart its deadline."""
         limit = _limit.get()
         if not limit.expired():
             limit.reschedule(self._loop.time() + self.deadline)
 
     async def ask(self, questions: Iterable[Question], *, gone: Any = RAISES, of: Hashable = None) -> list[Any]:
-        """Ask several things at once. Raises what the first refusal of them is. What `gone` and `of` are is the
-        client's to say."""
+        """Ask several questions at once. Raises the first refusal. For `gone` and `of` see the client."""
         answers = await self.server.ask(list(questions), gone=gone, of=of, deadline=self.answer_within)
         self.progressed()
         return answers
 
     async def ask_one(self, read: Callable[[Any], T], *words: Word) -> T:
-        """Ask one question; `read` parses the answer."""
+        """Ask one question. `read` parses the answer."""
         (answer,) = await self.ask([Question(words, read)])
         return cast(T, answer)
 
     async def read(self, keys: Sequence[str], missed: Callable[[str], object] = lambda _: None) -> list[bytes | None]:
-        """Strings, None for those that are not there. `missed` is told ``gone`` where a server of several is."""
+        """Read strings; None for those that do not exist. `missed` is called with ``gone`` if one of several servers is
+        gone."""
         if not self.several:
             return await self.ask_one(texts(len(keys)), "MGET", *keys)
         nothing = object()
@@ -171,14 +173,13 @@ class ServerConnection:
         return [None if value is nothing else value for value in found]
 
     async def write(self, values: Mapping[str, str]) -> None:
-        """Write strings."""
         if self.several:
             await self.ask(Question(["SET", *item], ok) for item in values.items())
         elif values:
             await self.ask_one(ok, "MSET", *chain.from_iterable(values.items()))
 
     async def check(self) -> None:
-        """Raises what nobody's answer is, where there are several servers of which none answers."""
+        """Raises an outage if none of several servers answers."""
         nodes = await self.server.nodes(deadline=self.answer_within)
         for left in range(len(nodes) - 1, -1, -1):
             try:
@@ -189,7 +190,7 @@ class ServerConnection:
                     raise
 
     async def scan(self, pattern: str, *, all_of_them: bool = False) -> set[str]:
-        """The keys like that. Of several servers those that answer tell theirs, unless `all_of_them` have to."""
+        """The keys that match. Of several servers, silent ones are left out, unless `all_of_them` is set."""
         found, failure, nodes = set[str](), None, await self.server.nodes(deadline=self.answer_within)
         for node in nodes:
             try:
@@ -217,13 +218,13 @@ class ServerConnection:
     async def transaction(
         self, keys: Sequence[Word], question: Question, change: Callable[[Any], Sequence[Question]]
     ) -> list[Any]:
-        """Ask, and do what `change` makes of the answer before anybody changes one of the `keys`; its answers."""
+        """Ask, and run what `change` makes of the answer, unless one of the `keys` has changed. Returns the answers."""
         answers = await self.server.transaction(keys, question, change, deadline=self.answer_within)
         self.progressed()
         return answers
 
     def close(self) -> None:
-        """Cancel what is under way, close the connections and end the thread."""
+        """Cancel what is under way, close the connections, and end the thread."""
         if self._thread.is_alive():
             self.do(self._close())
             self._loop.call_soon_threadsafe(self._loop.stop)

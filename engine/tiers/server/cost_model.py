@@ -1,4 +1,4 @@
-"""Load or recompute: what is on the server is fetched when that is sooner than computing it once more."""
+"""Fetch or compute: what is on the server is fetched if that is faster than computing it again."""
 
 from __future__ import annotations
 
@@ -6,20 +6,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-DECAY = 0.5  # how much of what was measured before still counts at the next measurement
-VALID_SECONDS = 30.0  # a link may be another one after that
-LEAST_BYTES = 1 << 20  # of a transfer that says something about a link
+DECAY = 0.5  # how much earlier measurements still count at the next one
+VALID_SECONDS = 30.0  # after that, the link may have changed
+LEAST_BYTES = 1 << 20  # smaller transfers do not tell how fast a link is
 
 
 class Rate:
-    """So much a second, of what was seen lately: the younger, and the longer it took, the more it counts."""
+    """A rate from recent measurements. Later and longer ones count more."""
 
     def __init__(self) -> None:
         self._amount = 0.0
         self._seconds = 0.0
 
     def observe(self, amount: float, seconds: float) -> None:
-        """Take in that `amount` took `seconds`."""
+        """Note that `amount` took `seconds`."""
         self._amount = self._amount * DECAY + amount
         self._seconds = self._seconds * DECAY + seconds
 
@@ -31,21 +31,20 @@ class Rate:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Whether to fetch, and all that it was decided from. Times are in seconds, None where nothing was measured."""
+    """Whether to fetch, and the figures for this. Times are in seconds, None if unknown."""
 
     fetch: bool
-    tokens: int  # that would not have to be computed
-    nbytes: int  # that would have to be fetched
+    tokens: int  # that need not be computed
+    nbytes: int  # to be fetched
     load_seconds: float | None
     compute_seconds: float | None
     link_rate: float | None  # bytes a second
-    latency: float | None  # of a question to the server
+    latency: float | None  # of a question
     prefill_rate: float | None  # tokens a second
 
 
 class Rates:
-    """How fast the link to the server and the model's prefill have been. The link is one thread's to observe, the
-    prefill another's."""
+    """The speed of the link and of the model's prefill. One thread measures the link, another one the prefill."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """`clock` returns seconds."""
@@ -64,7 +63,7 @@ class Rates:
         self._questions.observe(1, seconds)
 
     def received(self, nbytes: int, seconds: float, wanted: int) -> None:
-        """`nbytes` have come, of `wanted`. Little of it says nothing of the link, only of its latency."""
+        """`nbytes` of `wanted` have arrived. A small transfer tells only the latency of a link."""
         if wanted >= LEAST_BYTES:
             self._connection.observe(nbytes, seconds)
             self._link_seen = self._clock()
@@ -81,12 +80,12 @@ class Rates:
 
     @property
     def link_rate(self) -> float | None:
-        """Bytes a second. None when it was not measured lately: then something is fetched, and it is."""
+        """Bytes a second; None if not measured lately. Then the next context is fetched, which measures it."""
         return self._connection.value if self._clock() - self._link_seen < VALID_SECONDS else None
 
     def decide(self, tokens: int, nbytes: int, link: float | None = None) -> Decision:
-        """Whether to fetch `nbytes`, at `link` bytes a second or as fast as it was lately, rather than to compute
-        `tokens`. Before both rates are known: yes."""
+        """Whether to fetch `nbytes` rather than compute `tokens`; at `link` bytes a second, or the rate measured
+        lately. Yes if one of the rates is unknown."""
         link, latency, prefill = link or self.link_rate, self.latency, self.prefill_rate
         load = compute = None
         if link is not None:

@@ -1,6 +1,6 @@
-"""Fetching a context from a page server: what is there is looked up and leased, then received, then taken up.
+"""Fetching a context from a page server: it is looked up and leased, then received, then made into blocks.
 
-A fetch is in one of these states, and moves so; every other event leaves it where it is::
+The states of a fetch. An event that is not in the table changes nothing::
 
     state      | the work ended | it failed | it was cancelled | result() | cancel()
     -----------+----------------+-----------+------------------+----------+---------
@@ -32,18 +32,15 @@ from kvpage_server.tracing import span
 
 
 class FetchState(Enum):
-    """Where a fetch is; see the table above."""
-
     RUNNING = auto()  # on the connection's thread
-    DROPPING = auto()  # nobody wants it any more, and its work has not ended yet
-    ENDED = auto()  # what has come can be taken
+    DROPPING = auto()  # cancelled, but its work has not ended yet
+    ENDED = auto()  # the result can be taken
     TAKEN = auto()
-    FAILED = auto()  # with something that nobody expected
+    FAILED = auto()  # because of an unexpected error
     DROPPED = auto()
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is under way any more."""
         return self not in (FetchState.RUNNING, FetchState.DROPPING)
 
 
@@ -75,20 +72,20 @@ def moved(state: FetchState, event: FetchEvent) -> FetchState:
 
 
 class Fetch:
-    """A load that is under way. `result` or `cancel` ends it; until then it holds blocks of the pool."""
+    """A load under way. It holds blocks until `result` or `cancel` is called."""
 
     def __init__(self, remote: Remote, request: FetchRequest, over: Callable[[Fetch], None]) -> None:
-        """Starts at once, and takes `request.within` seconds at most. `over` is called when it has ended, on the tier's
-        thread, before anybody is told.
+        """Starts at once, and takes `request.within` seconds at most. `over` is called when it has ended, before all
+        other callbacks, on the connection's thread.
 
-        Raises ValueError when `request.held` are not blocks of the pool, or are more than its tokens fill.
+        Raises ValueError if `request.held` are not blocks of the pool, or more than its tokens fill.
         """
         self.report = FetchReport()
         self.state = FetchState.RUNNING
         self._request = request
         self._pool = remote.pool
         self._lookup = Lookup(remote, request, self.report)
-        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # nothing but what is held, so far
+        self._received = Receiver(self._lookup, self._lookup.in_memory, {})  # only what is held, so far
         self._ids: list[int] = []  # of the blocks to be received
         self._pool.share((block.block_id for block in request.held), request.agent_id)
         self._lock = threading.Lock()  # of the state
@@ -103,12 +100,12 @@ class Fetch:
 
     @property
     def why(self) -> str | None:
-        """Why it found less than there might have been; None when nothing was missing."""
+        """Why it found less than it might have; None if nothing was missing."""
         return self.report.reasons[0] if self.report.reasons else None
 
     @property
     def decision(self) -> Decision | None:
-        """Whether fetching is sooner than computing; None when there was nothing to decide on."""
+        """The choice between fetching and computing; None if there was nothing to decide."""
         return self.report.decision
 
     @property
@@ -117,15 +114,15 @@ class Fetch:
 
     @property
     def reach(self) -> int:
-        """Tokens of the prompt that need not be computed with what has come, once it is done."""
+        """Tokens of the prompt that need not be computed, once it is done."""
         return self.report.reach
 
     def done(self) -> bool:
-        """Whether `result` would not have to wait."""
+        """Whether `result` returns at once."""
         return self._over.is_set()
 
     def add_done_callback(self, callback: Callable[[Fetch], None]) -> None:
-        """Have `callback` called with this on the tier's thread when it is done; if it is done already, now."""
+        """Call `callback` with this when it is done, on the connection's thread; at once if it is done already."""
         with self._lock:
             if not self._over.is_set():
                 self._ended.append(callback)
@@ -133,9 +130,9 @@ class Fetch:
         callback(self)
 
     def result(self) -> AgentBlocks | None:
-        """The context, its blocks the caller's to free; None when nothing was found, or it was cancelled. Waits.
+        """Wait, and return the context, whose blocks the caller frees; None if nothing was found, or after `cancel`.
 
-        It is the same one each time.
+        Returns the same context each time.
         """
         self._over.wait()
         if self._failure:
@@ -147,7 +144,7 @@ class Fetch:
             return self._context
 
     def cancel(self) -> None:
-        """Give it up: nothing more is received, and its blocks are freed. Of no effect after `result`."""
+        """Stop receiving, and free the blocks. Does nothing after `result`."""
         with self._lock:
             if not self._move(FetchEvent.CANCEL):
                 return
@@ -157,7 +154,7 @@ class Fetch:
                 self._cancel()
 
     def _move(self, event: FetchEvent) -> bool:
-        """With the lock held. Whether the event has moved it."""
+        """Called with the lock held. Returns whether the state has changed."""
         before, self.state = self.state, moved(self.state, event)
         return self.state is not before
 
@@ -209,7 +206,7 @@ class Fetch:
     # -- taking it up ----------------------------------------------------------------------------------------------
 
     def _assemble(self) -> AgentBlocks | None:
-        """What has come, as blocks; all others that were allocated or shared are freed."""
+        """Make blocks of what has arrived, and free all others."""
         agent_id = self._request.agent_id
         try:
             blocks = self._blocks()
@@ -220,7 +217,7 @@ class Fetch:
         changed = {block.block_id: block.nbytes for block in blocks if block not in self._request.held}
         try:
             self._pool.settle(dict.fromkeys(self._ids, 0) | changed)
-        except PoolExhaustedError:  # a state was put to a block that is held, for which nothing was promised
+        except PoolExhaustedError:  # a held block got a state, for which nothing was reserved
             self.report.missed("pool")
             self._free()
             return None
@@ -244,7 +241,7 @@ class Fetch:
 
     @property
     def _holding(self) -> list[int]:
-        """The ids of the blocks that it has allocated or shared."""
+        """The ids of the blocks that it has allocated or shares."""
         return [*self._ids, *(block.block_id for block in self._request.held)]
 
     def _free(self) -> None:

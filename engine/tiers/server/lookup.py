@@ -1,4 +1,4 @@
-"""What a page server has of a prompt: looked up, planned, and leased so that it stays until it is received."""
+"""Looks up what a page server has of a prompt, plans what to fetch, and leases it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from engine.tiers.server.restore_planner import Offer, Plan
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A page server, and what of a model lies there."""
+    """A page server, and what is needed to use it for one model."""
 
     connection: ServerConnection
     spec: ModelCacheSpec
@@ -30,23 +30,23 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class FetchRequest:
-    """What is to be fetched."""
+    """A request to fetch a context."""
 
     agent_id: str
     tokens: Sequence[int] | None  # the prompt; None for all of the agent's own context
-    held: Sequence[KVBlock]  # the first full blocks of the prompt, which are in memory and need not be received
+    held: Sequence[KVBlock]  # the first full blocks of the prompt, if they are in memory
     within: float  # seconds
 
 
 @dataclass(slots=True)
 class FetchReport:
-    """What a fetch says of itself."""
+    """What became of a fetch."""
 
-    reasons: list[str] = field(default_factory=list)  # why it found less than there might have been
-    decision: Decision | None = None  # None when there was nothing to decide on
+    reasons: list[str] = field(default_factory=list)  # why it found less than it might have
+    decision: Decision | None = None  # None if there was nothing to decide
     nbytes: int = 0  # received
-    seconds: float = 0.0  # from the start to the end
-    reach: int = 0  # tokens of the prompt that need not be computed with what has come, once it is done
+    seconds: float = 0.0  # all of it
+    reach: int = 0  # tokens of the prompt that need not be computed, once it is done
 
     def missed(self, why: str) -> None:
         """Note a reason why less was found."""
@@ -55,10 +55,10 @@ class FetchReport:
 
 
 class Lookup:
-    """Of one request: what there is, and what of it is to be received."""
+    """The lookup for one request."""
 
     def __init__(self, remote: Remote, request: FetchRequest, report: FetchReport) -> None:
-        """Raises ValueError when more blocks are held than the prompt fills, and UnknownTokenError."""
+        """Raises ValueError if more blocks are held than the prompt fills, and UnknownTokenError."""
         prompt = () if request.tokens is None else tuple(token_ids(request.tokens))
         if len(request.held) > (full := len(prompt) // remote.spec.block_tokens):
             raise ValueError(f"held blocks are the first of {full} full ones, got {len(request.held)}")
@@ -67,27 +67,27 @@ class Lookup:
         self.whole_context = request.tokens is None
         self._agent_id = request.agent_id
         root, together = root_of(request.agent_id), remote.layout.together
-        self._offer = Offer(remote.spec, prompt, None, root, together)  # of the prompt alone, so far
+        self._offer = Offer(remote.spec, prompt, None, root, together)  # of the prompt only, so far
         self.held = dict(zip(self._offer.full, request.held, strict=False))
         self.in_memory = self._offer.plan(self.digests_in_memory, self.limit)
 
     @property
     def limit(self) -> int:
-        """How many tokens a context that ends in a state may have: a prompt leaves one to be computed."""
+        """The most tokens of a context that ends in a state. One token of a prompt is left to compute."""
         return len(self._offer.wanted) - (not self.whole_context)
 
     @cached_property
     def digests_in_memory(self) -> dict[str, str]:
-        """What is held has no need of a digest, but a plan asks for one."""
+        """Digests for what is held, since a plan asks for them."""
         blocks = dict.fromkeys((place.seal for place in self.held), "")
         return blocks | {place.state().seal: "" for place, block in self.held.items() if block.state is not None}
 
     def wanted(self, plan: Plan) -> list[BlockPlace]:
-        """What is to be received for a plan: the blocks that are not held, and the furthest state unless it is."""
+        """What a plan has to fetch: the blocks that are not held, and the furthest state if it is not."""
         return [place for place in (*plan.blocks, *plan.states[:1]) if place.seal not in self.digests_in_memory]
 
     async def ask(self) -> dict[str, str]:
-        """What there is: the agent's manifest, which goes into the offer, and all digests a plan may need, by seal."""
+        """Read the agent's manifest, and all digests that a plan may need. Returns the digests by seal."""
         connection, spec = self.remote.connection, self.remote.spec
         seals = [place.seal for place in self._offer.places]
         keys = [manifest_key(self._agent_id, spec.fingerprint), older_key(self._agent_id)]
@@ -108,7 +108,7 @@ class Lookup:
         return there
 
     async def lease(self, digests: dict[str, str]) -> Plan:
-        """A plan of which all is there, protected for as long as this may take; without what is computed sooner."""
+        """A plan whose blocks all exist and are leased. If computing is faster, it has only what is in memory."""
         while True:
             plan = self._offer.plan(digests, self.limit)
             wanted = self.wanted(plan)
@@ -128,7 +128,7 @@ class Lookup:
                 del digests[place.seal]
 
     def _manifest(self, raw: bytes | None, older: bytes | None) -> ContextManifest | None:
-        """The agent's, or what an earlier version left in its place, which is not read."""
+        """The agent's manifest. One that an earlier version left is not read."""
         if raw is None:
             if older is not None:
                 self.report.missed("manifest")
@@ -140,7 +140,7 @@ class Lookup:
             return None
 
     async def _lease_all(self, places: Sequence[BlockPlace]) -> list[BlockPlace]:
-        """Lease blocks, and states, from the first on up to one that is missing; what is lost with that."""
+        """Lease blocks and states, up to the first that is missing. Returns those that are lost with it."""
         connection, layout = self.remote.connection, self.remote.layout
         stored = [place for place in places if layout.nbytes(place)]
         kinds = [kind for of_state in (False, True) if (kind := [p for p in stored if p.of_state == of_state])]
@@ -150,7 +150,7 @@ class Lookup:
         lost = []
         for kind in kinds:
             count = await self._lease_prefix(kind, milliseconds)
-            if count < len(kind):  # perhaps because too much is leased already
+            if count < len(kind):  # perhaps too much is leased already
                 count = await self._lease_prefix(kind, 0)
             lost += kind[count:]
         return lost

@@ -1,4 +1,4 @@
-"""How a context is laid out on the page server: where its blocks lie, and the manifest that lists them."""
+"""How a context is stored on the page server: the places of its blocks, and the manifest that lists them."""
 
 from __future__ import annotations
 
@@ -21,34 +21,34 @@ from kvpage_server.page import BlockShape, DType, Plane, unix_ms
 from kvpage_server.segments import tag_of
 
 FORMAT = 4  # of manifests
-OLDER = 3  # one an agent, without a digest before it
+OLDER = 3  # one for each agent, without a digest
 DIGESTS = 3  # the format of blocks' digests
-CHUNK_BYTES = 8 << 20  # of blocks that are asked for or sent in one go, a block at least
+CHUNK_BYTES = 8 << 20  # of blocks in one request; at least one block
 WRITER = f"{socket.gethostname()}:{os.getpid()}"
-MODEL_SHOWN = 200  # letters of a model's name
-MOST_KINDS = 1024  # of places that a layout remembers: tails differ by their tokens, states by where they were taken
+MODEL_SHOWN = 200  # characters of a model's name
+MOST_KINDS = 1024  # kinds of places that a layout remembers; last blocks differ in length, states in position
 
 
 _NAME = re.compile(r"[0-9a-f]{32}\Z")
 
 
 class Miss(Exception):
-    """What is stored cannot be used; the argument is the reason, as it is counted."""
+    """What is stored cannot be used; the argument is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockPlace:
-    """Where on the server the tokens of a block lie, or the state after them."""
+    """The place of a block's tokens, or of the state after them."""
 
     name: str  # the block's chain hash
     tokens: int
     end: int  # the position after the last of them
     of_state: bool = False
-    tag: str = ""  # what keeps it with its neighbours on one of several servers: `tag_of`
+    tag: str = ""  # keeps it on the same server as its neighbours: see `tag_of`
 
     @property
     def tagged(self) -> str:
-        """Its name in keys, with the tag of its segment."""
+        """Its name in keys, with the tag."""
         return self.tag + self.name
 
     @property
@@ -58,15 +58,15 @@ class BlockPlace:
 
     @property
     def block(self) -> BlockName:
-        """As the server names it."""
+        """Its name for the client."""
         return self.tagged.encode(), int(self.of_state)
 
     def state(self) -> BlockPlace:
-        """The key of the state after these tokens."""
+        """The place of the state after these tokens."""
         return replace(self, of_state=True)
 
     def digest(self, bodies: Iterable[Buffer]) -> str:
-        """What is sealed: XXH3-64, 16 hex digits, of the seal's name and of the arrays' bytes in canonical order."""
+        """The digest: XXH3-64, as 16 hex digits, of the seal's key and the arrays' bytes in canonical order."""
         untagged = replace(self, tag="").seal
         digest = xxhash.xxh3_64(f"{DIGESTS}:{untagged}".encode())
         for body in bodies:
@@ -75,16 +75,16 @@ class BlockPlace:
 
 
 class BlockLayout:
-    """What lies at the places of a model, worked out once for each kind of place."""
+    """What is stored at each place, for one model."""
 
     def __init__(self, spec: ModelCacheSpec, together: int = 0) -> None:
-        """`together` blocks of a prompt are kept on one of several servers; 0 says that there is only one."""
+        """`together` blocks of a prompt are kept on the same of several servers; 0 if there is only one server."""
         self.together = together
         self._spec = spec
         self._kinds: dict[tuple[bool, int], _Kind] = {}
 
     def nbytes(self, *places: BlockPlace) -> int:
-        """Of the arrays there, in all. 0 for the tokens of a model whose layers all carry states."""
+        """The bytes of the arrays at these places. 0 for the tokens of a model whose layers all carry states."""
         return sum(self._kind(place).nbytes for place in places)
 
     def shapes(self, place: BlockPlace) -> Shapes:
@@ -92,13 +92,13 @@ class BlockLayout:
         return self._kind(place).shapes
 
     def block(self, place: BlockPlace) -> BlockShape:
-        """How the server is told of them, of which there must be some."""
+        """The shape for the server. There must be some arrays."""
         block = self._kind(place).block
         assert block is not None
         return block
 
     def chunks(self, places: Iterable[BlockPlace]) -> Iterator[list[BlockPlace]]:
-        """Places in their order, neighbours at which the same lies together, of at most CHUNK_BYTES bytes."""
+        """Group neighbours with equal shapes into chunks of at most CHUNK_BYTES bytes."""
         chunk: list[BlockPlace] = []
         for place in places:
             full = (len(chunk) + 1) * self.nbytes(place) > CHUNK_BYTES
@@ -130,10 +130,10 @@ class _Kind(NamedTuple):
 
 
 def block_shape(shapes: Shapes) -> BlockShape:
-    """How the server is told of arrays of these shapes, of which there must be some.
+    """The shape under which the server stores arrays of these shapes, of which there must be some.
 
-    Where all layers that keep something keep the same, with as many heads and rows in each plane, they are the layers
-    of the block, and each of its pages can be asked for. Others are bytes in canonical order, in a single page.
+    If all layers keep the same, with equal heads and rows in each plane, they are the block's layers, and each page can
+    be read by itself. Otherwise the block is one page: the arrays' bytes in canonical order.
     """
     layers = [layer for layer in shapes if layer]
     heads, rows = layers[0][0].heads, layers[0][0].rows
@@ -149,26 +149,26 @@ class ContextManifest:
 
     agent_id: str
     tokens: tuple[int, ...]
-    names: tuple[str, ...]  # the chain hash of every block, of a partial last one too
+    names: tuple[str, ...]  # the chain hashes of all blocks, including a partial last one
 
     @classmethod
     def of(cls, agent_id: str, tokens: Sequence[int], spec: ModelCacheSpec) -> Self:
-        """Of an agent's context of these tokens."""
+        """The manifest for an agent's context of these tokens."""
         return cls(agent_id, tuple(tokens), block_names(tokens, spec, root_of(agent_id)))
 
     def place(self, index: int, spec: ModelCacheSpec, together: int = 0) -> BlockPlace:
-        """The range of the tokens of block `index`."""
+        """The place of block `index`."""
         start = index * spec.block_tokens
         tokens = min(spec.block_tokens, len(self.tokens) - start)
         return BlockPlace(self.names[index], tokens, start + tokens, tag=tag_of(self.names, index, together))
 
     def places(self, spec: ModelCacheSpec, together: int = 0) -> list[BlockPlace]:
-        """Where the tokens of all its blocks lie, first to last."""
+        """The places of all blocks, in order."""
         return [self.place(i, spec, together) for i in range(len(self.names))]
 
     def dump(self, spec: ModelCacheSpec, together: int, before: bytes | None = None) -> bytes:
-        """What is stored in place of the one `before`: a digest, and JSON. The tokens come last: who asks whose blocks
-        these are need not read so far."""
+        """The bytes to store in place of the manifest `before`: a digest, and JSON. The tokens come last, so that a
+        reader of the chain need not read them."""
         now, key = unix_ms(), manifest_key(self.agent_id, spec.fingerprint)
         text = json.dumps({
             "format": FORMAT,
@@ -187,7 +187,7 @@ class ContextManifest:
 
     @classmethod
     def parse(cls, raw: bytes, agent_id: str, spec: ModelCacheSpec) -> Self:
-        """What `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
+        """Parse what `dump` made. Raises Miss for anything else: another agent's, another model's, or a damaged one."""
         stored = _opened(raw, manifest_key(agent_id, spec.fingerprint))
         try:
             found = cls.of(agent_id, token_ids(stored["tokens"]), spec)
@@ -204,12 +204,12 @@ def manifest_key(agent_id: str, fingerprint: int) -> str:
 
 
 def older_key(agent_id: str) -> str:
-    """Where earlier versions kept an agent's only one."""
+    """The key of an agent's manifest in earlier versions."""
     return f"manifest:{agent_id}"
 
 
 def chain_in(raw: bytes | None, key: str) -> list[str]:
-    """The blocks that the manifest at a key names, of whatever model; of one that makes no sense, none."""
+    """The blocks that a manifest of any model names; none if it makes no sense."""
     try:
         chain = _opened(raw, key)["chain"] if raw is not None else []
         return [name for name in chain if _NAME.match(name)]
@@ -218,12 +218,12 @@ def chain_in(raw: bytes | None, key: str) -> list[str]:
 
 
 def names_in(raw: bytes | None, key: str) -> set[str]:
-    """The same names, in no order."""
+    """The same as a set."""
     return set(chain_in(raw, key))
 
 
 def _created(raw: bytes | None, key: str) -> int:
-    """When the agent was first stored, in unix milliseconds; 0 where the manifest does not say."""
+    """When the agent was first stored, in unix milliseconds; 0 if the manifest does not say."""
     try:
         created = _opened(raw, key).get("created", 0) if raw is not None else 0
         return created if type(created) is int else 0
@@ -232,23 +232,23 @@ def _created(raw: bytes | None, key: str) -> int:
 
 
 def moved(raw: bytes | None, key: str, new_key: str) -> bytes | None:
-    """A manifest for another key than its own; None for one that makes no sense."""
+    """A manifest changed for another key; None if it makes no sense."""
     return _sealed(raw.partition(b" ")[2], new_key) if raw is not None and names_in(raw, key) else None
 
 
 def digest_of(manifest: bytes) -> bytes:
-    """The digest before a manifest's JSON."""
+    """The digest at a manifest's beginning."""
     return manifest.partition(b" ")[0]
 
 
 def _sealed(text: bytes, key: str) -> bytes:
-    """With a digest before it, of where it lies and of all that it says: a bit that was turned over, in it or in the
-    key that was asked for, gives nobody another one's context."""
+    """Put a digest before the text, of the text and its key. So a wrong bit, in the text or in the key that was asked
+    for, gives nobody another agent's context."""
     return b"%b %b" % (_digest(text, key), text)
 
 
 def _opened(raw: bytes, key: str) -> Any:
-    """What a manifest says. Raises Miss."""
+    """The content of a manifest. Raises Miss."""
     digest, _, text = raw.partition(b" ")
     older = key.count(":") == 1
     if not older and digest != _digest(text, key):
@@ -269,7 +269,7 @@ def _digest(text: bytes, key: str) -> bytes:
 
 
 def block_names(tokens: Sequence[int], spec: ModelCacheSpec, root: str = "") -> tuple[str, ...]:
-    """The chain hash of every block that `tokens` fill, a partial last one included."""
+    """The chain hashes of all blocks of `tokens`, including a partial last one."""
     names = chain_hashes(spec.fingerprint, tokens, spec.block_tokens, root)
     if tail := tokens[len(names) * spec.block_tokens :]:
         names.append(chain_hash(spec.fingerprint, names[-1] if names else root, tail))

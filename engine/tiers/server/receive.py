@@ -1,4 +1,4 @@
-"""Receiving what was planned into the memory in which it is used, chunk by chunk, each checked as it comes."""
+"""Receives planned blocks into the memory in which they are used, and checks each one."""
 
 from __future__ import annotations
 
@@ -26,37 +26,37 @@ Chunk = tuple[list[BlockPlace], list[mx.array]]  # blocks of one size, and memor
 
 
 class Receiver:
-    """What has come of a plan. The first block that is missing, or is not what was sealed, ends it."""
+    """The received part of a plan. It ends at the first block that is missing or not what was sealed."""
 
     def __init__(self, lookup: Lookup, plan: Plan, digests: Mapping[str, str]) -> None:
-        """`digests` by seal."""
+        """`digests` are by seal."""
         self.plan = plan
-        self.arrays: dict[BlockPlace, Arrays] = {}  # what has come and is what was sealed
-        self.state = next(iter(lookup.in_memory.states), None)  # that in which the blocks end, so far
+        self.arrays: dict[BlockPlace, Arrays] = {}  # what has arrived and matches its seal
+        self.state = next(iter(lookup.in_memory.states), None)  # the state at the end of the blocks, so far
         self._lookup = lookup
         self._report = lookup.report
         self._connection = lookup.remote.connection
         self._layout = lookup.remote.layout
         self._digests = digests
-        self._broken = False  # what comes after the block that is missing is of no use
-        self._outage: Exception | None = None  # what kept blocks from coming
+        self._broken = False  # a block is missing, so later ones are of no use
+        self._outage: Exception | None = None  # the error that stopped it
         self._begun = time.perf_counter()
 
     @property
     def reach(self) -> int:
-        """Tokens of the prompt that need not be computed with what has come."""
+        """Tokens of the prompt that need not be computed with what has arrived."""
         kept = self.kept()
         return max(0, min(self.plan.reach, kept[-1].end, self._lookup.limit)) if kept else 0
 
     def kept(self) -> list[BlockPlace]:
-        """The blocks that are held or have come and are of use: where layers carry a state, as far as one has come."""
+        """The usable blocks, held or received. Where layers carry a state, up to the furthest state."""
         had = self._had()
         if not self._lookup.remote.spec.has_state:
             return had
         return [place for place in had if self.state and place.end <= self.state.end]
 
     async def receive(self) -> None:
-        """All of the plan that is not held. Raises what kept blocks from coming."""
+        """Receive what the plan has and is not held. Raises an outage that stopped it."""
         wanted = self._layout.nbytes(*self._lookup.wanted(self.plan))
         missing = [place for place in self.plan.blocks if place not in self._lookup.held]
         self._begun = time.perf_counter()
@@ -73,11 +73,11 @@ class Receiver:
             self._connection.rates.received(self._report.nbytes, time.perf_counter() - self._begun, wanted)
 
     def _had(self) -> list[BlockPlace]:
-        """The planned blocks from the first on that are held or have come."""
+        """The planned blocks, held or received, up to the first that is missing."""
         return list(takewhile(lambda place: place in self._lookup.held or place in self.arrays, self.plan.blocks))
 
     def _with_memory(self, blocks: Sequence[BlockPlace]) -> Iterator[Chunk]:
-        """Chunks of blocks, each with memory to be received into, which is made ready while those before it come."""
+        """Chunks of blocks with memory for them. The memory for the next chunk is prepared in advance."""
         upcoming = None
         for chunk in self._layout.chunks(blocks):
             ready, upcoming = upcoming, (chunk, self._memory(chunk))
@@ -87,14 +87,14 @@ class Receiver:
             yield upcoming
 
     def _memory(self, places: Sequence[BlockPlace]) -> list[mx.array]:
-        """For each of the places so many bytes, which MLX has begun to fill: eight at a time, since that is faster."""
+        """Memory for each place, which MLX has begun to fill: eight bytes at a time, which is faster."""
         sizes = [self._layout.nbytes(place) for place in places]
         memory = [mx.zeros((-(-nbytes // 8),), mx.uint64).view(mx.uint8)[:nbytes] for nbytes in sizes]
         mx.async_eval(memory)  # type: ignore[no-untyped-call]
         return memory
 
     async def _take_all(self, chunks: Iterator[Chunk]) -> None:
-        """Receive chunk after chunk until there are no more, or something is missing."""
+        """Receive chunks until there are no more, or something is missing."""
         while not self._broken and (chunk := next(chunks, None)):
             try:
                 await self._take(*chunk)
@@ -107,7 +107,7 @@ class Receiver:
                 self._broken = True
 
     def _reconsider(self) -> None:
-        """Let the rest be computed, if that is sooner than to receive it as slowly as this has come."""
+        """Stop, if computing the rest is faster than receiving it at the rate so far."""
         if self._lookup.whole_context or self._report.nbytes < LEAST_BYTES:
             return
         rest = [place for place in self._lookup.wanted(self.plan) if place not in self.arrays]
@@ -118,15 +118,15 @@ class Receiver:
             raise Miss("recompute")
 
     async def _take(self, places: Sequence[BlockPlace], memory: Sequence[mx.array]) -> None:
-        """Receive blocks of one size. Raises Miss, and unseals it for the next save to write it anew, for one that is
-        not what was sealed."""
+        """Receive blocks of one size. For a block that is not what was sealed, raises Miss and deletes the seal, so
+        that the next save writes it again."""
         nbytes = self._layout.nbytes(places[0])
         mx.eval(memory)
         missed: list[str | None] = [None] * len(places)
         if nbytes:
             names, bodies = [place.block for place in places], [np.asarray(body).data for body in memory]
             missed = await self._connection.server.fetch_blocks_into(names, self._layout.block(places[0]), bodies)
-            self._connection.progressed()  # what is done with them here is not the server's time
+            self._connection.progressed()  # what follows does not count as the server's time
         shapes = self._layout.shapes(places[0])
         whole = [(place, body) for place, body, why in zip(places, memory, missed, strict=True) if why is None]
         with span("kvpage.verify") as seen:
@@ -144,7 +144,7 @@ class Receiver:
             self._report.nbytes += nbytes
 
     async def _take_state(self) -> None:
-        """The furthest of the states that can be had, at the end of a block that was had."""
+        """Receive the furthest state that is available, at the end of a received block."""
         ends = {place.end for place in self._had()}
         for place in self.plan.states:
             if place.end not in ends:
@@ -162,7 +162,7 @@ class Receiver:
 def _made(
     bodies: Sequence[tuple[BlockPlace, mx.array]], digests: Mapping[str, str], shapes: Shapes
 ) -> dict[BlockPlace, Arrays]:
-    """Arrays of these shapes, in the memory in which they have come: of all that are what was sealed."""
+    """The arrays of all blocks that match their seals, in the memory in which they arrived."""
     return {
         place: in_memory(body, shapes)
         for place, body in bodies

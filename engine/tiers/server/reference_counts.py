@@ -1,12 +1,12 @@
-"""Manifests on the server, and how many of them name each block: what nobody names any more is deleted.
+"""Manifests on one server. Blocks that no manifest names any more are deleted.
 
-``refs:{name}`` counts the manifests that name a block. It changes in the transaction that changes the manifest, so a
-crash cannot set one without the other; a block whose count has come to 0 is deleted in another, which fails if somebody
-has taken the block up meanwhile. A block that no manifest has ever named, because its engine was killed or because it
-was shared before its answer was complete, has no count and waits for eviction like anything else.
+``refs:{name}`` counts the manifests that name a block. It changes in the same transaction as the manifest, so a crash
+cannot separate them. A block whose count is 0 is deleted in a second transaction, which fails if somebody has named the
+block meanwhile. A block that no manifest has ever named, because its engine was killed or its answer is not complete,
+has no count, and is left to eviction.
 
-An agent has a manifest for each model that has answered it, so that models do not take its contexts from each other.
-Earlier versions had one an agent, under ``manifest:{agent}``. It is not read, and goes when the next one is saved.
+An agent has a manifest for each model, so that models do not replace each other's contexts. Earlier versions had one
+for each agent, ``manifest:{agent}``. It is not read, and it is deleted at the next save.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.tiers.server.connection import ServerConnection
 from engine.tiers.server.manifest import chain_in, manifest_key, moved, names_in, older_key
 from kvpage_server.client.questions import Question, integer, ok, texts
 
-Stored = Mapping[str, bytes | None]  # manifests, by key
-MakesManifest = Callable[[bytes | None], bytes]  # what an agent's manifest is to be, of the one that is there
+Stored = Mapping[str, bytes | None]  # manifests by key
+MakesManifest = Callable[[bytes | None], bytes]  # makes an agent's manifest, given the old one
 
 
 async def save(
     connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
 ) -> Saved:
-    """Write blocks, and put an agent's manifest of them in place of the one that was there, of which it is made."""
+    """Write blocks, and replace the agent's manifest. The new one is made from the old one."""
     key, older = manifest_key(agent_id, fingerprint), older_key(agent_id)
     saved, names = await write(), set[str]()
 
@@ -36,14 +36,14 @@ async def save(
         return {key: made, older: None}
 
     await _change(connection, [key, older], change)
-    again = await write()  # what somebody deleted before this manifest held on to it
-    if again.blocks_written or again.nbytes:  # or since then, because it was replaced by another engine's
+    again = await write()  # blocks that were deleted before this manifest named them
+    if again.blocks_written or again.nbytes:  # or after that, because another engine replaced it
         await bury(connection, sorted(names))
     return saved
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Let an agent have what another one has, in place of its own; whether there is something to be had."""
+    """Give an agent the context of another in place of its own. Returns whether there was one."""
     source, key, older = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint), older_key(new_id)
     found = False
 
@@ -58,7 +58,7 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete what any model has of an agent; whether there was something."""
+    """Delete an agent's contexts, of any model. Returns whether there were any."""
     older, found = older_key(agent_id), False
 
     def change(stored: Stored) -> Stored:
@@ -71,16 +71,15 @@ async def delete(connection: ServerConnection, agent_id: str) -> bool:
 
 
 async def agents(connection: ServerConnection, fingerprint: int) -> list[str]:
-    """The agents that have a manifest for this model."""
     before, after = manifest_key("*", fingerprint).split("*")
     found = await connection.scan(f"{before}*{after}")
     return sorted(key.removeprefix(before).removesuffix(after) for key in found)
 
 
 async def _change(connection: ServerConnection, keys: Sequence[str], change: Callable[[Stored], Stored]) -> None:
-    """Put manifests in place of others, or for None delete them, and bury what nobody names any more.
+    """Replace manifests, or delete them for None, and delete blocks that nobody names any more.
 
-    `change` is given what lies at `keys`, and called anew when that has changed meanwhile.
+    `change` is called with the values of `keys`, and again if they have changed meanwhile.
     """
     dropped: list[str] = []
 

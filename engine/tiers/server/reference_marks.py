@@ -1,15 +1,15 @@
-"""Manifests on several servers, where no transaction is over all that a save changes, and who names each block.
+"""Manifests on several servers, where one transaction cannot change all that a save changes.
 
     refs:{tag}name                        how many manifests name a block
-    refs:{tag}name:{agent}:{fingerprint}  that one does: the digest of the manifest that said so last
+    refs:{tag}name:{agent}:{fingerprint}  a reference: the digest of the manifest that named the block last
 
-All keys of a block bear its tag, so one server has them and they change together. A save is these steps, each of which
-may be done again: the blocks; a reference to each; what somebody took away before that; the manifest; and giving up the
-references of the one before it. Whoever dies in between leaves blocks that nobody names, or is said to name more than
-it does, which is eviction's to mend, and never a manifest without its blocks.
+All keys of a block have its tag, so they are on one server and change together. A save has these steps, each of which
+can be repeated: it writes the blocks; adds a reference to each; writes those that were deleted before that; writes the
+manifest; and removes the references of the old manifest. If an engine dies in between, some blocks have too many
+references, or none, and are left to eviction. There is never a manifest without its blocks.
 
-A reference is given up only while it bears the digest of the manifest that is gone. Whoever saves the agent's next
-context meanwhile has put its own there.
+A reference is removed only if it has the digest of the old manifest. If another engine has saved the agent's next
+context meanwhile, it has set its own digest.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from kvpage_server.client import Refused
 from kvpage_server.client.questions import Question, integer, ok, text, texts
 from kvpage_server.segments import SEGMENT, tag_of
 
-_AT_ONCE = 8  # segments whose references are changed at the same time
-_TRIES = 10  # to fork a context that is saved meanwhile
+_AT_ONCE = 8  # segments whose references are changed at once
+_TRIES = 10  # of a fork, while the context is being saved
 
-Reference = tuple[str, bytes | None, bytes | None]  # a block, how many name it, and what says that this manifest does
+Reference = tuple[str, bytes | None, bytes | None]  # a block, how many manifests name it, and this manifest's mark
 
 
 async def save(
     connection: ServerConnection, agent_id: str, fingerprint: int, manifest: MakesManifest, write: Write
 ) -> Saved:
-    """Write blocks, and put an agent's manifest of them in place of the one that was there: when they all are there."""
+    """Write blocks, and replace the agent's manifest if all of them exist then."""
     key = manifest_key(agent_id, fingerprint)
     saved = await write()
     try:
@@ -55,7 +55,7 @@ async def save(
 
 
 async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerprint: int) -> bool:
-    """Let an agent have what another one has, in place of its own; whether there is something to be had."""
+    """Give an agent the context of another in place of its own. Returns whether there was one."""
     source, key = manifest_key(agent_id, fingerprint), manifest_key(new_id, fingerprint)
     stored = await connection.ask_one(text, "GET", source)
     for _ in range(_TRIES):
@@ -64,20 +64,20 @@ async def copy(connection: ServerConnection, agent_id: str, new_id: str, fingerp
             return False
         await _hold(connection, key, manifest)
         before, stored = stored, await connection.ask_one(text, "GET", source)
-        if stored == before:  # so nobody has given up what it names, before this one named it, too
+        if stored == before:  # so its references were there until this manifest had its own
             await _put(connection, key, manifest)
             return True
     return False
 
 
 async def delete(connection: ServerConnection, agent_id: str) -> bool:
-    """Delete what any model has of an agent; whether there was something."""
+    """Delete an agent's contexts, of any model. Returns whether there were any."""
     keys = await connection.scan(f"{older_key(agent_id)}:*", all_of_them=True)
     return any([await _put(connection, key, None) is not None for key in keys])
 
 
 async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -> bytes | None:
-    """Put a manifest in place of another, or nothing; the other, whose references are given up."""
+    """Put a manifest in place of another, and remove the references of that one; returns it."""
     older: bytes | None = None
 
     def change(stored: bytes | None) -> list[Question]:
@@ -88,13 +88,13 @@ async def _put(connection: ServerConnection, key: str, manifest: bytes | None) -
         return [Question(["DEL", key], integer)] if stored is not None else []
 
     await connection.transaction([key], Question(["GET", key], text), change)
-    with suppress(*OUTAGES):  # blocks that are said to be named although they aren't are evicted some day
+    with suppress(*OUTAGES):  # blocks with too many references are evicted some day
         await _give_up(connection, key, older, set(chain_in(manifest, key)))
     return older
 
 
 async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None:
-    """Have every block that a manifest names said to be named by it."""
+    """Add a reference to every block that a manifest names."""
     digest = digest_of(manifest)
 
     def change(references: Sequence[Reference]) -> list[Question]:
@@ -108,8 +108,8 @@ async def _hold(connection: ServerConnection, key: str, manifest: bytes) -> None
 
 
 async def _give_up(connection: ServerConnection, key: str, manifest: bytes | None, kept: Collection[str]) -> None:
-    """Say of the blocks that a manifest named that it does no more, but for those that are kept; and delete those that
-    nobody names. Of how many do, nothing may be known any more: then they are left to eviction."""
+    """Remove the references of a manifest, except to blocks that are kept, and delete blocks without references. A
+    block whose count is lost is left to eviction."""
     if manifest is None:
         return
     digest = digest_of(manifest)
@@ -140,8 +140,8 @@ async def _change(
     segments: Sequence[Sequence[str]],
     change: Callable[[Sequence[Reference]], list[Question]],
 ) -> None:
-    """Do to the references of the manifest at a key what `change` says, segment by segment. Raises what the first
-    failure is when all others are done."""
+    """Change the references of the manifest at a key, segment by segment. All segments are tried, then the first
+    failure is raised."""
 
     async def change_one(blocks: Sequence[str]) -> None:
         keys = [word for block in blocks for word in (_count_key(block), _mark_key(block, key))]
@@ -160,7 +160,7 @@ async def _change(
 
 
 def _segments(chain: Sequence[str], kept: Collection[str] = ()) -> list[list[str]]:
-    """The blocks of a chain as they stand in keys, those together that lie together, without those that are kept."""
+    """The blocks of a chain as in keys, grouped by segment, without those that are kept."""
     tagged = ((tag_of(chain, i, SEGMENT), name) for i, name in enumerate(chain))
     found = ([tag + name for _, name in some if name not in kept] for tag, some in groupby(tagged, lambda one: one[0]))
     return [blocks for blocks in found if blocks]

@@ -1,7 +1,7 @@
-"""The restore planner: from metadata alone, the longest usable prefix and exactly what to fetch for it.
+"""The restore planner: finds, from metadata only, the longest usable prefix and what to fetch for it.
 
-It reads nothing and fetches nothing. What it plans is a prefix without a gap; where layers carry a state, it ends where
-one was taken, and it leaves a prompt a token to be fed, since a state cannot be cut back by one.
+A plan is a prefix without gaps. Where layers carry a state, it ends where one was taken, and leaves a token of the
+prompt to compute, since a state cannot be cut back.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from kvpage_server.segments import tag_of
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What to fetch, and what it will be."""
+    """What to fetch."""
 
-    tokens: tuple[int, ...]  # the blocks hold its beginning
-    blocks: tuple[BlockPlace, ...]  # first to last, without a gap
-    states: tuple[BlockPlace, ...]  # the furthest first: one of them is needed; () where no layer carries a state
+    tokens: tuple[int, ...]  # the blocks have its beginning
+    blocks: tuple[BlockPlace, ...]  # in order, without gaps
+    states: tuple[BlockPlace, ...]  # the furthest first; one of them is needed; () if no layer carries a state
     reach: int  # tokens of the prompt that needn't be computed
 
 
 class Offer:
-    """What may be of use to a prompt that begins with `wanted`: its full blocks, whoever stored them, and the agent's
-    block in which the two part, if there is one."""
+    """What may be of use for a prompt: its full blocks, whoever stored them, and the block of the agent's own context
+    in which context and prompt diverge, if there is one."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class Offer:
         root: str = ROOT,
         together: int = 0,
     ) -> None:
-        """`root` is where the agent's chains begin, `together` that of the layout."""
+        """The agent's chains begin at `root`; `together` is that of the layout."""
         size = spec.block_tokens
         names = chain_hashes(spec.fingerprint, wanted, size, root)
         self.spec = spec
@@ -53,22 +53,22 @@ class Offer:
 
     @property
     def places(self) -> list[BlockPlace]:
-        """All of them, and their states where layers carry one: what a plan needs the digests of."""
+        """All places, with their states if layers carry any: a plan needs their digests."""
         blocks = [*self.full, self.parting] if self.parting else self.full
         return [*blocks, *(place.state() for place in blocks)] if self.spec.has_state else blocks
 
     def stored(self, digests: Mapping[str, str]) -> list[BlockPlace]:
-        """The full blocks up to the first without a digest. `digests` are by seal."""
+        """The full blocks before the first one without a digest. `digests` are by seal."""
         return list(takewhile(lambda place: place.seal in digests, self.full))
 
     def has_gap(self, digests: Mapping[str, str]) -> bool:
-        """Whether the agent's own context isn't all there."""
+        """Whether a part of the agent's own context is missing."""
         return len(self.stored(digests)) < self.common // self.spec.block_tokens
 
     def plan(self, digests: Mapping[str, str], limit: int) -> Plan:
-        """The longest prefix that the places with a digest make up.
+        """The longest prefix of places that have a digest.
 
-        `limit` is how many tokens a prefix that ends in a state may have: all but one of a prompt.
+        `limit` is the most tokens of a prefix that ends in a state: all but one of a prompt.
         """
         stored = self.stored(digests)
         plans = [self._plan(self.wanted, stored, digests, limit)]
