@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from kvpage_server.client.cluster.block_value import shape_of
 from kvpage_server.client.cluster.commands import get_opening, set_block
-from kvpage_server.client.cluster.lone_page import lone_key
 from kvpage_server.commands.arguments import check_batch, integer_in, plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.block import read_shape
@@ -16,7 +15,7 @@ from kvpage_server.commands.families.pages.page import AT_ONCE, new_pages, page_
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.core import Argument, NewPages, Slot
-from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage, PageName
+from kvpage_server.core.arguments import NAME_WORDS, PAGE_WORDS, BadPage
 from kvpage_server.gateway.overlap import Overlap
 from kvpage_server.gateway.plans import NO_PAGE, Standing, Value
 from kvpage_server.gateway.upstream import MOST, Upstream
@@ -159,17 +158,13 @@ class PagesBehind:
     def _put(self, batches: Sequence[NewPages]) -> Steps[None]:
         for pages in batches:
             names = [pages.name(i) for i in range(len(pages))]
-            keys = [lone_key(_named(name)) for name in names]
-            written = [set_page(key, slot) for key, slot in zip(keys, pages.slots, strict=True)]
+            written = [set_page(name.key, slot) for name, slot in zip(names, pages.slots, strict=True)]
             blocks = [(name.req_id, name.page) for name in names]
             yield from self.upstream.do(self.upstream.plans.calls.put_pages(written, blocks))
 
 
 def _key(args: Sequence[Argument]) -> PageKey:
-    return _named(page_name(args))
-
-
-def _named(name: PageName) -> PageKey:
+    name = page_name(args)
     return PageKey(name.req_id, name.layer, name.head, name.page, name.kv_type)
 
 

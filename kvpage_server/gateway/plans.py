@@ -10,7 +10,6 @@ from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
 from kvpage_server.client.cluster.calls import ClusterCalls, header_of
 from kvpage_server.client.cluster.commands import Command, get_opening, get_range, simple
-from kvpage_server.client.cluster.lone_page import lone_key
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import Answer
 from kvpage_server.client.wire.deadline import Deadline
@@ -43,7 +42,7 @@ class Plans:
     def values(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Value | None]]:
         """What lies under pages' keys, as strings or in blocks."""
         names = [*dict.fromkeys((key.req_id, key.page) for key in keys)]
-        asked = [*(simple(b"GET", lone_key(key)) for key in keys), *map(get_opening, names)]
+        asked = [*(simple(b"GET", bytes(key)) for key in keys), *map(get_opening, names)]
         answers = yield from self.calls.router.ask(asked, end)
         openings = dict(zip(names, answers[len(keys) :], strict=True))
         found: list[Value | None] = [
@@ -92,7 +91,7 @@ class Plans:
     def standing(self, end: Deadline, key: PageKey) -> Plan[Standing | Value | None]:
         """What is known of a page; None when it is not there."""
         name = key.req_id, key.page
-        keys = lone_key(key), block_key(name)
+        keys = bytes(key), block_key(name)
         asked = [get_opening(name), get_range(keys[0], 0, HEADER_SIZE - 1), *(simple(b"PTTL", one) for one in keys)]
         opening, header, alone, in_block = yield from self.calls.router.ask(asked, end)
         ranges = _ranges(key, opening)

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import simple
-from kvpage_server.client.cluster.lone_page import lone_key
 from kvpage_server.commands.arguments import plain, plain_all
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.keys.value import checked_page
@@ -73,7 +72,7 @@ class StringsBehind:
             count += sum((yield from self.upstream.each(pages, self._plans.calls.taken)))
         if word == b"TOUCH":
             blocks = dict.fromkeys(block_key((page.req_id, page.page)) for page in pages)
-            touched = [simple(word, key, writes=spec.writes) for key in (*map(lone_key, pages), *blocks)]
+            touched = [simple(word, key, writes=spec.writes) for key in (*map(bytes, pages), *blocks)]
             yield from self.upstream.each(touched, self._plans.ask)
         asked = [simple(word, key, writes=spec.writes) for key in others]
         answers = yield from self.upstream.each(asked, self._plans.ask)
@@ -85,8 +84,7 @@ class StringsBehind:
             raise ReplyError(
                 "ERR a gateway does not support SET with NX, XX or GET: when a node fails, it sends a command again"
             )
-        page = page_of(plain(args[0]))
-        words = [spec.name.upper().encode(), lone_key(page) if page else args[0], *args[1:]]
+        page, words = page_of(plain(args[0])), [spec.name.upper().encode(), *args]
         if page and spec.name in _SETS:
             checked_page(client, bytes(page), args[1 if spec.name == "set" else 2])
             written = [passed(words, writes=True)]

@@ -14,11 +14,10 @@ from typing import Any, TypeAlias
 import redis
 
 from kvpage_server.client.cluster.block_value import OPENING_SIZE, block_key, head_size, ranges_of_page, shape_of
-from kvpage_server.client.cluster.lone_page import lone_key, lone_page
 from kvpage_server.client.questions import encoded
 from kvpage_server.look.several import Pipeline
 from kvpage_server.observe.asking import AskedStore, Command
-from kvpage_server.page import HEADER_SIZE, PageKey, index_key
+from kvpage_server.page import HEADER_SIZE, PageError, PageKey, index_key
 
 Answers: TypeAlias = list[Any]
 Asked: TypeAlias = tuple[list[Command], Callable[[Answers], Any]]  # what a command is asked as, and what that means
@@ -61,7 +60,7 @@ class AsStrings:
         cursor = b"0"
         for _ in range(_SCANS):
             (answer,) = self.answers(
-                [[b"SCAN", cursor, b"MATCH", b"kv:*%b:*" % _literal(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
+                [[b"SCAN", cursor, b"MATCH", b"kv:%b:*" % _literal(req_id), b"COUNT", 1000, b"TYPE", b"set"]]
             )
             if isinstance(answer, redis.ResponseError):
                 raise answer
@@ -97,11 +96,11 @@ class AsStrings:
             kind, _, number = rest.partition(b":")
             if kind == b"block" and number.isdigit():
                 self._blocks[req_id].add(int(number))
-            elif page := lone_page(key):
-                req_id = page.req_id
-                self._pages[req_id].add(page)
             else:
-                continue
+                try:
+                    self._pages[req_id].add(PageKey.parse(key))
+                except PageError:
+                    continue
             found.add(index_key(req_id))
         return [cursor, sorted(found)]
 
@@ -112,7 +111,7 @@ class AsStrings:
         asked: list[Command] = []
         for key in (block_key((req_id, number)) for number in numbers):
             asked += [[b"GETRANGE", key, 0, OPENING_SIZE - 1], [b"STRLEN", key]]
-        asked += [[b"STRLEN", lone_key(page)] for page in pages]
+        asked += [[b"STRLEN", bytes(page)] for page in pages]
 
         def read(told: Answers) -> Any:
             if refusal := next((one for one in told if isinstance(one, redis.ResponseError)), None):
@@ -133,7 +132,7 @@ class AsStrings:
             in_block = shape is not None and ranges_of_page(key, shape) is not None
             return {b"reason": b"stored" if there == 1 or in_block else ABSENT.encode()}
 
-        return [[b"EXISTS", lone_key(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
+        return [[b"EXISTS", bytes(key)], [b"GETRANGE", block, 0, OPENING_SIZE - 1]], read
 
 
 def _why(parts: Any) -> Any:

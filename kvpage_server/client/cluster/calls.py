@@ -22,7 +22,6 @@ from kvpage_server.client.cluster import block_value, commands
 from kvpage_server.client.cluster.asking import Router
 from kvpage_server.client.cluster.block_value import block_key
 from kvpage_server.client.cluster.commands import Command, simple
-from kvpage_server.client.cluster.lone_page import lone_key
 from kvpage_server.client.cluster.plan import GONE, Failed, Plan, timed
 from kvpage_server.client.cluster.receiving import ARRIVED, OTHER_SIZE, Answer, Place
 from kvpage_server.client.cluster.topology import Node
@@ -74,9 +73,7 @@ class ClusterCalls:
     @timed
     def mset(self, end: Deadline, pages: Sequence[Page], ttl: int) -> Plan[None]:
         bodies, created = sized(pages, ttl).bodies, unix_ms()
-        written = [
-            commands.set_page(page, body, ttl, created) for page, body in zip(pages, bodies.views(), strict=True)
-        ]
+        written = [commands.set_page(page, ttl, created) for page in pages]
         yield from self.put_pages(written, [(page.key.req_id, page.key.page) for page in pages])(end)
         count_sent(bodies.sizes)
 
@@ -96,7 +93,7 @@ class ClusterCalls:
 
     @timed
     def mget(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[Page | None]]:
-        sizes = yield from self.router.ask([simple(b"STRLEN", lone_key(key)) for key in keys], end)
+        sizes = yield from self.router.ask([simple(b"STRLEN", bytes(key)) for key in keys], end)
         shapes = yield from self._shapes(dict.fromkeys((key.req_id, key.page) for key in keys), end)
         rooms = []
         for key, size in zip(keys, sizes, strict=True):
@@ -117,7 +114,7 @@ class ClusterCalls:
     @timed
     def mexists(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
         """Which pages are there."""
-        alone = [commands.get_range(lone_key(key), 0, HEADER_SIZE - 1) for key in keys]
+        alone = [commands.get_range(bytes(key), 0, HEADER_SIZE - 1) for key in keys]
         found = yield from self._beside_blocks(keys, alone, end)
         return [
             in_block or header_of(key, answer) is not None for key, (answer, in_block) in zip(keys, found, strict=True)
@@ -126,14 +123,14 @@ class ClusterCalls:
     @timed
     def taken(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[list[bool]]:
         """Which keys of pages have a value, whether it is a page or not."""
-        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", lone_key(key)) for key in keys], end)
+        found = yield from self._beside_blocks(keys, [simple(b"EXISTS", bytes(key)) for key in keys], end)
         return [in_block or answer == 1 for answer, in_block in found]
 
     @timed
     def delete(self, end: Deadline, keys: Sequence[PageKey]) -> Plan[int]:
         """Delete pages. Returns how many existed. A block with one of them is deleted as a whole."""
         there = yield from self.taken(keys)(end)
-        gone = [simple(b"UNLINK", lone_key(key), writes=True) for key in keys]
+        gone = [simple(b"UNLINK", bytes(key), writes=True) for key in keys]
         blocks = dict.fromkeys(block_key((key.req_id, key.page)) for key in keys)
         yield from self._integers([*gone, *(simple(b"UNLINK", key, writes=True) for key in blocks)], end)
         return sum(there)
@@ -175,7 +172,7 @@ class ClusterCalls:
         before = block_value.head_size(shape)
         rooms = [Place(_memory(before), body) for body in into.views()]
         answers = yield from self.router.ask(
-            [commands.get(block_key(name), room) for name, room in zip(names, rooms, strict=True)], end
+            [commands.get_block(name, room) for name, room in zip(names, rooms, strict=True)], end
         )
         missed = [
             _reason(answer) or block_value.amiss(name[1], shape, room.head, room.body, verify=self.verify)
@@ -216,8 +213,9 @@ class ClusterCalls:
     @timed
     def write(self, end: Deadline, written: Sequence[Command]) -> Plan[None]:
         """Run commands that write, and are answered OK or a count. What is done apart comes last, some at a time."""
-        apart = []
-        for one, answer in zip(written, (yield from self.router.ask(written, end)), strict=True):
+        together = [one for one in written if one.together]
+        apart = [one.apart for one in written if one.apart and not one.together]
+        for one, answer in zip(together, (yield from self.router.ask(together, end)), strict=True):
             if isinstance(answer, Refused) and one.apart:
                 apart.append(one.apart)
             elif answer != b"OK" and not isinstance(answer, int):
@@ -254,7 +252,10 @@ class ClusterCalls:
         shapes: dict[BlockName, BlockShape] | None = None,
     ) -> Plan[list[str | None]]:
         """Receive pages that are strings, and pages in blocks. Returns why each was missed, or None."""
-        single = [commands.get(lone_key(key), room) for key, room in zip(keys, rooms, strict=True)]
+        single = [
+            Command(bytes(key), commands.simple(b"GET", bytes(key)).pieces, room)
+            for key, room in zip(keys, rooms, strict=True)
+        ]
         names = [] if shapes is not None else list(dict.fromkeys((key.req_id, key.page) for key in keys))
         answers = yield from self.router.ask([*single, *map(commands.get_opening, names)], end)
         if shapes is None:
@@ -280,12 +281,7 @@ class ClusterCalls:
         rooms: Sequence[Place],
         end: Deadline,
     ) -> Plan[None]:
-        """Receive the absent blocks' pages, for those that were written page by page. They have a first one."""
-        firsts = [next(key for key, *_ in pages_of_block(names[i], shape)) for i in absent]
-        there = yield from self.router.ask([simple(b"EXISTS", lone_key(key)) for key in firsts], end)
-        for i, answer in zip(absent, there, strict=True):
-            missed[i] = GONE if isinstance(answer, Failed) else missed[i]
-        absent = [i for i, answer in zip(absent, there, strict=True) if answer == 1]
+        """Receive the absent blocks' pages, for those that were written page by page."""
         wanted = [(i, key, rooms[i].body[span]) for i in absent for key, _, span in pages_of_block(names[i], shape)]
         found = yield from self._read_pages(
             [key for _, key, _ in wanted], [Place(_memory(HEADER_SIZE), body) for *_, body in wanted], end, {}

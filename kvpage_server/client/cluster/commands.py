@@ -10,15 +10,15 @@ from typing import Any
 
 from kvpage_server.client.cluster import block_value
 from kvpage_server.client.cluster.block_value import block_key
-from kvpage_server.client.cluster.lone_page import lone_key, lone_request
 from kvpage_server.client.cluster.receiving import Answer, Answers, Place
+from kvpage_server.client.cluster.topology import has_tag
 from kvpage_server.client.errors import Refused
 from kvpage_server.client.page import BlockName, Page, pages_of_block
 from kvpage_server.client.questions import Question, encoded, key_of
 from kvpage_server.client.wire.exchange import Piece, Request
 from kvpage_server.client.wire.words import command, word
-from kvpage_server.core import Chunk
-from kvpage_server.page import HEADER_SIZE, BlockShape, checksum, pack_header
+from kvpage_server.core import Chunk, SentPages
+from kvpage_server.page import BlockShape
 
 _ASKING = command(b"ASKING")
 _KEYS = 4096  # of one command
@@ -34,6 +34,7 @@ class Command:
     writes: bool = False
     once: bool = False  # not again when it may have been done
     apart: Callable[[], Iterator[Command]] | None = None  # the same, one key at a time, for a slot that is being moved
+    together: bool = True  # whether it can be sent; if not, it is done apart
     read: Callable[[Any], Any] | None = None  # what the answer means; raises WrongReply
 
 
@@ -74,8 +75,9 @@ def of_question(question: Question, *, once: bool) -> Command:
     return Command(key_of(question), lambda: iter((text,)), writes=once, once=once, read=question.read)
 
 
-def get(key: bytes, place: Place) -> Command:
-    return Command(key, simple(b"GET", key).pieces, place)
+def get_block(name: BlockName, place: Place) -> Command:
+    text = command(b"GET", block_key(name))
+    return Command(block_key(name), lambda: iter((text,)), place)
 
 
 def get_opening(name: BlockName) -> Command:
@@ -90,8 +92,7 @@ def get_range(key: bytes, first: int, last: int) -> Command:
 def set_block(
     name: BlockName, shape: BlockShape, body: Sequence[memoryview], ttl: int, created_ms: int
 ) -> list[Command]:
-    """Delete the pages of a block that were written alone, since without the block they would be found again. Then
-    write the block. All of that is in one slot, so a node and its replicas do it in this order.
+    """Write a block, and delete the pages of it that were written alone: without the block they would be found again.
 
     Its digests are computed when it is sent."""
     key = block_key(name)
@@ -102,17 +103,21 @@ def set_block(
         yield from body
         yield ending
 
-    return [*_unlink_pages(name, shape), Command(key, pieces, writes=True)]
+    return [Command(key, pieces, writes=True), *_unlink_pages(name, shape)]
 
 
 def _unlink_pages(name: BlockName, shape: BlockShape) -> list[Command]:
-    def apart() -> Iterator[Command]:
-        return (simple(b"UNLINK", lone_key(one), writes=True) for one, *_ in pages_of_block(name, shape))
+    """Delete the pages of a block that were written alone. Those of a request with braces are in the block's slot."""
+    key, req_id, page = block_key(name), name[0], b"%d" % name[1]
 
-    req_id, page = lone_request(name), b"%d" % name[1]
+    def apart() -> Iterator[Command]:
+        return (simple(b"UNLINK", bytes(one), writes=True) for one, *_ in pages_of_block(name, shape))
+
+    if not has_tag(req_id):
+        return [Command(key, lambda: iter(()), writes=True, apart=apart, together=False)]
     texts = _unlinking(shape, len(req_id) + len(page))
     filled = [text.replace(b"\0", req_id).replace(b"\1", page) for text in texts]
-    return [Command(block_key(name), partial(iter, (text,)), writes=True, apart=apart) for text in filled]
+    return [Command(key, partial(iter, (text,)), writes=True, apart=apart) for text in filled]
 
 
 @lru_cache(16)
@@ -125,18 +130,10 @@ def _unlinking(shape: BlockShape, nbytes: int) -> list[bytes]:
     return [b"*%d\r\n%b%b" % (1 + len(part), word(b"UNLINK"), b"".join(part)) for part in parts]
 
 
-def set_page(page: Page, body: memoryview, ttl: int, created_ms: int) -> Command:
-    """Write a page. Its digest is computed when it is sent."""
-    key = lone_key(page.key)
-    opening, ending = _set(key, HEADER_SIZE + len(body), ttl)
-
-    def pieces() -> Iterator[Piece]:
-        about = page.dtype, page.key.kv_type, page.page_size, page.head_dim, page.key.layer, page.key.head
-        yield opening + pack_header(*about, page.key.page, created_ms, ttl, len(body), checksum(body))
-        yield body
-        yield ending
-
-    return Command(key, pieces, writes=True)
+def set_page(page: Page, ttl: int, created_ms: int) -> Command:
+    sent = SentPages([page])
+    before, after = _around(ttl)
+    return Command(bytes(page.key), lambda: iter((sent.as_blobs(0, before, after, ttl, created_ms),)), writes=True)
 
 
 def _around(ttl: int) -> tuple[bytes, bytes]:
