@@ -1,4 +1,5 @@
-"""Settings of the process before MLX is imported: BLAS, memory allocator, open files.
+"""Settings of the process before MLX is imported.
 
-May not come in: anything that imports MLX, or another part of the engine.
+May lie here: BLAS, memory allocator, open files. May not come in: anything that imports MLX, or another part of the
+engine.
 """
