@@ -77,7 +77,8 @@ class Run:
         self.engines = [self._new_engine(number) for number in range(program.engines)]
 
     def _new_engine(self, number: int) -> Engine:
-        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, store=number == 1)
+        files = self.directory / "engine" if number == 1 else None
+        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, files)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -337,7 +338,7 @@ class Run:
     def _do_engine(self, step: Step) -> None:
         engine = self.engines[step.peer]
         if step.extra["what"] == "die":
-            engine.die()
+            engine.die(random.Random(f"file {self.program.seed} {step.number}"))
         else:
             engine.order(step.extra["what"], *step.extra["args"])
 

@@ -8,6 +8,7 @@ the same seed gives the same order, always.
 from __future__ import annotations
 
 import _thread
+import logging
 import queue
 import select
 import threading
@@ -280,3 +281,4 @@ def install() -> None:
     vars(threading).update(Lock=Lock, RLock=threading._PyRLock, _allocate_lock=Lock)
     vars(queue).update(SimpleQueue=SimpleQueue)
     vars(select).update(poll=Poll)
+    logging.getLogger("concurrent.futures").disabled = True  # which says of every thread that is killed that it is
