@@ -66,7 +66,8 @@ class Audit:
         loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
         if not loud:
             if check and turns and self._untold():  # what somebody's own command causes comes after its reply
-                run.machine.later(5 * MS, lambda: self._wait(then, check, turns - 1))
+                turns -= not run.process.server.channels.busy  # or many messages wait for their turn
+                run.machine.later(5 * MS, lambda: self._wait(then, check, turns))
                 return
             if check:
                 self._check_quiet()
@@ -102,6 +103,8 @@ class Audit:
                 return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
             if peer.sock is not None and (owed := peer.talk.owed - late):
                 return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
+            if peer.sock is not None and (unheard := peer.talk.unheard - late):
+                return f"peer {peer.number} was not notified of {sorted(unheard)[:4]!r}"
         return ""
 
     def _is_well(self) -> bool:

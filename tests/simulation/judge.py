@@ -14,7 +14,7 @@ from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.model_pages import block_of
-from tests.simulation.model_rights import Rights
+from tests.simulation.model_rights import Rights, keys_used
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
 from tests.simulation.replies import A_NUMBER, ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
@@ -120,7 +120,7 @@ class Judge:
             peer.unanswered.append(asked)
         for listening, message in self.model.pushes:
             for one in self.peers:
-                if one.talk is listening:
+                if one.talk is listening and one.sock is not None:
                     one.pushes.append(message)
         return reply if asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
 
@@ -139,6 +139,7 @@ class Judge:
         store.fog |= changed
         for talk in self.model.talks:
             talk.owed -= changed
+            talk.unheard -= changed
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
@@ -172,6 +173,8 @@ class Judge:
             self._note_stored(asked)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)
+        elif asked.streamed and said[0].lower() == b"kvpagedel" and asked.expected == 0:
+            asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
         """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
@@ -235,7 +238,8 @@ class Judge:
             peer.talk.told(reply[1])
             return
         if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
-            return  # keyspace notifications are not judged
+            self._notified(peer, *reply[2:])
+            return
         if (peer.pushes or peer.may_come) and self._is_push(peer, reply):
             if peer.pushes and agrees(peer.pushes[0], list(reply)):
                 peer.pushes.popleft()
@@ -264,6 +268,19 @@ class Judge:
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
 
+    def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
+        """A keyspace notification: of a change, told to the key's channel and then to the event's."""
+        kind, _, name = channel.partition(b":")
+        if kind == b"__keyspace@0__":
+            key, peer.talk.event = name, (name, message)
+        else:
+            key, known, peer.talk.event = message, peer.talk.event, None
+            peer.talk.unheard.discard(key)
+            if known not in (None, (key, name)):
+                self.fail(f"peer {peer.number} was notified of {name!r} of {key!r} after {known!r}")
+        if key not in self.model.changes | self.model.store.keys.keys():
+            self.fail(f"peer {peer.number} was notified of {message!r} in {channel!r}, which has never changed")
+
     def _is_push(self, peer: Peer, reply: Any) -> bool:
         return isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"])
 
@@ -279,13 +296,14 @@ class Judge:
         if doubt is None:
             return  # the client has gone, or was quick
         asked.expected = _fewer(asked.expected, len(doubt.evicted))
-        self._abandon(asked)
+        asked.doubt, doubt.pending = None, False
         if asked.words[0].lower() == b"kvpagedel":
             self._learn_deleted(asked)
         if is_error(reply):
             if not self._may_fail_late(reply):
                 self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
             asked.expected = Err(str(reply)[:12])
+            self._may_not_be_told(asked)
         if doubt not in store.doubts:
             return  # others have settled it
         store.doubts.remove(doubt)
@@ -356,15 +374,19 @@ class Judge:
         store = self.model.store
         store.now = self.machine.clock.unix_ms
         store.expire()
+        if name == b"kvpageverify":
+            return self._was_verified(asked, reply)
         moments = [asked.expected]
-        changes = store.log[asked.at :]
+        changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
         now, doubts, store.doubts = dict(store.keys), store.doubts, []
         talk, end = self.model.talk, len(store.log)
-        for key, old, _ in reversed(changes[-_MOST_MOMENTS:]):
+        for key, old, _ in reversed(changes):
             if old is None:
                 store.keys.pop(key, None)
             else:
                 store.keys[key] = old
+            if (used and not key.startswith(used)) or len(moments) > _MOST_MOMENTS:
+                continue
             kept, store.now = store.now, 0
             moments.append(self.model.run(asked.words))
             store.now = kept
@@ -381,6 +403,20 @@ class Judge:
             if self._may_miss:
                 moments = [[one_of([part, None]) for part in moment] for moment in moments]
         return any(agrees(moment, reply) for moment in moments)
+
+    def _was_verified(self, asked: Asked, reply: Any) -> bool:
+        """Whether pages were verified that were there at some moment, and all that were there at every one."""
+        if not isinstance(reply, list | dict):
+            return False
+        told = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+        req, pages = asked.words[1], set(map(int, asked.words[2:]))
+        changed = {key for key, _, _ in self.model.store.log[asked.at :] if block_of(key)[0] == req}
+        changed = {key for key in changed if not pages or block_of(key)[1] in pages}
+        sets = [option.members or frozenset() for option in asked.expected.options]
+        least, most = frozenset.intersection(*sets) - changed, frozenset.union(*sets) | changed
+        corrupt = set(told[b"corrupt"])
+        count = told[b"checked"] + told[b"unchecked"]
+        return len(least) <= count <= len(most) and corrupt <= (most if self.rotted else set())
 
     @property
     def _may_miss(self) -> bool:
@@ -408,6 +444,13 @@ class Judge:
         if asked.doubt is not None:
             asked.doubt.pending = False
             asked.doubt = None
+            self._may_not_be_told(asked)
+
+    def _may_not_be_told(self, asked: Asked) -> None:
+        """Of what it has perhaps not changed, nobody is notified for sure."""
+        changed = {key for key, _, _ in self.model.store.log[asked.at : asked.end]}
+        for talk in self.model.talks:
+            talk.unheard -= changed
 
     def lost(self, peer: Peer) -> None:
         """A connection is over."""
@@ -488,6 +531,11 @@ class Judge:
     def _may_refuse(self) -> bool:
         """Whether a value may be refused that memory has room for."""
         return self._maxdisk > 0 or self.process.server.keyspace.evictor.quotas is not None
+
+
+def _beginning(key: bytes) -> bytes:
+    """How the keys begin that a key of a command stands for: a request's index for all of its pages."""
+    return key.removesuffix(b"index") if key[:3] == b"kv:" else key
 
 
 def _differences(expected: Any, reply: Any) -> str:

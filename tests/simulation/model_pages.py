@@ -122,7 +122,9 @@ class Pages:
         keys = self._keys(req, *map(int, pages))
         unchecked = sum(not self.store.keys[key].checksum for key in keys)
         corrupt = some_of(keys, lambda: bool(self.rotted))
-        return fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": corrupt})
+        found = fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": corrupt})
+        found.members = frozenset(keys)
+        return found
 
     def do_smembers(self, key: bytes) -> Any:
         return any_order(self._keys(key.split(b":")[1]))

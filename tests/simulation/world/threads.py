@@ -179,7 +179,7 @@ class SimpleQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Wait for something."""
-        ends = None if timeout is None else turns.now() + int(timeout * 1e9)
+        ends = None if timeout is None else turns.now() + int(timeout * 1e9) + 1
         while not self._items:
             if not block or (ends is not None and turns.now() >= ends):
                 raise queue.Empty
@@ -232,7 +232,7 @@ class Lock:
     __enter__ = acquire
 
     def _wait(self, thread: Thread, timeout: float) -> bool:
-        ends = turns.now() + int(timeout * 1e9)
+        ends = turns.now() + int(timeout * 1e9) + 1  # or less than a nanosecond would take no time, ever again
         self._waiting.append(thread)
         try:
             while not self._real.acquire(False):
