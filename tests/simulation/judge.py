@@ -30,6 +30,7 @@ _CHANGE = frozenset(
     b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
 )
 _MOST_MOMENTS = 400
+_TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
 
@@ -58,6 +59,7 @@ class Judge:
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
         self._left: list[bytes] = []  # keys that the server has let go of by itself, and the model has still
+        self.let_go: set[bytes] = set()  # since this process began
         self.violation: Violation | None = None
 
     def begin(self, process: Process) -> None:
@@ -65,6 +67,7 @@ class Judge:
         self.process = process
         self._by_id.clear()
         self._left = []
+        self.let_go.clear()
         process.broke, process.leaves = self.note_broken, self.leaves
         self.model.pinned.clear()
         self.model.leased.clear()
@@ -189,7 +192,7 @@ class Judge:
 
     def _refusal(self, error: str, words: Words) -> str:
         """Why the server may refuse a command that is right, empty when it does not."""
-        if "would have to be in memory at once, maxmemory-clients allows" in error:
+        if _TOO_MUCH in error:
             return error
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self.process.server.keyspace
@@ -307,6 +310,8 @@ class Judge:
         if doubt not in store.doubts:
             return  # others have settled it
         store.doubts.remove(doubt)
+        if len(store.log) > asked.end:
+            store.note_late(asked.at, doubt)
         if not is_error(reply):
             self._learn_times(asked, doubt)
             self._learn_evicted(doubt)
@@ -367,6 +372,8 @@ class Judge:
     def _agreed_meanwhile(self, asked: Asked, reply: Any) -> bool:
         """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
         if self._may_miss and (reply is None or is_error(reply, "ERR reading from disk failed")):
+            return True
+        if asked.streamed and is_error(reply, "OOM") and _TOO_MUCH in str(reply):
             return True
         name = asked.words[0].lower()
         if name not in READS_IN_STEPS | SETS_IN_STEPS or not asked.streamed:
@@ -481,6 +488,7 @@ class Judge:
         elif not self.rotted:
             self.fail(f"{keys[:3]!r} could not be read from disk, where nothing was damaged")
         self._left += keys
+        self.let_go.update(keys)
 
     def _check_eviction(self, key: bytes) -> None:
         """Whether a key may be evicted."""
@@ -493,7 +501,8 @@ class Judge:
             self.fail(f"{key!r} was evicted though its block is pinned or leased")
         known = model.store.keys.get(key)
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
-        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not known.expires:
+        expires = self.process.server.keyspace.expires_of(key)  # which a transaction may have set that is being run
+        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self.fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
 
     def note_evictions(self) -> list[bytes]:

@@ -221,4 +221,6 @@ class Pages:
         return one_of([count, Err("ERR leases and pins may take")]) if self.limited else count
 
     def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
-        return between(0, len(self._blocks(req, *map(int, pages))))
+        blocks = {(req, page) for page in self._blocks(req, *map(int, pages))}
+        self.pinned -= blocks
+        return between(0, len(blocks))

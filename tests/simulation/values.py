@@ -71,6 +71,7 @@ class Store:
     log: list[Change] = field(default_factory=list)  # every change so far
     doubts: list[Doubt] = field(default_factory=list)
     fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
+    late: list[tuple[int, int, set[bytes]]] = field(default_factory=list)  # see `note_late`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
@@ -236,6 +237,20 @@ class Store:
                 for key in keys:
                     variant.pop(key, None)
         self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
+
+    def note_late(self, start: int, doubt: Doubt) -> None:
+        """What is in the log from `start` on was done at some moment between then and now."""
+        self.late.append((start, len(self.log), {key for variant in doubt.variants for key in variant}))
+
+    def moments_of_late(self, least: int) -> dict[bytes, list[Cell]]:
+        """Keys whose place in the log after `least` changes is not known, and what they may have been."""
+        result: dict[bytes, list[Cell]] = {}
+        for start, end, keys in self.late:
+            if end > least:
+                for key, *cells in self.log[start:]:
+                    if key in keys:
+                        result.setdefault(key, []).extend(cells)
+        return result
 
     def doubtful(self) -> set[bytes]:
         """Keys in doubt."""
