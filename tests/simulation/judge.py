@@ -436,13 +436,11 @@ class Judge:
             names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
             for block, _ in zip(names, range(reply), strict=False):
                 model.protect(*block, asked.ran + int(asked.words[2]))
-        if name not in (b"kvpagepin", b"kvpagelease", b"kvpageunpin") or type(reply) is not int:
+        if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
             return
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
         blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
-        if name == b"kvpageunpin":
-            model.pinned -= blocks
-        elif reply == len(blocks) and len(model.store.log) == asked.at:
+        if reply == len(blocks) and len(model.store.log) == asked.at:
             for block in blocks:
                 model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
