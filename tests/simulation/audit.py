@@ -50,6 +50,7 @@ class Audit:
         self._most = 0  # and that can be
         self._overdue: dict[bytes, list[Value]] = {}  # what had expired
         self._gone: set[bytes] = set()  # keys that were gone meanwhile: a full disk is told of these first
+        self._let_go: set[bytes] = set()  # keys that had gone when the log began, and may not have gone from the disk
         self._failed_at = -1  # changes that there were when the disk began to fail
 
     # -- quiet -----------------------------------------------------------------------------------------------------
@@ -66,7 +67,8 @@ class Audit:
         loud = [peer for peer in run.peers if peer.sock is not None and not (peer.quiet and not peer.stalled)]
         if not loud:
             if check and turns and self._untold():  # what somebody's own command causes comes after its reply
-                run.machine.later(5 * MS, lambda: self._wait(then, check, turns - 1))
+                turns -= not run.process.server.channels.busy  # or many messages wait for their turn
+                run.machine.later(5 * MS, lambda: self._wait(then, check, turns))
                 return
             if check:
                 self._check_quiet()
@@ -102,6 +104,8 @@ class Audit:
                 return f"peer {peer.number} was not told {peer.pushes[0]!r:.200}"
             if peer.sock is not None and (owed := peer.talk.owed - late):
                 return f"peer {peer.number} was not told that {sorted(owed)[:4]!r} have changed"
+            if peer.sock is not None and (unheard := peer.talk.unheard - late):
+                return f"peer {peer.number} was not notified of {sorted(unheard)[:4]!r}"
         return ""
 
     def _is_well(self) -> bool:
@@ -144,6 +148,8 @@ class Audit:
             if judge.disk_fails and self._failed_at >= 0:
                 self._least = min(self._least, self._failed_at)
         self._exact = exact
+        if not exact:
+            store.fog |= self._let_go
         makes_room = judge.disk_fails or self._run.program.maxdisk
         self._gone = {key for key, _, cell in store.log[self._least :] if cell is None} if makes_room else set()
         if not self._run.program.disk:
@@ -189,7 +195,9 @@ class Audit:
         self._find_moment()
         store.expired = [(store.elapsed(), key, value) for key, value in self._due()]
         store.keys = {key: self._alive(key, store) for key in self._found if self._alive(key, store) is not None}
+        self._let_go = set(judge.let_go)
         store.log.clear()
+        store.late.clear()
         store.doubts.clear()
         store.fog.clear()
         judge.boundaries.clear()
@@ -219,6 +227,8 @@ class Audit:
         if self._mode == "no" and not self._exact:
             self._find_each(doubtful)
             return
+        for key, cells in store.moments_of_late(self._least).items():
+            doubtful[key] = [store.keys.get(key), *doubtful.get(key, []), *cells]
         state: dict[bytes, Cell] = dict(store.keys)
         for name, *cells in store.log[self._least :]:
             if name in doubtful:
@@ -263,7 +273,7 @@ class Audit:
 
     def _is(self, key: bytes, cell: Cell) -> bool:
         found = self._found[key]
-        if key in self._judge.model.store.fog:
+        if key in self._judge.model.store.fog or key in self._judge.let_go:
             return True
         if found.value is None:
             overdue = self._overdue.get(key, [])  # by the clock of then
@@ -287,7 +297,7 @@ class Audit:
 
     def _alive(self, key: bytes, store: Any) -> Any:
         value, _, expires, _ = self._found[key]
-        if value is None or expires == _GONE:
+        if value is None or expires == _GONE or key in self._judge.let_go:
             return None
         known = self._judge.seen(key, store.keys.get(key), value, expires)
         if known is not None and known.page is not None:

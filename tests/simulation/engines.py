@@ -8,6 +8,7 @@ any server.
 from __future__ import annotations
 
 import queue
+import random
 import threading
 import time
 import traceback
@@ -25,6 +26,7 @@ from engine.memory.prefix import common_prefix
 from engine.pool import BlockPool
 from engine.spec import ModelCacheSpec
 from engine.tiers.cache_config import CacheConfig
+from engine.tiers.cold import SafetensorsCacheAdapter
 from engine.tiers.pages import PageTier
 from engine.tiers.store import AgentCacheStore
 from kvpage_server.page import DType, Plane
@@ -47,6 +49,7 @@ _LONGEST = 36  # tokens of a context, before an agent begins anew
 WITHIN = 10.0  # seconds of a load
 _SLACK = 2.0
 _CLOSE = "close"
+_DAMAGED = 0.5  # how often a file is, of an engine that died
 
 Rows = list[bytes]  # a token each: 64 bytes
 
@@ -87,11 +90,17 @@ def rows_in(context: AgentBlocks) -> Rows:
     return rows
 
 
+def _damage(file: Path, chance: random.Random) -> None:
+    data = bytearray(file.read_bytes())
+    data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
+    file.write_bytes(data)
+
+
 class Engine:
     """One engine and its users, who remember what was said. `wrong` is told what must not be, `said` what it says."""
 
     def __init__(
-        self, number: int, socket: Path, wrong: Callable[[str], None], said: Callable[[str], None], *, store: bool
+        self, number: int, socket: Path, wrong: Callable[[str], None], said: Callable[[str], None], files: Path | None
     ) -> None:
         self.number = number
         self.busy = False
@@ -99,7 +108,7 @@ class Engine:
         self._url = f"unix://{socket}"
         self._wrong = wrong
         self._said = said
-        self._with_store = store
+        self._files = files
         self._said_so_far: dict[str, tuple[int, ...]] = {}  # by agent
         self._lives = 0
         self._owner = ""
@@ -123,9 +132,15 @@ class Engine:
         """Have it end in order."""
         self.order(_CLOSE)
 
-    def die(self) -> None:
-        """It is killed: the system closes its connections. Another one takes its place."""
+    def die(self, chance: random.Random) -> None:
+        """It is killed: the system closes its connections. Another one takes its place, and finds its files.
+
+        Sometimes a bit of one has flipped by then.
+        """
         threads.turns.kill(self._owner)
+        files = sorted(self._files.glob("[!.]*")) if self._files else []
+        if files and chance.random() < _DAMAGED:
+            _damage(chance.choice(files), chance)
         if self._tier is not None:
             pool: Any = self._tier._connection.server._pool
             for connection in [*pool._available_connections, *pool._in_use_connections]:
@@ -139,9 +154,10 @@ class Engine:
             self._pool = BlockPool(256)
             self._tier = tier = PageTier(self._url, SPEC, self._pool, restore_within=WITHIN)
             self._store = None
-            if self._with_store:
+            if self._files:
                 config = CacheConfig(max_hot_agents=1, prefix_bytes=512, restore_within=WITHIN)
-                self._store = AgentCacheStore(SPEC, self._pool, pages=tier, config=config)
+                cold = SafetensorsCacheAdapter(SPEC, self._pool, self._files)
+                self._store = AgentCacheStore(SPEC, self._pool, pages=tier, cold=cold, config=config)
             while (order := self._orders.get())[0] != _CLOSE:
                 self.busy = True
                 getattr(self, f"_do_{order[0]}")(*order[1:])

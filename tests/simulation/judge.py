@@ -14,7 +14,7 @@ from kvpage_server.resp.reply import NULL_ARRAY, ReplyError, Stream
 from kvpage_server.store.eviction.policies import NO_EVICTION, VOLATILE_TTL
 from tests.simulation.model import Conversation, Model, Words
 from tests.simulation.model_pages import block_of
-from tests.simulation.model_rights import Rights
+from tests.simulation.model_rights import Rights, keys_used
 from tests.simulation.peers import Asked, Peer
 from tests.simulation.process import Process
 from tests.simulation.replies import A_NUMBER, ANYTHING, Err, May, agrees, between, gathered, is_error, one_of
@@ -30,6 +30,7 @@ _CHANGE = frozenset(
     b"set mset del incrby decrby pexpire kvblockset kvpageset kvpagemset kvpagedel multi exec watch discard".split()
 )
 _MOST_MOMENTS = 400
+_TOO_MUCH = "would have to be in memory at once, maxmemory-clients allows"
 _AT_ONCE = frozenset((b"FLUSHALL",))  # it frees in steps what it has removed at once
 
 
@@ -58,6 +59,7 @@ class Judge:
         self._by_id: dict[int, tuple[Peer, Conversation]] = {}
         self._stranger = Peer(-1, self.told, self.lost)  # it has no socket here: an engine, or a tool
         self._left: list[bytes] = []  # keys that the server has let go of by itself, and the model has still
+        self.let_go: set[bytes] = set()  # since this process began
         self.violation: Violation | None = None
 
     def begin(self, process: Process) -> None:
@@ -65,6 +67,7 @@ class Judge:
         self.process = process
         self._by_id.clear()
         self._left = []
+        self.let_go.clear()
         process.broke, process.leaves = self.note_broken, self.leaves
         self.model.pinned.clear()
         self.model.leased.clear()
@@ -120,7 +123,7 @@ class Judge:
             peer.unanswered.append(asked)
         for listening, message in self.model.pushes:
             for one in self.peers:
-                if one.talk is listening:
+                if one.talk is listening and one.sock is not None:
                     one.pushes.append(message)
         return reply if asked.doubt is None else replace(reply, items=self._followed(asked, reply.items))
 
@@ -139,6 +142,7 @@ class Judge:
         store.fog |= changed
         for talk in self.model.talks:
             talk.owed -= changed
+            talk.unheard -= changed
         asked.expected = ANYTHING
 
     def _followed(self, asked: Asked, items: Iterator[Any]) -> Iterator[Any]:
@@ -172,6 +176,8 @@ class Judge:
             self._note_stored(asked)
         if asked.streamed and asked.changes and said[0] not in _AT_ONCE:
             self._doubt(asked)
+        elif asked.streamed and said[0].lower() == b"kvpagedel" and asked.expected == 0:
+            asked.doubt = Doubt([{}, {}], pending=True)  # there may be pages before it is done
 
     def _who(self, client: Client, words: Words) -> tuple[Peer, Conversation]:
         """Whose connection it is, and what was said on it: a peer's first command is its name, nobody else's is."""
@@ -186,7 +192,7 @@ class Judge:
 
     def _refusal(self, error: str, words: Words) -> str:
         """Why the server may refuse a command that is right, empty when it does not."""
-        if "would have to be in memory at once, maxmemory-clients allows" in error:
+        if _TOO_MUCH in error:
             return error
         if error.startswith(("OOM", "EXECABORT Transaction discarded because of: OOM")):
             keyspace = self.process.server.keyspace
@@ -235,7 +241,8 @@ class Judge:
             peer.talk.told(reply[1])
             return
         if isinstance(reply, list) and reply[:1] == [b"pmessage"] and reply[2].startswith(b"__key"):
-            return  # keyspace notifications are not judged
+            self._notified(peer, *reply[2:])
+            return
         if (peer.pushes or peer.may_come) and self._is_push(peer, reply):
             if peer.pushes and agrees(peer.pushes[0], list(reply)):
                 peer.pushes.popleft()
@@ -264,6 +271,19 @@ class Judge:
             self.acknowledged = max(self.acknowledged, asked.end)
         self._note_protection(asked, reply)
 
+    def _notified(self, peer: Peer, channel: bytes, message: bytes) -> None:
+        """A keyspace notification: of a change, told to the key's channel and then to the event's."""
+        kind, _, name = channel.partition(b":")
+        if kind == b"__keyspace@0__":
+            key, peer.talk.event = name, (name, message)
+        else:
+            key, known, peer.talk.event = message, peer.talk.event, None
+            peer.talk.unheard.discard(key)
+            if known not in (None, (key, name)):
+                self.fail(f"peer {peer.number} was notified of {name!r} of {key!r} after {known!r}")
+        if key not in self.model.changes | self.model.store.keys.keys():
+            self.fail(f"peer {peer.number} was notified of {message!r} in {channel!r}, which has never changed")
+
     def _is_push(self, peer: Peer, reply: Any) -> bool:
         return isinstance(reply, list) and reply[:1] in ([b"message"], [b"pmessage"])
 
@@ -279,16 +299,19 @@ class Judge:
         if doubt is None:
             return  # the client has gone, or was quick
         asked.expected = _fewer(asked.expected, len(doubt.evicted))
-        self._abandon(asked)
+        asked.doubt, doubt.pending = None, False
         if asked.words[0].lower() == b"kvpagedel":
             self._learn_deleted(asked)
         if is_error(reply):
             if not self._may_fail_late(reply):
                 self.fail(f"step {asked.step}: {shown(asked.words)} failed: {reply!r:.300}")
             asked.expected = Err(str(reply)[:12])
+            self._may_not_be_told(asked)
         if doubt not in store.doubts:
             return  # others have settled it
         store.doubts.remove(doubt)
+        if len(store.log) > asked.end:
+            store.note_late(asked.at, doubt)
         if not is_error(reply):
             self._learn_times(asked, doubt)
             self._learn_evicted(doubt)
@@ -350,21 +373,27 @@ class Judge:
         """Whether a reply that was made in steps was right at some moment of these; an array's parts each at one."""
         if self._may_miss and (reply is None or is_error(reply, "ERR reading from disk failed")):
             return True
+        if asked.streamed and is_error(reply, "OOM") and _TOO_MUCH in str(reply):
+            return True
         name = asked.words[0].lower()
         if name not in READS_IN_STEPS | SETS_IN_STEPS or not asked.streamed:
             return False
         store = self.model.store
         store.now = self.machine.clock.unix_ms
         store.expire()
+        if name == b"kvpageverify":
+            return self._was_verified(asked, reply)
         moments = [asked.expected]
-        changes = store.log[asked.at :]
+        changes, used = store.log[asked.at :], tuple(map(_beginning, keys_used(asked.words)))
         now, doubts, store.doubts = dict(store.keys), store.doubts, []
         talk, end = self.model.talk, len(store.log)
-        for key, old, _ in reversed(changes[-_MOST_MOMENTS:]):
+        for key, old, _ in reversed(changes):
             if old is None:
                 store.keys.pop(key, None)
             else:
                 store.keys[key] = old
+            if (used and not key.startswith(used)) or len(moments) > _MOST_MOMENTS:
+                continue
             kept, store.now = store.now, 0
             moments.append(self.model.run(asked.words))
             store.now = kept
@@ -382,6 +411,20 @@ class Judge:
                 moments = [[one_of([part, None]) for part in moment] for moment in moments]
         return any(agrees(moment, reply) for moment in moments)
 
+    def _was_verified(self, asked: Asked, reply: Any) -> bool:
+        """Whether pages were verified that were there at some moment, and all that were there at every one."""
+        if not isinstance(reply, list | dict):
+            return False
+        told = reply if isinstance(reply, dict) else dict(zip(reply[::2], reply[1::2], strict=True))
+        req, pages = asked.words[1], set(map(int, asked.words[2:]))
+        changed = {key for key, _, _ in self.model.store.log[asked.at :] if block_of(key)[0] == req}
+        changed = {key for key in changed if not pages or block_of(key)[1] in pages}
+        sets = [option.members or frozenset() for option in asked.expected.options]
+        least, most = frozenset.intersection(*sets) - changed, frozenset.union(*sets) | changed
+        corrupt = set(told[b"corrupt"])
+        count = told[b"checked"] + told[b"unchecked"]
+        return len(least) <= count <= len(most) and corrupt <= (most if self.rotted else set())
+
     @property
     def _may_miss(self) -> bool:
         return self.disk_fails or self.rotted
@@ -393,13 +436,11 @@ class Judge:
             names = zip(asked.words[4::2], map(int, asked.words[5::2]), strict=True)
             for block, _ in zip(names, range(reply), strict=False):
                 model.protect(*block, asked.ran + int(asked.words[2]))
-        if name not in (b"kvpagepin", b"kvpagelease", b"kvpageunpin") or type(reply) is not int:
+        if name not in (b"kvpagepin", b"kvpagelease") or type(reply) is not int:
             return
         pages = [int(word) for word in asked.words[3 if name == b"kvpagelease" else 2 :]]
         blocks = {(asked.words[1], page) for page in model._blocks(asked.words[1], *pages)}
-        if name == b"kvpageunpin":
-            model.pinned -= blocks
-        elif reply == len(blocks) and len(model.store.log) == asked.at:
+        if reply == len(blocks) and len(model.store.log) == asked.at:
             for block in blocks:
                 model.protect(*block, asked.ran + int(asked.words[2]) if name == b"kvpagelease" else 0)
 
@@ -408,6 +449,13 @@ class Judge:
         if asked.doubt is not None:
             asked.doubt.pending = False
             asked.doubt = None
+            self._may_not_be_told(asked)
+
+    def _may_not_be_told(self, asked: Asked) -> None:
+        """Of what it has perhaps not changed, nobody is notified for sure."""
+        changed = {key for key, _, _ in self.model.store.log[asked.at : asked.end]}
+        for talk in self.model.talks:
+            talk.unheard -= changed
 
     def lost(self, peer: Peer) -> None:
         """A connection is over."""
@@ -438,6 +486,7 @@ class Judge:
         elif not self.rotted:
             self.fail(f"{keys[:3]!r} could not be read from disk, where nothing was damaged")
         self._left += keys
+        self.let_go.update(keys)
 
     def _check_eviction(self, key: bytes) -> None:
         """Whether a key may be evicted."""
@@ -450,7 +499,8 @@ class Judge:
             self.fail(f"{key!r} was evicted though its block is pinned or leased")
         known = model.store.keys.get(key)
         is_known = known is not None and key not in model.store.doubtful() | model.store.fog
-        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not known.expires:
+        expires = self.process.server.keyspace.expires_of(key)  # which a transaction may have set that is being run
+        if policy == VOLATILE_TTL and key[:3] != b"kv:" and is_known and known and not (known.expires or expires > 0):
             self.fail(f"{key!r} was evicted under volatile-ttl, and does not expire")
 
     def note_evictions(self) -> list[bytes]:
@@ -488,6 +538,11 @@ class Judge:
     def _may_refuse(self) -> bool:
         """Whether a value may be refused that memory has room for."""
         return self._maxdisk > 0 or self.process.server.keyspace.evictor.quotas is not None
+
+
+def _beginning(key: bytes) -> bytes:
+    """How the keys begin that a key of a command stands for: a request's index for all of its pages."""
+    return key.removesuffix(b"index") if key[:3] == b"kv:" else key
 
 
 def _differences(expected: Any, reply: Any) -> str:

@@ -6,7 +6,7 @@ command at the moment that the server has run it, so nothing is left open but wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,17 +37,20 @@ class Conversation:
     tracks: bool = False  # what it reads
     read: set[bytes] = field(default_factory=set)  # and has not been told of since
     owed: set[bytes] = field(default_factory=set)  # what it is to be told of
+    unheard: set[bytes] = field(default_factory=set)  # keys whose keyspace notifications are to come
+    event: tuple[bytes, bytes] | None = None  # a key and what happened to it, of which the second message is to come
 
     @property
     def gone(self) -> bool:
         """Whether the server knows that it is over. It may be some time until all of it has heard."""
         return self.client is not None and bool(self.client.gone)
 
-    def not_changed(self, keys: Iterable[bytes]) -> None:
+    def not_changed(self, keys: Collection[bytes]) -> None:
         """It need not be told of these, since they have not changed."""
         undone = self.owed.intersection(keys)
         self.owed -= undone
         self.read |= undone
+        self.unheard.difference_update(keys)
 
     def track(self, tracks: bool) -> None:
         """It tracks what it reads from now on, or does not: then it need not be told of what it has read."""
@@ -89,11 +92,16 @@ class Model(Strings, Pages):
         self.paused_until = 0  # of the milliseconds that nobody sets
         self.limited = False  # whether there is a maxmemory, so that leases may be refused
         self.users: dict[bytes, Rights] = {}  # those who may not do everything
+        self.notifies = False  # those who listen to every channel of each change
+        self.changes: set[bytes] = set()  # keys that have changed, or may have
         self.rotted: set[bytes] = set()  # databases with flipped bits: what lies there may be lost, and not be wrong
 
     def _changed(self, key: bytes) -> None:
         self._note_change(key)
+        self.changes.add(key)
         for talk in self.talks:
+            if self.notifies and self.store.sure and not self.store.expires and talk.patterns:
+                talk.unheard.add(key)
             if key in talk.read:
                 talk.read.discard(key)
                 if self.store.sure and talk.tracks:
@@ -259,6 +267,7 @@ class Model(Strings, Pages):
     def do_reset(self) -> Any:
         self._end()
         self.talk.protocol, self.talk.channels, self.talk.patterns = 2, {}, {}
+        self.talk.unheard.clear()
         self.talk.track(False)
         return b"RESET"
 
@@ -287,6 +296,7 @@ class Model(Strings, Pages):
 
     def do_punsubscribe(self, pattern: bytes) -> Any:
         self.talk.patterns.pop(pattern, None)
+        self.talk.unheard.clear()
         return self._listening(b"punsubscribe", pattern)
 
     def do_publish(self, channel: bytes, message: bytes) -> Any:
@@ -326,8 +336,11 @@ class Model(Strings, Pages):
         return rights is None or rights.may_use(key)
 
     def do_flushall(self) -> Any:
+        unheard = [set(talk.unheard) for talk in self.talks]
         for key in list(self.store.keys):
             self.store.drop(key)
+        for talk, before in zip(self.talks, unheard, strict=True):
+            talk.unheard = before  # nobody is notified of these, as in Redis
         self.pinned.clear()
         self.leased.clear()
         return OK

@@ -122,7 +122,9 @@ class Pages:
         keys = self._keys(req, *map(int, pages))
         unchecked = sum(not self.store.keys[key].checksum for key in keys)
         corrupt = some_of(keys, lambda: bool(self.rotted))
-        return fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": corrupt})
+        found = fields({b"checked": len(keys) - unchecked, b"unchecked": unchecked, b"corrupt": corrupt})
+        found.members = frozenset(keys)
+        return found
 
     def do_smembers(self, key: bytes) -> Any:
         return any_order(self._keys(key.split(b":")[1]))
@@ -219,4 +221,6 @@ class Pages:
         return one_of([count, Err("ERR leases and pins may take")]) if self.limited else count
 
     def do_kvpageunpin(self, req: bytes, *pages: bytes) -> Any:
-        return between(0, len(self._blocks(req, *map(int, pages))))
+        blocks = {(req, page) for page in self._blocks(req, *map(int, pages))}
+        self.pinned -= blocks
+        return between(0, len(blocks))

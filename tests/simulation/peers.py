@@ -132,7 +132,7 @@ class Watchers:
 
     def __init__(self) -> None:
         self._selector = selectors.DefaultSelector()
-        self._numbers = count(PEERS)
+        self._numbers = count(PEERS + 1)
 
     def look(self) -> None:
         """Have them read it, in their order."""

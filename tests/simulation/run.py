@@ -52,10 +52,12 @@ class Run:
         costs = random.Random(f"costs {program.seed}")
         low, high = program.costs
         clock.cost = (lambda: low + int(costs.random() * (high - low))) if high else (lambda: 0)
-        self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS)]
+        notifies = "notify-keyspace-events" in program.options
+        self.peers = [Peer(number, self._told, self._lost) for number in range(PEERS + notifies)]
         self.judge = Judge(self.machine, self.peers)
         self.machine.turns.broke = self.judge.note_broken
         self.judge.model.limited = program.options["maxmemory"] != "0"
+        self.judge.model.notifies = notifies
         if program.options.get("appendfsync") == "no":
             self.judge.model.store.forgotten = FORGOTTEN_LATE
         self.judge.checksums = program.options["page-checksums"] == "yes"
@@ -77,7 +79,8 @@ class Run:
         self.engines = [self._new_engine(number) for number in range(program.engines)]
 
     def _new_engine(self, number: int) -> Engine:
-        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, store=number == 1)
+        files = self.directory / "engine" if number == 1 else None
+        return Engine(number, self.now / SOCKET, self.judge.note_broken, self._said, files)
 
     # -- processes -------------------------------------------------------------------------------------------------
 
@@ -135,6 +138,8 @@ class Run:
         self.send(peer, 0, (b"CLIENT", b"SETNAME", peer.name))
         if self.program.tenants and peer.number in TENANTS:
             self.send(peer, 0, (b"AUTH", b"u%d" % peer.number, b"any"))
+        if peer.number == PEERS:
+            self.send(peer, 0, (b"PSUBSCRIBE", b"*"))  # who does nothing but listen
 
     def _disconnect(self) -> None:
         for peer in self.peers:
@@ -337,7 +342,7 @@ class Run:
     def _do_engine(self, step: Step) -> None:
         engine = self.engines[step.peer]
         if step.extra["what"] == "die":
-            engine.die()
+            engine.die(random.Random(f"file {self.program.seed} {step.number}"))
         else:
             engine.order(step.extra["what"], *step.extra["args"])
 
@@ -351,6 +356,9 @@ class Run:
         self.machine.clock.set_wall(step.extra["milliseconds"] * MS)
 
     def _do_settle(self, step: Step) -> bool:
+        for peer in self.peers[PEERS:]:
+            if peer.sock is None:
+                self._enter(peer)
         self.audit.settle(self._go_on)
         return True
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -70,12 +71,15 @@ class Store:
     log: list[Change] = field(default_factory=list)  # every change so far
     doubts: list[Doubt] = field(default_factory=list)
     fog: set[bytes] = field(default_factory=set)  # keys of which nothing is known
+    late: list[tuple[int, int, set[bytes]]] = field(default_factory=list)  # see `note_late`
     now: int = 0  # unix milliseconds
     changed: Callable[[bytes], None] = lambda key: None
     expired: list[tuple[int, bytes, Value]] = field(default_factory=list)  # what was due, and when that was seen
     forgotten: int = FORGOTTEN_WITHIN  # milliseconds
     gone: int = 0  # how often a key was found to be due
+    due: Counter[bytes] = field(default_factory=Counter)  # the same of each, in the case that is supposed
     sure: bool = True  # whether what is said to change does
+    expires: bool = False  # whether it changes because it is due, which the server may have told before
     elapsed: Callable[[], int] = lambda: 0  # milliseconds that no one can set back
 
     def get(self, key: bytes) -> Cell:
@@ -83,7 +87,10 @@ class Store:
         value = self.keys.get(key)
         if value is not None and 0 < value.expires <= self.now:
             self.expired.append((self.elapsed(), key, value))
+            self.due[key] += 1
+            self.expires = True
             self.gone += self.drop(key)
+            self.expires = False
             return None
         return value
 
@@ -145,12 +152,13 @@ class Store:
         if many > MOST_VARIANTS:
             self._lose_sight(run)
             return ANYTHING
-        replies, after = [], []
+        replies, after, own = [], [], set[bytes]()
         for choice in product(*(doubt.variants for doubt in doubts)):
-            with self._supposed(choice) as log:
+            with self._supposed(choice) as (log, done):
                 replies.append(run())
                 after.append((log, choice))
-        self._conclude(after, doubts)
+            own |= done
+        self._conclude(after, doubts, own)
         return one_of(replies)
 
     def _lose_sight(self, run: Callable[[], Any]) -> None:
@@ -164,9 +172,13 @@ class Store:
         self.fog |= changed
 
     @contextmanager
-    def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[dict[bytes, Cell]]:
-        """As if that were the state; yields what is different at the end. All is as before after it."""
+    def _supposed(self, choice: Iterable[dict[bytes, Cell]]) -> Iterator[tuple[dict[bytes, Cell], set[bytes]]]:
+        """As if that were the state; yields what is different at the end, and which of it was not just due.
+
+        All is as before after it.
+        """
         before, start, changed, gone = dict(self.keys), len(self.log), self.changed, self.gone
+        self.due = Counter()
         self.changed = lambda key: None  # it is known afterwards whether it did
         for variant in choice:
             for key, value in variant.items():
@@ -175,15 +187,21 @@ class Store:
                 else:
                     self.keys[key] = value
         result: dict[bytes, Cell] = {}
+        done: set[bytes] = set()
         try:
-            yield result
+            yield result, done
         finally:
             result.update({key: self.keys.get(key) for key, _, _ in self.log[start:]})
+            changes = Counter(key for key, _, _ in self.log[start:])
+            done.update(key for key, times in changes.items() if times > self.due[key])
             del self.log[start:]
             self.keys, self.changed, self.gone = before, changed, gone
 
-    def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt]) -> None:
-        """Go on from what a command did in each case: certain where all agree, in doubt elsewhere."""
+    def _conclude(self, after: list[tuple[dict[bytes, Cell], Any]], doubts: list[Doubt], own: set[bytes]) -> None:
+        """Go on from what a command did in each case: certain where all agree, in doubt elsewhere.
+
+        What is not among its `own` changes has only been found to be due, which nobody is promised.
+        """
         touched = {key for log, _ in after for key in log}
         self.sure = False
         for key in sorted(touched):
@@ -196,9 +214,12 @@ class Store:
                 if doubt.pending and key in doubt.variants[0] and doubt.variants[0][key] not in ends:
                     ends.append(doubt.variants[0][key])
             self.settle([key])
-            old = self.keys.get(key)
-            self.gone += old is not None and ends[0] is None and 0 < old.expires <= self.now
+            old, start, gone = self.keys.get(key), len(self.log), self.gone
             self._set(key, ends[0])
+            if key not in own:
+                self.gone = gone + len(self.log) - start
+            elif old is not None and ends[0] is None and 0 < old.expires <= self.now:
+                self.gone = gone + 1
             if len(ends) > 1:
                 self.doubts.append(Doubt([{key: end} for end in ends]))
         self.sure = True
@@ -216,6 +237,20 @@ class Store:
                 for key in keys:
                     variant.pop(key, None)
         self.doubts = [doubt for doubt in self.doubts if any(doubt.variants)]
+
+    def note_late(self, start: int, doubt: Doubt) -> None:
+        """What is in the log from `start` on was done at some moment between then and now."""
+        self.late.append((start, len(self.log), {key for variant in doubt.variants for key in variant}))
+
+    def moments_of_late(self, least: int) -> dict[bytes, list[Cell]]:
+        """Keys whose place in the log after `least` changes is not known, and what they may have been."""
+        result: dict[bytes, list[Cell]] = {}
+        for start, end, keys in self.late:
+            if end > least:
+                for key, *cells in self.log[start:]:
+                    if key in keys:
+                        result.setdefault(key, []).extend(cells)
+        return result
 
     def doubtful(self) -> set[bytes]:
         """Keys in doubt."""

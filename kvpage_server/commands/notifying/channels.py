@@ -75,7 +75,7 @@ class Channels:
                 self.by_pattern.remove(pattern)
 
     def forget(self, client: Recipient) -> None:
-        """Remove a client. If it listened to very many channels, this is done in steps."""
+        """Remove a client, before anybody publishes again. If it listened to many channels, this is done in steps."""
         channels, patterns = client.channels, client.patterns
         client.channels, client.patterns = {}, {}
         client.settle()
@@ -90,7 +90,11 @@ class Channels:
                 if pattern not in client.patterns:
                     self._leave_pattern(pattern, client)
 
-        self._do(steps(), at_once=len(channels) <= _FEW)
+        if len(channels) <= _FEW:  # also while messages wait: it gets none of them
+            for _ in steps():
+                pass
+        else:
+            self._do(steps(), at_once=False)
 
     # -- messages ----------------------------------------------------------------------------------------------------
 

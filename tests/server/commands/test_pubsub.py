@@ -349,3 +349,19 @@ def test_what_is_not_answered_is_confirmed_nevertheless(server: RunningServer) -
     with Wire(server.port) as wire:
         wire.send(spell([b"CLIENT", b"REPLY", b"SKIP"]) + spell([b"PSUBSCRIBE", b"a*", b"b*", b"c*"]))
         assert [parse(wire.reply())[1] for _ in range(3)] == [b"a*", b"b*", b"c*"]
+
+
+def test_who_has_left_is_counted_no_more_while_messages_wait_for_their_turn(
+    server: RunningServer, client: redis.Redis
+) -> None:
+    pages = 3000  # of one block: so many notifications are sent in turns
+    client.config_set("notify-keyspace-events", "KEA")
+    batch = [word for n in range(pages) for word in ("left", n, 0, 0, 0, 1, 1, 4, 0, b"8 bytes.")]
+    client.execute_command("KVPAGEMSET", pages, *batch)
+    words = b"HELLO 3", b"PSUBSCRIBE news*", b"KVPAGEDEL left", b"RESET", b"PUBLISH news m"
+    with Wire(server.port) as wire:
+        wire.send(b"".join(spell(one.split()) for one in words))
+        while wire.reply() != b"+RESET\r\n":
+            pass
+        assert wire.reply() == b":0\r\n"
+    client.config_set("notify-keyspace-events", "")

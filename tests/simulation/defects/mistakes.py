@@ -226,4 +226,11 @@ MISTAKES = [
         "        load.postponed = 0\n        queued = 0\n",
         "a command that has waited for the disk is run again",
     ),
+    Mistake(
+        "file-is-believed",
+        "engine.formats.tensor_file",
+        "        if digest.hexdigest() != written:\n",
+        "        if digest.hexdigest() != written and not self.tensors:\n",
+        "an engine takes what was damaged in its files",
+    ),
 ]

@@ -6,6 +6,7 @@ import heapq
 import os
 import random
 import shutil
+import socket
 from collections.abc import Callable
 from itertools import count
 from typing import Any
@@ -18,6 +19,7 @@ from tests.simulation.world.clock import Clock
 from tests.simulation.world.disk import SimulatedDisk
 from tests.simulation.world.loop import Loop, Selector, ThreadLoop, ThreadSelector
 
+_PROCESS = 4711
 ROUND = 3_000  # nanoseconds that a round of the loop takes at least
 
 
@@ -102,4 +104,5 @@ def install(clock: Clock) -> None:
     threads.install()
     lmdb.open = _lmdb_open
     uvloop.new_event_loop = lambda: current[-1].new_thread_loop()
+    os.getpid, socket.gethostname = lambda: _PROCESS, lambda: "machine"  # engines write them down
     shutil.disk_usage = lambda path: current[-1].disk.usage(path) if current else _disk_usage(path)

@@ -8,6 +8,7 @@ the same seed gives the same order, always.
 from __future__ import annotations
 
 import _thread
+import logging
 import queue
 import select
 import threading
@@ -178,7 +179,7 @@ class SimpleQueue:
 
     def get(self, block: bool = True, timeout: float | None = None) -> Any:
         """Wait for something."""
-        ends = None if timeout is None else turns.now() + int(timeout * 1e9)
+        ends = None if timeout is None else turns.now() + int(timeout * 1e9) + 1
         while not self._items:
             if not block or (ends is not None and turns.now() >= ends):
                 raise queue.Empty
@@ -231,7 +232,7 @@ class Lock:
     __enter__ = acquire
 
     def _wait(self, thread: Thread, timeout: float) -> bool:
-        ends = turns.now() + int(timeout * 1e9)
+        ends = turns.now() + int(timeout * 1e9) + 1  # or less than a nanosecond would take no time, ever again
         self._waiting.append(thread)
         try:
             while not self._real.acquire(False):
@@ -280,3 +281,4 @@ def install() -> None:
     vars(threading).update(Lock=Lock, RLock=threading._PyRLock, _allocate_lock=Lock)
     vars(queue).update(SimpleQueue=SimpleQueue)
     vars(select).update(poll=Poll)
+    logging.getLogger("concurrent.futures").disabled = True  # which says of every thread that is killed that it is
