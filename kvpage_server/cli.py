@@ -21,7 +21,7 @@ from kvpage_server import __version__
 from kvpage_server.address import DEFAULT_URL, URL, shown, urls_of, with_credentials
 from kvpage_server.client.cluster.side_by_side import servers_of
 from kvpage_server.client.wire.connection import plain_client
-from kvpage_server.configuration.config import integer, memory
+from kvpage_server.configuration.kinds import integer, memory
 from kvpage_server.look.ls import ls
 from kvpage_server.look.nodes import cluster_as_one, is_cluster, status_of_cluster
 from kvpage_server.look.output import LookError, leave_no_trace

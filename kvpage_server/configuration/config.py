@@ -6,15 +6,30 @@ may change while the server runs. A line that cannot be understood is refused wi
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import copy
 from dataclasses import Field, dataclass, field, fields
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
+from kvpage_server.configuration.kinds import (
+    Kind,
+    OutputLimit,
+    choice,
+    integer,
+    letters,
+    lines,
+    memory,
+    memory_or_share,
+    octal,
+    output_limits,
+    path,
+    quotas,
+    text,
+    words,
+    yes_no,
+)
 from kvpage_server.core.inline import split_words
-from kvpage_server.glob import glob
 from kvpage_server.store.eviction.policies import POLICIES
 
 _NO_LIMIT_COUNTS_AS = 4 * 1024**3  # bytes of maxmemory, where a share of it is asked for
@@ -23,166 +38,6 @@ _GREAT_PAGE = 65 * 1024**2  # bytes: 64 MiB and what is around them
 
 class ConfigError(ValueError):
     """A parameter is unknown or its value is not allowed; the message says which, where, and what is."""
-
-
-@dataclass(frozen=True, slots=True)
-class Kind:
-    """How a parameter's value is read from words, and written back as words.
-
-    Where a parameter may stand on several lines, `add` joins a line's value to what there was. CONFIG SET replaces it
-    all the same where it is `whole`.
-    """
-
-    read: Callable[[list[str]], Any]
-    write: Callable[[Any], list[str]] = lambda value: [str(value)]
-    add: Callable[[Any, Any], Any] | None = None
-    whole: bool = False
-
-
-def _one(words: list[str]) -> str:
-    if len(words) != 1:
-        raise ValueError(f"takes one value, got {len(words)}")
-    return words[0]
-
-
-def integer(low: int, high: int) -> Kind:
-    """A whole number in a range."""
-
-    def read(words: list[str]) -> int:
-        word = _one(words)
-        if not re.fullmatch(r"-?\d{1,18}", word) or not low <= int(word) <= high:
-            raise ValueError(f"must be a whole number between {low} and {high}, got '{word}'")
-        return int(word)
-
-    return Kind(read)
-
-
-_UNITS = {"": 1, "b": 1, "k": 1000, "kb": 1024, "m": 1000**2, "mb": 1024**2, "g": 1000**3, "gb": 1024**3}
-
-
-def _bytes(word: str) -> int:
-    found = re.fullmatch(r"(\d{1,18})([a-z]*)", word.lower())
-    if not found or found[2] not in _UNITS:
-        raise ValueError(f"must be a number of bytes such as 0, 512mb or 4gb, got '{word}'")
-    return int(found[1]) * _UNITS[found[2]]
-
-
-def memory(low: int = 0) -> Kind:
-    """A number of bytes, with or without a unit."""
-
-    def read(words: list[str]) -> int:
-        size = _bytes(_one(words))
-        if size < low:
-            raise ValueError(f"must be at least {low} bytes, got {size}")
-        return size
-
-    return Kind(read)
-
-
-def _read_yes_no(words: list[str]) -> bool:
-    word = _one(words).lower()
-    if word not in ("yes", "no"):
-        raise ValueError(f"must be yes or no, got '{word}'")
-    return word == "yes"
-
-
-def choice(*allowed: str) -> Kind:
-    """One of a few words."""
-
-    def read(words: list[str]) -> str:
-        word = _one(words).lower()
-        if word not in allowed:
-            raise ValueError(f"must be one of {', '.join(allowed)}, got '{word}'")
-        return word
-
-    return Kind(read)
-
-
-def letters(allowed: str) -> Kind:
-    """Any of some letters, together."""
-
-    def read(words: list[str]) -> str:
-        word = _one(words)
-        if not set(word) <= set(allowed):
-            raise ValueError(f"must be made of the letters {allowed}, got '{word}'")
-        return word
-
-    return Kind(read)
-
-
-def _read_octal(words: list[str]) -> int:
-    word = _one(words)
-    if not re.fullmatch(r"[0-7]{1,4}", word) or int(word, 8) > 0o777:
-        raise ValueError(f"must be permissions in octal between 0 and 777, got '{word}'")
-    return int(word, 8)
-
-
-def _read_memory_or_share(words: list[str]) -> int | str:
-    word = _one(words)
-    if re.fullmatch(r"\d{1,2}%|100%", word):
-        return word
-    return _bytes(word)
-
-
-class OutputLimit(NamedTuple):
-    """The bytes of unread replies: never above `hard`, and above `soft` only for `seconds`. 0 is no limit."""
-
-    hard: int
-    soft: int
-    seconds: int
-
-
-_CLIENT_CLASSES = ("normal", "replica", "pubsub")  # of connections; there are no replicas here
-
-
-def _read_output_limits(words: list[str]) -> dict[str, OutputLimit]:
-    if not words or len(words) % 4:
-        raise ValueError(f"takes 4 values a class of clients: class, hard limit, soft limit, seconds; got {len(words)}")
-    limits = {}
-    for start in range(0, len(words), 4):
-        name, hard, soft, seconds = words[start : start + 4]
-        name = {"slave": "replica"}.get(name.lower(), name.lower())
-        if name not in _CLIENT_CLASSES:
-            raise ValueError(f"classes of clients are {', '.join(_CLIENT_CLASSES)}, got '{name}'")
-        if not re.fullmatch(r"\d{1,9}", seconds):
-            raise ValueError(f"seconds must be a whole number, got '{seconds}'")
-        limits[name] = OutputLimit(_bytes(hard), _bytes(soft), int(seconds))
-    return limits
-
-
-def _write_output_limits(limits: dict[str, OutputLimit]) -> list[str]:
-    return [word for name, limit in limits.items() for word in (name, *map(str, limit))]
-
-
-def _read_quotas(words: list[str]) -> dict[str, int]:
-    if words == [""]:
-        return {}
-    if not words or len(words) % 2:
-        raise ValueError(f"takes 2 values a quota: a pattern of keys, bytes (0 for no limit); got {len(words)}")
-    quotas: dict[str, int] = {}
-    for pattern, limit in zip(words[::2], words[1::2], strict=True):
-        if not pattern or re.search(r"\s", pattern):
-            raise ValueError(f"pattern must not be empty or have spaces (use ? instead), got '{pattern}'")
-        if pattern in quotas:
-            raise ValueError(f"pattern '{pattern}' is given twice")
-        glob(pattern.encode("utf-8", "surrogateescape"))
-        quotas[pattern] = _bytes(limit)
-    return quotas
-
-
-def _write_quotas(quotas: dict[str, int]) -> list[str]:
-    return [word for pattern, limit in quotas.items() for word in (pattern, str(limit))] or [""]
-
-
-yes_no = Kind(_read_yes_no, lambda value: ["yes" if value else "no"])
-text = Kind(_one)
-path = Kind(_one)
-words = Kind(lambda found: found, lambda value: value)
-octal = Kind(_read_octal, lambda value: [f"{value:o}"])
-memory_or_share = Kind(_read_memory_or_share)
-output_limits = Kind(_read_output_limits, _write_output_limits, lambda old, new: {**old, **new})
-quotas = Kind(_read_quotas, _write_quotas, lambda old, new: {**old, **new}, whole=True)
-lines = Kind(lambda found: [found], lambda value: [word for line in value for word in line], lambda old, new: old + new)
 
 
 def option(kind: Kind, default: Any, doc: str, *, mutable: bool = False, hidden: bool = False) -> Any:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from kvpage_server.configuration.config import Config, Kind
+from kvpage_server.configuration.config import Config
+from kvpage_server.configuration.kinds import Kind
 
 _OPENING = """\
 # Configuration

@@ -12,6 +12,7 @@ from kvpage_server.commands.arguments import check_batch, integer_in, plain, pla
 from kvpage_server.commands.context import Client
 from kvpage_server.commands.families.pages.block import read_shape
 from kvpage_server.commands.families.pages.page import AT_ONCE, new_pages, page_name
+from kvpage_server.commands.families.pages.page_query import told_of
 from kvpage_server.commands.families.pages.request import block_names, page_id, request_name
 from kvpage_server.commands.steps import Steps, each
 from kvpage_server.core import Argument, NewPages, Slot
@@ -81,24 +82,8 @@ class PagesBehind:
         if not isinstance(found, Standing):
             yield spell(found)
             return
-        header = found.header
-        yield {
-            "dtype": int(header.dtype),
-            "page_size": header.page_size,
-            "head_dim": header.head_dim,
-            "layer": header.layer,
-            "head": header.head,
-            "page": header.page,
-            "type": header.kv_type,
-            "bytes": header.body_size,
-            "checksum": f"{header.checksum:016x}",
-            "created_ms": header.created_ms,
-            "ttl": header.ttl,
-            "ttl_left_ms": found.ttl_left_ms,
-            "lease_left_ms": 0,
-            "pinned": 0,
-            "tier": "cluster",
-        }
+        left = {"ttl_left_ms": found.ttl_left_ms, "lease_left_ms": 0, "pinned": 0, "tier": "cluster"}
+        yield told_of(found.header) | left
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,8 @@ from kvpage_server.commands.context import Client, Server
 from kvpage_server.commands.steps import STEP
 from kvpage_server.commands.table.spec import BY_WORD
 from kvpage_server.commands.totals import counted
-from kvpage_server.configuration.config import Config, OutputLimit
+from kvpage_server.configuration.config import Config
+from kvpage_server.configuration.kinds import OutputLimit
 from kvpage_server.core import Limits
 from kvpage_server.system import malloc
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from engine.agent_engine import Answer
 from engine.api.openai.prompts import Prompts
@@ -15,39 +15,13 @@ from engine.scheduling.request import Token
 Reply = dict[str, Any]
 
 
-class Shape(Protocol):
-    """The form of an answer."""
-
-    def opening(self) -> Iterable[Reply]:
-        """The chunks before the first token."""
-
-    def chunks(self, token: Token) -> Iterable[Reply]:
-        """The chunks for a token."""
-
-    def closing(self, answer: Answer) -> Iterable[Reply]:
-        """The chunks at the end."""
-
-    def usage(self, answer: Answer) -> Reply:
-        """The chunk that counts the tokens."""
-
-    def add(self, token: Token) -> None:
-        """Add a token to the whole reply."""
-
-    def whole(self, answer: Answer) -> Reply:
-        """The reply that isn't streamed."""
-
-
 class Envelope:
     """The fields that all replies to a request have."""
 
     def __init__(self, model: str, fingerprint: int, agent_id: str | None, *, counts: bool) -> None:
         """`agent_id` is the client's name for the agent. `counts` says whether a stream ends with the usage."""
         self._id = uuid.uuid4().hex
-        self._common = {
-            "created": int(time.time()),
-            "model": model,
-            "system_fingerprint": f"fp_{fingerprint:016x}",
-        }
+        self._common = {"created": int(time.time()), "model": model, "system_fingerprint": f"fp_{fingerprint:016x}"}
         self._agent_id = agent_id
         self._counts = counts
 
@@ -57,14 +31,7 @@ class Envelope:
 
     def whole(self, prefix: str, kind: str, choice: Reply, answer: Answer) -> Reply:
         """The reply that isn't streamed."""
-        return {
-            "id": f"{prefix}-{self._id}",
-            "object": kind,
-            **self._common,
-            "choices": [choice],
-            "usage": usage(answer),
-            "kvpage": self.kvpage(answer),
-        }
+        return self.chunk(prefix, kind, [choice], usage=usage(answer), kvpage=self.kvpage(answer))
 
     def kvpage(self, answer: Answer) -> Reply:
         """What the store has spared this answer."""
@@ -117,12 +84,8 @@ class ChatShape:
         if said.calls:
             message["content"] = said.text or None
             message["tool_calls"] = [{k: v for k, v in call.items() if k != "index"} for call in said.calls]
-        choice = {
-            "index": 0,
-            "message": message,
-            "logprobs": self._of(said.tokens),
-            "finish_reason": self._reason(answer),
-        }
+        logprobs, reason = self._of(said.tokens), self._reason(answer)
+        choice = {"index": 0, "message": message, "logprobs": logprobs, "finish_reason": reason}
         return self._envelope.whole("chatcmpl", "chat.completion", choice, answer)
 
     def _told(self, said: Said, *, last: bool = False) -> Iterable[Reply]:
@@ -223,6 +186,10 @@ class TextShape:
             ],
             "text_offset": offsets,
         }
+
+
+# `opening`, `chunks` and `closing` make a stream, which may end with `usage`; `add` and `whole` make a reply.
+Shape = ChatShape | TextShape
 
 
 def usage(answer: Answer) -> Reply:

@@ -15,13 +15,12 @@ from kvpage_server.resp.reply import OK, Reply, ReplyError
 _TURN_OFF_FIRST = "before disabling tracking for this client, and then re-enabling it with a different mode."
 
 
-_tracking = partial(command, flags="noscript loading stale keeps_caching", group="connection")
+_tracking = partial(command, flags="noscript loading stale keeps_caching", group="connection", since="6.0.0")
 
 
 @_tracking(
     "client|tracking <ON | OFF> [REDIRECT client-id] [PREFIX prefix [PREFIX prefix ...]] [BCAST] [OPTIN] "
     "[OPTOUT] [NOLOOP]",
-    since="6.0.0",
     complexity="O(1), O(N) with N prefixes",
     reply="OK",
     summary="Sends the connection a message when a key that it read changes, for a cache in the client.",
@@ -124,7 +123,6 @@ def _overlapping(names: list[bytes]) -> set[bytes]:
 
 @_tracking(
     "client|caching <YES | NO>",
-    since="6.0.0",
     reply="OK",
     summary="Says whether the keys of the next command, or transaction, are tracked.",
 )
@@ -147,7 +145,6 @@ def client_caching(client: Client, args: list[Argument]) -> Reply:
 
 @_tracking(
     "client|getredir",
-    since="6.0.0",
     reply="integer",
     summary="Returns the id of the connection that gets this one's tracking messages.",
 )

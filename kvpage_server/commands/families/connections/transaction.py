@@ -19,12 +19,10 @@ from kvpage_server.resp.reply import NULL_ARRAY, OK, Reply, ReplyError
 MOST_WATCHED = 8192  # keys of a client
 
 
-_transaction = partial(command, group="transactions")
+_transaction = partial(command, flags="noscript loading stale fast allow_busy unqueued", group="transactions")
 
 
-@_transaction(
-    "multi", flags="noscript loading stale fast allow_busy unqueued", reply="OK", summary="Starts a transaction."
-)
+@_transaction("multi", reply="OK", summary="Starts a transaction.")
 def multi(client: Client, args: list[Argument]) -> Reply:
     """OK; the following commands are queued."""
     if client.transaction is not None:
@@ -81,12 +79,7 @@ def _too_long(spec: Spec, size: int, most: int) -> ReplyError:
 
 
 @_transaction(
-    "discard",
-    flags="noscript loading stale fast allow_busy unqueued",
-    since="2.0.0",
-    complexity="O(N) with N watched keys",
-    reply="OK",
-    summary="Discards the queued commands.",
+    "discard", since="2.0.0", complexity="O(N) with N watched keys", reply="OK", summary="Discards the queued commands."
 )
 def discard(client: Client, args: list[Argument]) -> Reply:
     """OK; watched keys are forgotten, too."""
@@ -98,7 +91,6 @@ def discard(client: Client, args: list[Argument]) -> Reply:
 
 @_transaction(
     "watch key [key ...]",
-    flags="noscript loading stale fast allow_busy unqueued",
     keys=(1, -1, 1),
     needs=nothing,
     since="2.2.0",

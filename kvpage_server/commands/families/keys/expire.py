@@ -30,6 +30,9 @@ def _conditions(words: list[bytes]) -> set[bytes]:
     return found
 
 
+_changing = partial(command, flags="write fast", keys=(1, 1, 1), needs=extents, group="generic", reply="integer")
+
+
 def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
     """Whether the conditions allow the change. A key without expiry counts as infinite."""
     refused = (
@@ -44,16 +47,7 @@ def _may_change(conditions: set[bytes], old: int, new: int) -> bool:
 def _declare(name: str, unit: int, base: Callable[[], int], *, since: str, time: str, summary: str) -> None:
     """Declare an EXPIRE command, which counts in units of `unit` milliseconds from `base`."""
 
-    @command(
-        f"{name} key {time} [NX | XX | GT | LT]",
-        flags="write fast",
-        keys=(1, 1, 1),
-        needs=extents,
-        since=since,
-        reply="integer",
-        summary=summary,
-        group="generic",
-    )
+    @_changing(f"{name} key {time} [NX | XX | GT | LT]", since=since, summary=summary)
     def expire(client: Client, args: list[Argument]) -> Reply:
         conditions = _conditions(plain_all(args[2:]))
         start = base()
@@ -132,16 +126,7 @@ def pexpiretime(client: Client, args: list[Argument]) -> Reply:
     return _expiry(client, args[0])
 
 
-@command(
-    "persist key",
-    flags="write fast",
-    keys=(1, 1, 1),
-    needs=extents,
-    since="2.2.0",
-    reply="integer",
-    summary="Removes a key's time to live.",
-    group="generic",
-)
+@_changing("persist key", since="2.2.0", summary="Removes a key's time to live.")
 def persist(client: Client, args: list[Argument]) -> Reply:
     """1 if the key had a time to live, else 0."""
     key, keyspace = plain(args[0]), client.server.keyspace

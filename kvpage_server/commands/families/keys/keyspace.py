@@ -43,11 +43,7 @@ def del_(client: Client, args: list[Argument]) -> Reply:
 
 
 @_for_each(
-    "unlink key [key ...]",
-    flags="write fast",
-    needs=extents,
-    since="4.0.0",
-    summary="Deletes keys, as DEL does.",
+    "unlink key [key ...]", flags="write fast", needs=extents, since="4.0.0", summary="Deletes keys, as DEL does."
 )
 def unlink(client: Client, args: list[Argument]) -> Reply:
     """The number of deleted keys."""

@@ -27,7 +27,7 @@ def _request(client: Client, raw: Argument) -> bytes:
     return req_id or b""
 
 
-_index = partial(command, keys=(1, 1, 1), needs=nothing, group="set")
+_index = partial(command, flags="readonly fast", keys=(1, 1, 1), needs=nothing, group="set")
 
 
 @_index(
@@ -53,13 +53,7 @@ def smembers(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@_index(
-    "scard key",
-    flags="readonly fast",
-    complexity="O(N) with N blocks",
-    reply="integer",
-    summary="Counts the pages of a request.",
-)
+@_index("scard key", complexity="O(N) with N blocks", reply="integer", summary="Counts the pages of a request.")
 def scard(client: Client, args: list[Argument]) -> Reply:
     """The number of pages, 0 if there is no such request."""
     req_id = _request(client, args[0])
@@ -70,12 +64,7 @@ def scard(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, req_id))
 
 
-@_index(
-    "sismember key member",
-    flags="readonly fast",
-    reply="integer",
-    summary="Says whether a request has a page key.",
-)
+@_index("sismember key member", reply="integer", summary="Says whether a request has a page key.")
 def sismember(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""
     index, member = plain(args[0]), plain(args[1])

@@ -75,6 +75,8 @@ def _options(args: list[Argument], *, words: tuple[bytes, ...]) -> Options:
 
 
 _string = partial(command, keys=(1, 1, 1), group="string")
+_setting = partial(_string, flags="write denyoom", needs=extents, reply="OK")
+_exchanging = partial(_string, access=READ | WRITE, reply="bulk | null")
 _range = partial(
     command,
     flags="readonly",
@@ -85,6 +87,7 @@ _range = partial(
     reply="bulk",
 )
 _strings = partial(command, group="string", complexity="O(N) with N keys")
+_setting_all = partial(_strings, flags="write denyoom", keys=(1, -1, 2), needs=extents, since="1.0.1")
 
 
 @_string(
@@ -140,38 +143,20 @@ def _set_expiring(client: Client, args: list[Argument], name: str, unit: bytes) 
     return OK
 
 
-@_string(
-    "setex key seconds value",
-    flags="write denyoom",
-    needs=extents,
-    since="2.0.0",
-    reply="OK",
-    summary="Sets a value with a time to live in seconds.",
-)
+@_setting("setex key seconds value", since="2.0.0", summary="Sets a value with a time to live in seconds.")
 def setex(client: Client, args: list[Argument]) -> Reply:
     """SET with EX."""
     return _set_expiring(client, args, "setex", b"EX")
 
 
-@_string(
-    "psetex key milliseconds value",
-    flags="write denyoom",
-    needs=extents,
-    since="2.6.0",
-    reply="OK",
-    summary="Sets a value with a time to live in milliseconds.",
-)
+@_setting("psetex key milliseconds value", since="2.6.0", summary="Sets a value with a time to live in milliseconds.")
 def psetex(client: Client, args: list[Argument]) -> Reply:
     """SET with PX."""
     return _set_expiring(client, args, "psetex", b"PX")
 
 
-@_string(
-    "setnx key value",
-    flags="write denyoom fast",
-    needs=extents,
-    reply="integer",
-    summary="Sets a value if its key does not exist.",
+@_setting(
+    "setnx key value", flags="write denyoom fast", reply="integer", summary="Sets a value if its key does not exist."
 )
 def setnx(client: Client, args: list[Argument]) -> Reply:
     """1 if it was set, else 0."""
@@ -182,13 +167,7 @@ def setnx(client: Client, args: list[Argument]) -> Reply:
     return 1
 
 
-@_string(
-    "getset key value",
-    flags="write denyoom fast",
-    access=READ | WRITE,
-    reply="bulk | null",
-    summary="Sets a value and returns the old one.",
-)
+@_exchanging("getset key value", flags="write denyoom fast", summary="Sets a value and returns the old one.")
 def getset(client: Client, args: list[Argument]) -> Reply:
     """The old value, or null."""
     key = plain(args[0])
@@ -197,14 +176,7 @@ def getset(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@_string(
-    "getdel key",
-    flags="write fast",
-    access=READ | WRITE,
-    since="6.2.0",
-    reply="bulk | null",
-    summary="Returns a value and deletes it.",
-)
+@_exchanging("getdel key", flags="write fast", since="6.2.0", summary="Returns a value and deletes it.")
 def getdel(client: Client, args: list[Argument]) -> Reply:
     """The value, or null."""
     key = plain(args[0])
@@ -213,12 +185,10 @@ def getdel(client: Client, args: list[Argument]) -> Reply:
     return reply
 
 
-@_string(
+@_exchanging(
     "getex key [EX seconds | PX milliseconds | EXAT unix-time-seconds | PXAT unix-time-milliseconds | PERSIST]",
     flags="write fast",
-    access=READ | WRITE,
     since="6.2.0",
-    reply="bulk | null",
     summary="Returns a value and changes its time to live.",
 )
 def getex(client: Client, args: list[Argument]) -> Reply:
@@ -294,12 +264,8 @@ def _mset(client: Client, args: list[Argument]) -> None:
         put(client, key, value, page)
 
 
-@_strings(
+@_setting_all(
     "mset key value [key value ...]",
-    flags="write denyoom",
-    keys=(1, -1, 2),
-    needs=extents,
-    since="1.0.1",
     parts=Parts(width=2, joined="last"),
     reply="OK",
     summary="Sets the values of keys.",
@@ -312,14 +278,8 @@ def mset(client: Client, args: list[Argument]) -> Reply:
     return OK
 
 
-@_strings(
-    "msetnx key value [key value ...]",
-    flags="write denyoom",
-    keys=(1, -1, 2),
-    needs=extents,
-    since="1.0.1",
-    reply="integer",
-    summary="Sets the values of keys if none of them exists.",
+@_setting_all(
+    "msetnx key value [key value ...]", reply="integer", summary="Sets the values of keys if none of them exists."
 )
 def msetnx(client: Client, args: list[Argument]) -> Reply:
     """1 if they were set, else 0."""

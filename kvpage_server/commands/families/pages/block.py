@@ -42,13 +42,12 @@ from kvpage_server.store.memory.extent import Extent
 _PLANE = 3  # type dtype head_dim
 
 
-_block = partial(command, group="page")
+_block = partial(command, flags="readonly", uses=requests(0), group="page")
 
 
 @_block(
     "kvblockset req page layers heads page_size ttl P type dtype head_dim [type dtype head_dim ...] body",
     flags="write denyoom hashed",
-    uses=requests(0),
     needs=nothing,
     complexity="O(N) with N bytes",
     reply="OK",
@@ -127,8 +126,6 @@ def _is_small(client: Client, req_id: bytes, page: int) -> bool:
 
 @_block(
     "kvblockget req page",
-    flags="readonly",
-    uses=requests(0),
     needs=blocks(0),
     fetches=True,
     complexity="O(N) with N pages, O(1) if stored as a block",
@@ -149,7 +146,6 @@ def kvblockget(client: Client, args: list[Argument]) -> Reply:
 
 @_block(
     "kvblockmget N req page [req page ...]",
-    flags="readonly",
     uses=requests(1, 2),
     needs=blocks(1),
     fetches=True,
@@ -178,12 +174,7 @@ def kvblockmget(client: Client, args: list[Argument]) -> Reply:
 
 
 @_block(
-    "kvblockexists req page",
-    flags="readonly",
-    uses=requests(0),
-    needs=nothing,
-    reply="integer",
-    summary="Says whether a block exists and is complete.",
+    "kvblockexists req page", needs=nothing, reply="integer", summary="Says whether a block exists and is complete."
 )
 def kvblockexists(client: Client, args: list[Argument]) -> Reply:
     """1 or 0."""

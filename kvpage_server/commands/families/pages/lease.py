@@ -37,7 +37,8 @@ def _too_many(keyspace: Keyspace, block: Block, wanted: Bytes) -> ReplyError:
     )
 
 
-_protection = partial(command, group="page", needs=nothing, reply="integer")
+_protection = partial(command, group="page", needs=nothing, uses=requests(0), reply="integer")
+_pinning = partial(_protection, flags="write", parts=Parts(1), complexity="O(N) with N blocks")
 
 
 @_protection(
@@ -94,7 +95,6 @@ def _count_misses(client: Client, names: list[tuple[bytes, int]], pages_per_bloc
 @_protection(
     "kvpagelease req lease_ms [page ...]",
     flags="readonly",
-    uses=requests(0),
     parts=Parts(2),
     complexity="O(N log M) with N blocks and M leases",
     summary="Protects a request, or some of its blocks, from eviction for a while.",
@@ -117,12 +117,8 @@ def kvpagelease(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, args[0], args[2:]))
 
 
-@_protection(
+@_pinning(
     "kvpagepin req [page ...]",
-    flags="write",
-    uses=requests(0),
-    parts=Parts(1),
-    complexity="O(N) with N blocks",
     summary="Protects a request, or some of its blocks, from eviction until they are unpinned.",
 )
 def kvpagepin(client: Client, args: list[Argument]) -> Reply:
@@ -149,14 +145,7 @@ def kvpagepin(client: Client, args: list[Argument]) -> Reply:
     return stepwise(steps(), small=are_few(client, args[0], args[1:]))
 
 
-@_protection(
-    "kvpageunpin req [page ...]",
-    flags="write",
-    uses=requests(0),
-    parts=Parts(1),
-    complexity="O(N) with N blocks",
-    summary="Ends the pins of a request, or of some of its blocks.",
-)
+@_pinning("kvpageunpin req [page ...]", summary="Ends the pins of a request, or of some of its blocks.")
 def kvpageunpin(client: Client, args: list[Argument]) -> Reply:
     """The number of blocks that were pinned."""
     leases = client.keyspace.leases

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 from kvpage_server.commands.arguments import WRONG_TYPE, check_batch
 from kvpage_server.commands.context import Client
@@ -18,17 +19,16 @@ from kvpage_server.resp.reply import Raw, Reply, ReplyError, Stream
 from kvpage_server.store.memory.entry import Page, header_of, is_cold, is_page
 from kvpage_server.store.memory.extent import ExtentPage
 
+_query = partial(command, flags="readonly", needs=nothing, group="page")
 
-@command(
+
+@_query(
     "kvpagemexists N req layer head page type [req layer head page type ...]",
-    flags="readonly",
     uses=pages(1, NAME_WORDS),
-    needs=nothing,
     parts=Parts(1, NAME_WORDS),
     complexity="O(N) with N pages",
     reply="array of integer",
     summary="Says for each of N pages whether it exists, without reading it.",
-    group="page",
 )
 def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     """An array of 1 or 0, in order."""
@@ -44,14 +44,12 @@ def kvpagemexists(client: Client, args: list[Argument]) -> Reply:
     return Stream(None, steps())
 
 
-@command(
+@_query(
     "kvpagestat req layer head page type",
     flags="readonly fast",
     uses=pages(0),
-    needs=nothing,
     reply="map | null",
     summary="Returns a page's header, time to live, protection and tier.",
-    group="page",
 )
 def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     """A map, or null if there is no such page. `tier` is memory or disk. `checksum` is null for a page of a block that
@@ -65,6 +63,17 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
     if not is_page(page) or block is None:
         raise ReplyError(WRONG_TYPE)
     (header, checksum), guard, now = _header(page), keyspace.leases.of(block), unix_ms()
+    return told_of(header) | {
+        "checksum": checksum,
+        "ttl_left_ms": page.expires - now if page.expires else -1,
+        "lease_left_ms": max(guard.until - now, 0),
+        "pinned": int(guard.pinned),
+        "tier": "disk" if is_cold(page) else "memory",
+    }
+
+
+def told_of(header: PageHeader) -> dict[str, Reply]:
+    """The part of KVPAGESTAT's reply that is in the header."""
     return {
         "dtype": int(header.dtype),
         "page_size": header.page_size,
@@ -74,13 +83,9 @@ def kvpagestat(client: Client, args: list[Argument]) -> Reply:
         "page": header.page,
         "type": header.kv_type,
         "bytes": header.body_size,
-        "checksum": checksum,
+        "checksum": f"{header.checksum:016x}",
         "created_ms": header.created_ms,
         "ttl": header.ttl,
-        "ttl_left_ms": page.expires - now if page.expires else -1,
-        "lease_left_ms": max(guard.until - now, 0),
-        "pinned": int(guard.pinned),
-        "tier": "disk" if is_cold(page) else "memory",
     }
 
 
