@@ -34,6 +34,12 @@ from kvpage_server.look.why import why
 from kvpage_server.system.program import ends_quietly, missing_extra, say
 from kvpage_server.system.terminal import out, print_json
 
+_OF_ONE = {  # commands that take one server, and what there is for several
+    "top": "kvpage status --watch shows them all",
+    "restore": "a dump of several has a directory for each, restore each into its server",
+    "bench": "measure one after the other",
+}
+
 
 def main(arguments: list[str] | None = None) -> None:
     """The process. Exits with 1 when something is missing or damaged, with 2 when the store can't be asked."""
@@ -78,7 +84,7 @@ def _ask_cluster(args: argparse.Namespace) -> int:
         what = "stat of a page" if args.show is stat else args.show.__name__
         raise LookError(
             f"kvpage {what} looks into kvpage-servers: --url takes one of them, or several with commas; into a cluster "
-            "look status, ls, why, and stat of an agent"
+            "look status (with --watch), ls, why, and stat of an agent"
         )
     with cluster_as_one(args) as store:
         return _shown(store, args)
@@ -106,8 +112,8 @@ def _connected(url: str) -> redis.Redis:
 def _ask_all(args: argparse.Namespace, urls: list[str]) -> int:
     """Ask servers side by side, one after the other. Each is dumped into its own directory. Returns the worst exit
     code."""
-    if args.show in (top, restore, bench):
-        raise LookError("this command takes one server, and --url names several")
+    if instead := _OF_ONE.get(args.show.__name__):
+        raise LookError(f"kvpage {args.show.__name__} takes one server, and --url names several: {instead}")
     every = getattr(args, "watch", None)
     while True:
         if every is not None and out.is_terminal and not args.json:

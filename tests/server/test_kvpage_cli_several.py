@@ -86,7 +86,19 @@ def test_a_server_of_the_list_that_is_gone_is_named_and_the_others_answer(
     said = capsys.readouterr()
     assert f"cannot reach {gone}" in said.err
     assert "kvpage-server" in said.out
-    assert run("restore", "nowhere", "--url", f"{gone},{server.url}") == 1
+
+
+def test_a_command_for_one_server_says_what_there_is_for_several(capsys: pytest.CaptureFixture[str]) -> None:
+    both = "redis://127.0.0.1:1,redis://127.0.0.1:2"  # nobody is asked
+    for words, instead in (
+        (("top",), "kvpage status --watch shows them all"),
+        (("restore", "nowhere"), "restore each into its server"),
+        (("bench",), "measure one after the other"),
+    ):
+        assert run(*words, "--url", both) == 1
+        said = capsys.readouterr().err
+        assert f"kvpage {words[0]} takes one server" in said
+        assert instead in said
 
 
 def test_a_server_of_the_list_that_hangs_is_named_and_the_others_answer(
@@ -144,4 +156,4 @@ def test_a_cluster_is_told_node_by_node_and_together(capsys: pytest.CaptureFixtu
         nodes = json.loads(capsys.readouterr().out)["nodes"]
         assert ["error" in node for node in nodes] == [False, True]
         assert run("top", "--url", mapped.url) == 1
-        assert "into a cluster look status, ls, why, and stat of an agent" in capsys.readouterr().err
+        assert "into a cluster look status (with --watch), ls, why, and stat of an agent" in capsys.readouterr().err
