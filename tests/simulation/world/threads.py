@@ -281,4 +281,4 @@ def install() -> None:
     vars(threading).update(Lock=Lock, RLock=threading._PyRLock, _allocate_lock=Lock)
     vars(queue).update(SimpleQueue=SimpleQueue)
     vars(select).update(poll=Poll)
-    logging.getLogger("concurrent.futures").disabled = True  # which says of every thread that is killed that it is
+    logging.getLogger("concurrent.futures").setLevel(logging.CRITICAL + 1)  # it speaks of every thread that is killed
